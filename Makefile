@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# kronfluence would pull torchvision and another torch; it needs only these and works with ours.
+NO_DEPS := kronfluence einconv einops opt-einsum
+
+.PHONY: help demo test quick lint bench clean
+help:
+	@echo "make demo    create .venv, install, run the embedded demo"
+	@echo "make test    create .venv, install everything, lint, type-check and run all tests"
+	@echo "make quick   the tests that take seconds"
+	@echo "make bench   run every benchmark and rewrite docs/benchmarks.md"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+
+# Stamps, so that installing happens once per change of the files that say what to install.
+$(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.full: $(VENV)/.core
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps $(NO_DEPS)
+	@touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/gradtrace train
+
+test: $(VENV)/.full lint
+	$(BIN)/pytest
+
+quick: $(VENV)/.full
+	$(BIN)/pytest -m "not slow"
+
+lint: $(VENV)/.full
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+bench: $(VENV)/.full
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,3 @@
+"""RL post-training for language models that shows its work."""
+
+__version__ = "0.1.0"

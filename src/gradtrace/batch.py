@@ -1,0 +1,150 @@
+"""`RolloutBatch`: the one type that travels from rollout to trace and gains columns on the way.
+
+A *group* is one prompt with its n responses. Shapes below use G groups, R responses and T, the length
+of the longest response in this batch. Token columns are right-padded; `response_mask` says what is real.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKEN_COLUMNS = (
+    "sampler_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "entropies",
+    "values",
+    "advantages",
+    "returns",
+)
+RESPONSE_COLUMNS = ("finished", "rewards", "kept")
+
+
+@dataclass
+class RolloutBatch:
+    prompts: list[list[int]]
+    """G prompts as token ids, without padding."""
+    group: Tensor
+    """long[R]: the index into `prompts` of each response."""
+    responses: Tensor
+    """long[R, T]: sampled token ids, the stop token included."""
+    response_mask: Tensor
+    """bool[R, T]: True where `responses` holds a sampled token; a prefix of every row."""
+    finished: Tensor
+    """bool[R]: ended with a stop token rather than at the length limit."""
+    sampler_log_probs: Tensor
+    """float[R, T]: log-probs of the sampled tokens under the distribution they were sampled from."""
+
+    items: list[dict[str, Any]] = field(default_factory=list)
+    """G task items (answer, data source …) that the reward needs; the prompt's text under "prompt"."""
+    texts: list[str] | None = None
+    """R decoded responses."""
+    rewards: Tensor | None = None
+    """float[R]."""
+    old_log_probs: Tensor | None = None
+    """float[R, T]: log-probs under the policy before this step's first update, at the sampling temperature."""
+    ref_log_probs: Tensor | None = None
+    """float[R, T]: log-probs under the frozen reference policy."""
+    entropies: Tensor | None = None
+    """float[R, T]: entropy in nats of the full next-token distribution each token was drawn from."""
+    values: Tensor | None = None
+    """float[R, T]: the critic's value estimates (PPO only)."""
+    advantages: Tensor | None = None
+    """float[R, T]: zero outside the mask."""
+    returns: Tensor | None = None
+    """float[R, T]: targets of the critic (PPO only)."""
+    kept: Tensor | None = None
+    """bool[R]: False for a response that selection left out of the update."""
+
+    def __post_init__(self) -> None:
+        responses, longest = self.responses.shape
+        for name in TOKEN_COLUMNS + ("response_mask",):
+            column = getattr(self, name)
+            if column is not None and tuple(column.shape) != (responses, longest):
+                raise ValueError(
+                    f"{name} is {tuple(column.shape)}, the batch is {(responses, longest)}: "
+                    "columns of one batch describe the same tokens"
+                )
+        for name in RESPONSE_COLUMNS + ("group",):
+            column = getattr(self, name)
+            if column is not None and tuple(column.shape) != (responses,):
+                raise ValueError(f"{name} is {tuple(column.shape)}, the batch has {responses} responses")
+        if self.texts is not None and len(self.texts) != responses:
+            raise ValueError(f"{len(self.texts)} texts for {responses} responses")
+        if self.items and len(self.items) != len(self.prompts):
+            raise ValueError(f"{len(self.items)} task items for {len(self.prompts)} prompts")
+
+    def __len__(self) -> int:
+        return self.responses.shape[0]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """long[R]."""
+        return self.response_mask.sum(-1)
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """long[R]: the length of each *response's* prompt."""
+        return torch.tensor([len(prompt) for prompt in self.prompts])[self.group]
+
+    def replace(self, **columns: Any) -> RolloutBatch:
+        """A copy with these columns set; tensors are shared, not cloned."""
+        return dataclasses.replace(self, **columns)
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """The responses `rows` (long or bool), trimmed to their longest. Prompts and group ids stay."""
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().squeeze(-1)
+        longest = int(self.response_lengths[rows].max()) if len(rows) else 0
+        columns: dict[str, Any] = {}
+        for name in TOKEN_COLUMNS + ("responses", "response_mask"):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[rows, :longest]
+        for name in RESPONSE_COLUMNS + ("group",):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[rows]
+        columns["texts"] = None if self.texts is None else [self.texts[i] for i in rows.tolist()]
+        return dataclasses.replace(self, **columns)
+
+    @staticmethod
+    def concat(batches: list[RolloutBatch], pad_id: int = 0) -> RolloutBatch:
+        """Batches after one another, groups renumbered. A column must be set in all of them or in none."""
+        longest = max(batch.responses.shape[1] for batch in batches)
+
+        def joined(name: str) -> Tensor | None:
+            columns = [getattr(batch, name) for batch in batches]
+            missing = [column is None for column in columns]
+            if all(missing):
+                return None
+            if any(missing):
+                raise ValueError(f"column {name} is set in some of the batches only")
+            if columns[0].dim() == 2:
+                fill = pad_id if name == "responses" else 0
+                columns = [
+                    torch.nn.functional.pad(column, (0, longest - column.shape[1]), value=fill)
+                    for column in columns
+                ]
+            return torch.cat(columns)
+
+        first_group = 0
+        groups = []
+        for batch in batches:
+            groups.append(batch.group + first_group)
+            first_group += len(batch.prompts)
+        names = TOKEN_COLUMNS + RESPONSE_COLUMNS + ("responses", "response_mask")
+        columns: dict[str, Any] = {name: joined(name) for name in names}
+        texts = [batch.texts for batch in batches]
+        columns["texts"] = (
+            None if any(text is None for text in texts) else [line for text in texts for line in text or []]
+        )
+        return RolloutBatch(
+            prompts=[prompt for batch in batches for prompt in batch.prompts],
+            items=[item for batch in batches for item in batch.items],
+            group=torch.cat(groups),
+            **columns,
+        )

@@ -1,0 +1,63 @@
+"""The `gradtrace` command. Each subcommand lives beside the code it drives and is imported only when called,
+so that `gradtrace --help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from gradtrace import __version__
+
+# name: (module with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
+COMMANDS = {
+    "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
+}
+
+EPILOG = """\
+examples:
+  gradtrace doctor --model runs/demo/policy   which layers can be traced, and what it costs
+
+`gradtrace COMMAND --help` explains each command.
+"""
+
+
+def build_parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradtrace",
+        description="RL post-training for language models that shows its work.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gradtrace {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module_name, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == wanted:
+            module = importlib.import_module(module_name)
+            subparser.description = module.__doc__
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser(argv).parse_args(argv)
+    from gradtrace.errors import GradtraceError
+
+    try:
+        return args.run(args) or 0
+    except GradtraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `gradtrace trace show … | head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
