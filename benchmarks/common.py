@@ -1,0 +1,245 @@
+"""What every benchmark shares: arguments, alternating timing, peak memory, and the last JSON line.
+
+A benchmark module has this shape; its docstring is what `--help` shows:
+
+    def main(arguments: list[str] | None = None) -> None:
+        args = parse_arguments(__doc__, arguments)
+        timing = alternate(theirs, ours, rounds=2 if args.quick else 5)
+        emit("rollout", {"speedup_generate_tiny": timing.ratio}, {"tiny": timing.detail()})
+
+    if __name__ == "__main__":
+        main()
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SMOLLM2_VARIABLE = "GRADTRACE_SMOLLM2"
+SMOLLM2_FOLDER = REPOSITORY / "models" / "SmolLM2-135M-Instruct"
+VERSIONED_PACKAGES = ("torch", "transformers", "trl", "kronfluence", "numpy")
+
+
+def parse_arguments(
+    description: str | None,
+    arguments: list[str] | None = None,
+    extra: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> argparse.Namespace:
+    """`--quick` and `--threads`, plus whatever `extra(parser)` adds. Sets torch's thread count."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds: under a minute")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
+    if extra is not None:
+        extra(parser)
+    args = parser.parse_args(arguments)
+    if args.threads:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    return args
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of both sides of a comparison, one entry per round."""
+
+    theirs: list[float]
+    ours: list[float]
+
+    @property
+    def theirs_median(self) -> float:
+        return statistics.median(self.theirs)
+
+    @property
+    def ours_median(self) -> float:
+        return statistics.median(self.ours)
+
+    @property
+    def ratio(self) -> float:
+        """Theirs over ours: above 1, ours is faster. For an overhead, give the side *with* it as theirs."""
+        return self.theirs_median / self.ours_median
+
+    def detail(self) -> dict[str, Any]:
+        """Medians, and the spread as fastest and slowest, in seconds."""
+        return {
+            "theirs_s": round(self.theirs_median, 5),
+            "ours_s": round(self.ours_median, 5),
+            "theirs_range_s": [round(min(self.theirs), 5), round(max(self.theirs), 5)],
+            "ours_range_s": [round(min(self.ours), 5), round(max(self.ours), 5)],
+            "rounds": len(self.ours),
+        }
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call, garbage collected beforehand so that nobody pays for another's waste."""
+    gc.collect()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def alternate(
+    theirs: Callable[[], object], ours: Callable[[], object], rounds: int = 5, warmup: int = 1
+) -> Timing:
+    """Time both sides `rounds` times, in turns, swapping who goes first.
+
+    In turns, because a shared machine drifts: whatever slows one side then slows the other as well.
+    """
+    for _ in range(warmup):
+        theirs()
+        ours()
+    times: dict[str, list[float]] = {"theirs": [], "ours": []}
+    pair = [("theirs", theirs), ("ours", ours)]
+    for _ in range(rounds):
+        for name, work in pair:
+            times[name].append(seconds(work))
+        pair.reverse()
+    return Timing(**times)
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    baseline_bytes: int
+    """Resident set after `prepare`, before the measured work."""
+    peak_bytes: int
+    """Largest resident set seen while the work ran."""
+    result: Any
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.peak_bytes - self.baseline_bytes
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _measure(connection: Any, prepare: Callable[..., Any], work: Callable[[Any], Any], args: tuple) -> None:
+    prepared = prepare(*args)
+    gc.collect()
+    baseline = resident_bytes()
+    peak = baseline
+    finished = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not finished.wait(0.002):
+            peak = max(peak, resident_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    result = work(prepared)
+    finished.set()
+    watcher.join()
+    connection.send((baseline, max(peak, resident_bytes()), result))
+
+
+def peak_memory(prepare: Callable[..., Any], work: Callable[[Any], Any], *args: Any) -> PeakMemory:
+    """Peak resident memory of `work(prepare(*args))` in a fresh process.
+
+    Both functions must be importable (top level of a module), and `work`'s result small and picklable.
+    A fresh process, because an allocator that has grown once hides the next peak. Sampled every 2 ms.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(sender, prepare, work, args))
+    process.start()
+    sender.close()
+    try:
+        baseline, peak, result = receiver.recv()
+    except EOFError:
+        process.join()
+        sys.exit(f"benchmark: the measured process ended with code {process.exitcode}; its error is above")
+    process.join()
+    return PeakMemory(baseline, peak, result)
+
+
+def smollm2_path() -> Path:
+    """The folder of SmolLM2-135M-Instruct; ends the benchmark with instructions when it is not there."""
+    folder = Path(os.environ.get(SMOLLM2_VARIABLE, SMOLLM2_FOLDER))
+    if not (folder / "config.json").is_file():
+        sys.exit(
+            f"benchmark: no model in {folder}; run scripts/get_smollm2, or point {SMOLLM2_VARIABLE} at a copy"
+        )
+    return folder
+
+
+def load_smollm2() -> Any:
+    """(model in float32 and eval mode, tokenizer)."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2_path()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def tiny_model(seed: int = 0) -> Any:
+    """The demo's architecture with random weights: Qwen2, 331k parameters, 18 vocabulary entries."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=18,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=256,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in VERSIONED_PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> str:
+    """One line: processor, cores this process may use, memory."""
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    processor = names[0] if names else platform.machine()
+    return f"{processor}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+
+
+def emit(name: str, ratios: dict[str, float], detail: dict[str, Any]) -> None:
+    """Print the benchmark's result: one JSON object on the last line of stdout."""
+    result = {
+        "name": name,
+        "ratios": {label: round(float(ratio), 3) for label, ratio in ratios.items()},
+        "detail": detail,
+        "versions": versions(),
+    }
+    print(json.dumps(result), flush=True)
