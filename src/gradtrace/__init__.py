@@ -1,3 +1,17 @@
 """RL post-training for language models that shows its work."""
 
+from typing import Any
+
 __version__ = "0.1.0"
+
+_LAZY = {"open_run": "gradtrace.trace.reader", "TraceWriter": "gradtrace.trace.writer"}
+__all__ = ["TraceWriter", "__version__", "open_run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported on first use: `import gradtrace` and `gradtrace --help` stay instant."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gradtrace' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

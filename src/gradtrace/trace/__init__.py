@@ -1,0 +1,1 @@
+"""Trace files: what they hold (`schema`), how they are written (`writer`) and read (`reader`)."""

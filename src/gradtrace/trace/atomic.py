@@ -1,0 +1,183 @@
+"""Every write of a run goes through here: a file is whole or it is not there.
+
+`atomic_write` puts a file in place by rename; `JsonLines` appends lines and heals a torn tail;
+`atomic_directory` does for a folder (a checkpoint) what `atomic_write` does for a file. JSON that we write is
+*sealed*: its last key, `check`, is a checksum of the rest, so that a damaged byte is found when reading.
+
+With `fsync` the state also survives a power cut; without, it survives the end of the process at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TEMPORARY = ".tmp"
+_CHECK = "check"
+
+
+class DamagedError(ValueError):
+    """Bytes that are not what was written."""
+
+
+def atomic_write(path: Path, data: bytes, fsync: bool = False) -> None:
+    """Replace `path` by `data`: readers see the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(descriptor, data)
+            if fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            os.unlink(temporary)
+        raise
+    if fsync:
+        fsync_directory(path.parent)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete temporary files that a killed process left in `folder`."""
+    for leftover in folder.glob(f".*{TEMPORARY}"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path, fsync: bool = False) -> Iterator[Path]:
+    """A folder to fill; on success it becomes `path` (which must not exist), on an error it vanishes."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists already")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if fsync:
+            _fsync_tree(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if fsync:
+        fsync_directory(path.parent)
+
+
+def _fsync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(Path(parent))
+
+
+def seal(record: dict[str, Any], indent: int | None = None) -> bytes:
+    """`record` as JSON with its checksum as the last key, and a newline."""
+    return (json.dumps({**record, _CHECK: _checksum(record)}, indent=indent) + "\n").encode()
+
+
+def unseal(data: bytes, strict: bool = True) -> dict[str, Any]:
+    """The record in `data`, or a `DamagedError`. `strict=False` also takes JSON that was never sealed."""
+    try:
+        record = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise DamagedError("not a JSON object")
+    check = record.pop(_CHECK, None)
+    if check is None and not strict and not _looks_like_seal(record):
+        return record
+    if check != _checksum(record):
+        raise DamagedError("the checksum does not match")
+    return record
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _looks_like_seal(record: dict[str, Any]) -> bool:
+    """The last key is a `check` with a damaged letter: such a record was sealed once and is not foreign."""
+    if not record:
+        return False
+    key, value = list(record.items())[-1]
+    alike = len(key) == len(_CHECK) and sum(a == b for a, b in zip(key, _CHECK, strict=True)) >= 3
+    return alike and isinstance(value, str) and len(value) == 8
+
+
+class JsonLines:
+    """Append-only file of sealed JSON lines. A line is there with its newline or it does not count."""
+
+    def __init__(self, path: Path, fsync: bool = False) -> None:
+        self.path = path
+        self.fsync = fsync
+        self._size = self._heal()
+
+    def append(self, record: dict[str, Any]) -> None:
+        line = seal(record)
+        is_new = not self.path.exists()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            if os.fstat(descriptor).st_size != self._size:  # a failed append before this one left a torn line
+                os.ftruncate(descriptor, self._size)
+            try:
+                write_all(descriptor, line)
+                if self.fsync:
+                    os.fsync(descriptor)
+            except BaseException:
+                with contextlib.suppress(OSError):  # else the next append does it
+                    os.ftruncate(descriptor, self._size)
+                raise
+            self._size += len(line)
+        finally:
+            os.close(descriptor)
+        if is_new and self.fsync:
+            fsync_directory(self.path.parent)
+
+    def rewrite(self, records: list[dict[str, Any]]) -> None:
+        """Replace all lines, atomically."""
+        data = b"".join(seal(record) for record in records)
+        atomic_write(self.path, data, self.fsync)
+        self._size = len(data)
+
+    def _heal(self) -> int:
+        """Cut a last line without newline, left by a killed process; return the size."""
+        if not self.path.exists():
+            return 0
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            os.truncate(self.path, whole)
+        return whole

@@ -1,0 +1,76 @@
+"""The manifest of one kind of trace: a sealed line per step, appended after the step's file is whole.
+
+The manifest is the authority: a step file without a line is not part of the run, and a later line for a step
+replaces an earlier one. So that a rewritten step is old or new and never a mixture, the new file gets a new
+name (`step_000007.r1.npz`), the line switches over, and then the old file goes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradtrace.trace.atomic import DamagedError, unseal
+
+_FILE = re.compile(r"steps/step_(\d{6,})(?:\.r(\d+))?\.npz")
+
+
+@dataclass(frozen=True)
+class Entry:
+    step: int
+    file: str
+    """Path inside the kind's folder."""
+    bytes: int
+    sha256: str
+    groups: int
+    responses: int
+    tokens: int
+    time: float
+    """Seconds since 1970, when the file was written."""
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def step_file(step: int, revision: int = 0) -> str:
+    return f"steps/step_{step:06d}{f'.r{revision}' if revision else ''}.npz"
+
+
+def revision_of(file: str) -> int:
+    match = _FILE.fullmatch(file)
+    return int(match[2] or 0) if match else 0
+
+
+def parse_line(line: bytes) -> Entry:
+    """The entry in a line, or a `DamagedError` that says what is wrong with it."""
+    record = unseal(line)
+    try:
+        entry = Entry(**record)
+    except TypeError as error:
+        raise DamagedError(f"not a manifest entry ({error})") from None
+    numbers = (entry.step, entry.bytes, entry.groups, entry.responses, entry.tokens)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise DamagedError("a count is not a whole number")
+    if not isinstance(entry.time, int | float) or not isinstance(entry.sha256, str):
+        raise DamagedError("time or sha256 has the wrong type")
+    match = _FILE.fullmatch(entry.file) if isinstance(entry.file, str) else None
+    if match is None or int(match[1]) != entry.step:
+        raise DamagedError(f"{entry.file!r} is not the name of a step file of this folder")
+    return entry
+
+
+def parse(data: bytes) -> tuple[dict[int, Entry], list[str]]:
+    """(entries by step, in order; what is wrong with the other lines). A last line without newline does not
+    count: it is being written, or its writer was killed."""
+    entries: dict[int, Entry] = {}
+    problems = []
+    lines = data.split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = parse_line(line)
+        except DamagedError as error:
+            problems.append(f"line {number}: {error}")
+        else:
+            entries[entry.step] = entry
+    return dict(sorted(entries.items())), problems

@@ -1,0 +1,189 @@
+"""`Step`: one step of one trace, its columns as arrays, and views of a group, a response, its tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradtrace.trace import schema
+from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+
+
+@dataclass(frozen=True)
+class Group:
+    index: int
+    """Its index in this file."""
+    group_id: int
+    """Its index in the rollout batch."""
+    prompt_ids: np.ndarray
+    expected_ids: np.ndarray | None
+    """Token ids of the right answer; None if the task did not give it."""
+    status: schema.GroupStatus | None
+    responses: list[int]
+    """Indices of its responses in this file; empty for a skipped group of an influence trace."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response; columns that the file lacks are None."""
+
+    index: int
+    group: int
+    row: int
+    reward: float
+    length: int
+    finished: bool
+    accepted: bool | None = None
+    advantage: float | None = None
+    selection: schema.Selection | None = None
+    optimizer_step: int | None = None
+    prompt_influence: float | None = None
+    first_wrong: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """Columns of this kind alone: score, kept, reason (tracin); batch, share (entropy_probe)."""
+
+
+@dataclass(frozen=True)
+class Pairwise:
+    scores: np.ndarray
+    """float32[T_r, n_r]: effect of token t on response members[m]."""
+    members: np.ndarray
+    """int32[n_r]: indices of responses in this file."""
+
+
+class Step:
+    def __init__(self, kind: str, step: int, arrays: SafeNpz) -> None:
+        """Checks the layout; columns are decoded when asked for."""
+        self.kind = kind
+        self.step = step
+        self._arrays = arrays
+        self._check()
+        self.meta = self._read_meta()
+        self.n_groups = len(arrays["group_id"])
+        self.n_responses = len(arrays["group"])
+        self.n_tokens = int(arrays["token_offsets"][-1])
+
+    def __repr__(self) -> str:
+        return (
+            f"Step({self.kind} {self.step}: {self.n_groups} groups, {self.n_responses} responses, "
+            f"{self.n_tokens} tokens)"
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns in this file, those of level meta left out."""
+        return [
+            name for name in self._arrays if name in schema.COLUMNS and schema.COLUMNS[name].level != "meta"
+        ]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A whole column, flat."""
+        if name not in self:
+            raise KeyError(
+                f"{self.kind} step {self.step} has no column {name!r}; it has {', '.join(self.columns)}"
+            )
+        return self._arrays[name]
+
+    def group(self, g: int) -> Group:
+        return Group(
+            index=g,
+            group_id=int(self["group_id"][g]),
+            prompt_ids=self._slice("prompt_ids", g),
+            expected_ids=self._slice("expected_ids", g) if "expected_ids" in self else None,
+            status=schema.GroupStatus(self["group_status"][g]) if "group_status" in self else None,
+            responses=np.flatnonzero(self["group"] == g).tolist(),
+        )
+
+    def response(self, r: int) -> Response:
+        values: dict[str, Any] = {}
+        for name in self.columns:
+            column = schema.COLUMNS[name]
+            if column.level == "response" and not column.is_offsets:
+                value = self[name][r].item()
+                values[name] = column.values(value) if column.values else value
+        known = {name: values.pop(name) for name in list(values) if name in Response.__dataclass_fields__}
+        return Response(index=r, **known, more=values)
+
+    def tokens(self, r: int) -> dict[str, np.ndarray]:
+        """The token columns of response r, each [T_r]."""
+        return {name: self._slice(name, r) for name in self.columns if schema.COLUMNS[name].level == "token"}
+
+    def pairwise(self, r: int) -> Pairwise | None:
+        """The block of response r, None where none is stored."""
+        if "pairwise" not in self:
+            return None
+        members = self._slice("pairwise_member", r)
+        if len(members) == 0:
+            return None
+        return Pairwise(self._slice("pairwise", r).reshape(-1, len(members)), members)
+
+    def token_table(self) -> dict[str, np.ndarray]:
+        """A row per token: step, group, response, position, the token columns and the response columns."""
+        lengths = np.diff(self["token_offsets"])
+        response = np.repeat(np.arange(self.n_responses), lengths)
+        table = {
+            "step": np.full(self.n_tokens, self.step),
+            "group_id": self["group_id"][self["group"]][response],
+            "response": response,
+            "position": np.arange(self.n_tokens) - np.repeat(self["token_offsets"][:-1], lengths),
+        }
+        for name in self.columns:
+            column = schema.COLUMNS[name]
+            if column.level == "token":
+                table[name] = self[name]
+            elif column.level == "response" and not column.is_offsets and name != "group":
+                table[name] = self[name][response]
+        return table
+
+    def to_pandas(self) -> pandas.DataFrame:
+        import pandas
+
+        return pandas.DataFrame(self.token_table())
+
+    def to_arrow(self) -> pyarrow.Table:
+        import pyarrow
+
+        return pyarrow.table(self.token_table())
+
+    def _slice(self, name: str, index: int) -> np.ndarray:
+        offsets = self[schema.COLUMNS[name].ragged_by or ""]
+        return self[name][offsets[index] : offsets[index + 1]]
+
+    def _check(self) -> None:
+        version = self._arrays["format_version"] if "format_version" in self._arrays else np.empty(0)
+        if version.shape != (1,):
+            raise schema.SchemaError("format_version", "is missing: not a gradtrace step file")
+        if version[0] > schema.FORMAT_VERSION:
+            raise schema.SchemaError(
+                "format_version",
+                f"is {version[0]}, this gradtrace reads up to {schema.FORMAT_VERSION}: upgrade gradtrace",
+            )
+        lengths = {}
+        for name in self.columns:
+            member, expected = self._arrays.members[name], schema.COLUMNS[name].dtype
+            if member.dtype != np.dtype(expected) or len(member.shape) != 1:
+                raise schema.SchemaError(name, f"is {member.dtype} {member.shape}, expected flat {expected}")
+            lengths[name] = member.shape[0]
+        schema.check_layout(self.kind, lengths)
+        schema.check_values(lengths, self._arrays)
+
+    def _read_meta(self) -> dict[str, Any]:
+        if "meta_json" not in self._arrays:
+            return {}
+        try:
+            meta = json.loads(self._arrays["meta_json"].tobytes().decode())
+        except (ValueError, RecursionError) as error:
+            raise UnsafeNpzError(f"meta_json is not JSON ({error})") from None
+        if not isinstance(meta, dict):
+            raise UnsafeNpzError("meta_json is not a JSON object")
+        return meta

@@ -1,0 +1,246 @@
+"""`TraceWriter`: step files on disk, off the training thread.
+
+    with TraceWriter("runs/mine", "entropy_trace") as writer:
+        writer.write(step, {"token_id": ids, "entropy": entropies, …}, meta={"task": "mine"})
+
+`write` checks and copies the columns and returns; one background thread does the rest. Memory is bounded:
+with `queue_size` steps waiting, `write` blocks, and says so. It needs nothing of our trainer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gradtrace.errors import GradtraceError
+from gradtrace.trace import manifest, schema
+from gradtrace.trace.atomic import JsonLines, atomic_write, remove_leftovers, seal
+from gradtrace.trace.safe_npz import dump_npz
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class WriterStats:
+    written: int = 0
+    """Steps on disk."""
+    failed: int = 0
+    """Steps or side files that could not be written; each was reported."""
+    bytes: int = 0
+    """Bytes of step files written."""
+    blocked_writes: int = 0
+    """Calls of `write` that found the queue full."""
+    blocked_seconds: float = 0.0
+    """Time those calls waited for the disk."""
+    last_error: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    step: int
+    columns: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+
+class TraceWriter:
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        kind: str,
+        *,
+        fsync: bool = False,
+        queue_size: int = 4,
+        on_error: Literal["warn", "raise"] = "warn",
+        on_report: Callable[[str], None] | None = None,
+    ) -> None:
+        """`on_error="warn"`: what goes wrong is logged, counted in `stats`, given to `on_report`, not raised.
+        `"raise"`: bad columns raise at once, a failed write raises at the next `write` or `close`."""
+        if kind not in schema.KINDS:
+            raise GradtraceError(f"no trace kind {kind!r}; there are {', '.join(schema.KINDS)}")
+        if on_error not in ("warn", "raise"):
+            raise GradtraceError(f"on_error is {on_error!r}; it is 'warn' or 'raise'")
+        self.kind = kind
+        self.on_error = on_error
+        self.stats = WriterStats()
+        self._on_report = on_report
+        self._store = _StepStore(Path(run_dir) / kind, kind, fsync)
+        self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=max(1, queue_size))
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=f"gradtrace-{kind}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a script that forgets close() still gets its last steps
+
+    def write(self, step: int, columns: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> None:
+        """Queue one step. The same step again replaces it."""
+        if self._closed:
+            raise GradtraceError(f"the {self.kind} writer is closed")
+        self._raise_pending()
+        try:
+            job = _Job(int(step), schema.conform(self.kind, columns), _checked_meta(step, meta))
+        except (schema.SchemaError, TypeError, ValueError) as error:
+            self._fail(f"{self.kind} step {step} was not written: {error}", error)
+            self._raise_pending()
+            return
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            self._wait_for_room(job)
+
+    def flush(self) -> None:
+        """Wait until everything queued is on disk (or has failed)."""
+        self._queue.join()
+        self._raise_pending()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop every step after `step`: a resumed run writes them again."""
+        self.flush()
+        self._store.truncate_after(step)
+
+    def close(self) -> None:
+        """Write what is queued and stop. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self.close)
+            self._queue.put(None)
+            self._thread.join()
+        self._raise_pending()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _wait_for_room(self, job: _Job) -> None:
+        start = time.monotonic()
+        self._queue.put(job)
+        waited = time.monotonic() - start
+        self.stats.blocked_writes += 1
+        self.stats.blocked_seconds += waited
+        self._report(
+            f"{self.kind}: the disk is slower than training: step {job.step} waited {waited:.2f} s "
+            f"({self.stats.blocked_seconds:.1f} s in all); raise write_every or use a faster disk"
+        )
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                self.stats.bytes += self._store.put(job.step, job.columns, job.meta)
+                self.stats.written += 1
+                self._store.put_side_files()
+            except Exception as error:  # a trace must not kill training; it is counted and shown
+                self._fail(f"{self.kind} step {job.step} was not written whole: {error}", error)
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _fail(self, message: str, error: BaseException) -> None:
+        self.stats.failed += 1
+        self.stats.last_error = message
+        if self.on_error == "raise":
+            self._error = self._error or error
+        self._report(message)
+
+    def _report(self, message: str) -> None:
+        logger.warning(message)
+        if self._on_report is not None:
+            self._on_report(message)
+
+    def _raise_pending(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise GradtraceError(self.stats.last_error) from error
+
+
+def _checked_meta(step: int, meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    complete = {"step": int(step), **(meta or {})}
+    json.dumps(complete)  # on this thread, so that the error points at the caller
+    return complete
+
+
+class _StepStore:
+    """The folder of one kind: what the background thread does to it. Order is what makes it crash-safe:
+    step file, manifest line, removal of what the line replaced, side files."""
+
+    def __init__(self, folder: Path, kind: str, fsync: bool) -> None:
+        self.folder = folder
+        self.kind = kind
+        self.fsync = fsync
+        (folder / "steps").mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        remove_leftovers(folder / "steps")
+        self.lines = JsonLines(folder / "manifest.jsonl", fsync)
+        data = self.lines.path.read_bytes() if self.lines.path.exists() else b""
+        self.entries, _ = manifest.parse(data)
+
+    def put(self, step: int, columns: dict[str, np.ndarray], meta: dict[str, Any]) -> int:
+        head: dict[str, np.ndarray] = {
+            "format_version": np.array([schema.FORMAT_VERSION], np.int32),
+            "meta_json": np.frombuffer(json.dumps(meta).encode(), np.uint8),
+        }
+        data = dump_npz({**head, **columns})
+        old = self.entries.get(step)
+        entry = manifest.Entry(
+            step=step,
+            file=manifest.step_file(step, manifest.revision_of(old.file) + 1 if old else 0),
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            groups=len(columns["group_id"]),
+            responses=len(columns["group"]),
+            tokens=len(columns["token_id"]),
+            time=round(time.time(), 3),
+        )
+        path = self.folder / entry.file
+        atomic_write(path, data, self.fsync)
+        try:
+            self.lines.append(entry.record())
+        except BaseException:
+            with contextlib.suppress(OSError):  # no line points at it; on a full disk its space is needed
+                os.unlink(path)
+            raise
+        self.entries[step] = entry
+        if old:
+            (self.folder / old.file).unlink(missing_ok=True)
+        return len(data)
+
+    def put_side_files(self) -> None:
+        """For people and scripts; the reader goes by the manifest."""
+        entries = self.entries.values()
+        summary = {
+            "kind": self.kind,
+            "format_version": schema.FORMAT_VERSION,
+            "steps": len(self.entries),
+            "first_step": min(self.entries, default=None),
+            "latest_step": max(self.entries, default=None),
+            "groups": sum(entry.groups for entry in entries),
+            "responses": sum(entry.responses for entry in entries),
+            "tokens": sum(entry.tokens for entry in entries),
+            "bytes": sum(entry.bytes for entry in entries),
+        }
+        latest = f"{max(self.entries)}\n" if self.entries else ""
+        atomic_write(self.folder / "latest_step.txt", latest.encode(), self.fsync)
+        atomic_write(self.folder / "summary.json", seal(summary, indent=2), self.fsync)
+
+    def truncate_after(self, step: int) -> None:
+        dropped = [entry for entry in self.entries.values() if entry.step > step]
+        if not dropped:
+            return
+        self.entries = {key: entry for key, entry in self.entries.items() if key <= step}
+        self.lines.rewrite([entry.record() for entry in self.entries.values()])
+        for entry in dropped:
+            (self.folder / entry.file).unlink(missing_ok=True)
+        self.put_side_files()
