@@ -8,12 +8,21 @@ outputs = loss(LossInputs(log_probs, old_log_probs, advantages, mask))          
 aggregate(outputs.loss, mask, "token_mean", Denominator.of(mini_batch_mask)).backward()
 """
 
-from gradtrace.algorithms import advantages as _advantages  # noqa: F401  registers the estimators
-from gradtrace.algorithms import losses as _losses  # noqa: F401  registers the policy losses
+from gradtrace.algorithms.advantages.gae import gae
 from gradtrace.algorithms.advantages.grpo import dr_grpo, grpo
+from gradtrace.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
+from gradtrace.algorithms.advantages.rloo import rloo
 from gradtrace.algorithms.aggregation import AGGREGATIONS, Denominator, aggregate, token_weights
 from gradtrace.algorithms.contrast import GroupCounts, accepted, constant_groups, count_groups, rejected
+from gradtrace.algorithms.entropy import entropy_bonus
+from gradtrace.algorithms.kl import KL_ESTIMATORS, kl_estimate
+from gradtrace.algorithms.logits import entropy_from_logits, log_probs_and_entropies, log_probs_from_logits
+from gradtrace.algorithms.losses.archer import archer, aspo_weights, high_entropy_tokens
+from gradtrace.algorithms.losses.cispo import cispo
+from gradtrace.algorithms.losses.gspo import gspo
 from gradtrace.algorithms.losses.ppo import ppo
+from gradtrace.algorithms.losses.value import value_loss
+from gradtrace.algorithms.overlong import soft_overlong_penalty
 from gradtrace.algorithms.registry import (
     Algorithm,
     advantage,
@@ -27,6 +36,7 @@ from gradtrace.algorithms.types import AdvantageInputs, AdvantageOutputs, LossIn
 
 __all__ = [
     "AGGREGATIONS",
+    "KL_ESTIMATORS",
     "AdvantageInputs",
     "AdvantageOutputs",
     "Algorithm",
@@ -38,15 +48,30 @@ __all__ = [
     "advantage",
     "advantage_names",
     "aggregate",
+    "archer",
+    "aspo_weights",
+    "cispo",
     "constant_groups",
     "count_groups",
     "dr_grpo",
+    "entropy_bonus",
+    "entropy_from_logits",
+    "gae",
     "grpo",
+    "gspo",
+    "high_entropy_tokens",
+    "kl_estimate",
+    "log_probs_and_entropies",
+    "log_probs_from_logits",
     "policy_loss",
     "policy_loss_names",
     "ppo",
     "register_advantage",
     "register_policy_loss",
+    "reinforce_plus_plus",
     "rejected",
+    "rloo",
+    "soft_overlong_penalty",
     "token_weights",
+    "value_loss",
 ]

@@ -41,12 +41,9 @@ class Algorithm(Generic[Inputs, Outputs]):
     options: dict[str, Any]
     """Every option the function takes, defaults included."""
     needs: frozenset[str]
-    """Optional input columns that must be set with these options (values, ref_log_probs, entropies …)."""
+    """Optional input columns to compute for it, with these options (values, ref_log_probs, entropies …)."""
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        for column in sorted(self.needs):
-            if getattr(inputs, column) is None:
-                raise GradtraceError(f"'{self.name}' with these options needs {column}, which is not set.")
         return self.function(inputs, **self.options)
 
 

@@ -27,6 +27,13 @@ def masked_column(name: str, values: Tensor, mask: Tensor) -> Tensor:
     return masked(values, mask)
 
 
+def required(column: Tensor | None, name: str, by: str) -> Tensor:
+    """An optional column that this algorithm, with these options, cannot do without."""
+    if column is None:
+        raise GradtraceError(f"{by} needs {name}, and the batch has none: compute them, or choose another.")
+    return column
+
+
 def check_rewards(rewards: Tensor, group: Tensor) -> None:
     """Rewards float[R] and groups long[R] must align, and every reward must be a number."""
     if rewards.dim() != 1 or rewards.shape != group.shape:

@@ -1,3 +1,5 @@
 """Policy losses, one to a file, and the critic's. Importing this package registers the policy losses."""
 
-from gradtrace.algorithms.losses import ppo as ppo
+from gradtrace.algorithms.losses import archer, cispo, gspo, ppo, value
+
+__all__ = ["archer", "cispo", "gspo", "ppo", "value"]
