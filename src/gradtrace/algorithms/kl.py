@@ -10,8 +10,8 @@ With d = log π − log π_ref at the sampled token:
 | `k1+`, `k3+` | as k1, k3 | as k1, k3 | ∇KL(π ‖ ref), right |
 
 The `+` forms take k2's gradient under the value of the other, straight through; verl has them under the same
-names. TRL uses plain k3; its `use_bias_correction_kl` multiplies that by π/π_old, which gives the right gradient
-too, off policy as well. None of those above is corrected for tokens sampled from an older policy.
+names. TRL uses plain k3; its `use_bias_correction_kl` multiplies that by π/π_old, which gives the right
+gradient too, off policy as well. None of those above is corrected for tokens sampled from an older policy.
 """
 
 from __future__ import annotations

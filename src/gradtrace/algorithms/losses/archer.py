@@ -28,7 +28,7 @@ def high_entropy_tokens(entropies: Tensor, mask: Tensor, quantile: float = 0.8) 
 def aspo_weights(
     ratio: Tensor, advantages: Tensor, clip: Tensor | float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight w of −A·∇log π; where it is clipped, so that there is no gradient; where it is capped. All [R, T].
+    """Weight w of −A·∇log π; where it is clipped, which leaves no gradient; where it is capped. All [R, T].
 
     A ≥ 0: 1/r, so that a good token which became less likely is pushed *more*; clipped beyond r = 1 + clip.
     A < 0: r as usual, clipped below r = 1 − clip. Both at most `cap`, and a capped token keeps its gradient.

@@ -10,7 +10,7 @@ from gradtrace.algorithms.types import LossInputs, LossOutputs
 def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossOutputs:
     """Loss, to be minimised: −sg(clip(r, 1−clip_low, 1+clip_high))·A·log π, with sg = no gradient.
 
-    Where PPO silences a token whose ratio has left the range, here it keeps its gradient, at a bounded weight.
+    Where PPO silences a token whose ratio left the range, here it keeps its gradient, at a bounded weight.
     The defaults do not bound it from below, as in MiniMax-M1, and cap it at 5, as TRL advises after ScaleRL.
     """
     ratio = inputs.log_ratio.exp().detach()

@@ -13,7 +13,7 @@ def value_loss(
 ) -> LossOutputs:
     """Loss, to be minimised: ½·max((V − R)², (clip(V, V_old ± clip) − R)²); with clip=None, ½(V − R)².
 
-    The larger of the two is taken: a critic that has moved `clip` away from where it stood gets no gradient for
+    The larger of the two is taken: a critic that has moved by more than `clip` gets no gradient for
     moving further towards its target, and the full one for coming back.
     """
     values = masked_column("values", values, mask)
