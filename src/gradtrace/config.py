@@ -1,0 +1,372 @@
+"""Every setting of a run, typed, with its meaning under it.
+
+`gradtrace train KEY=VALUE …` overrides any of them by its path (`actor.optim.lr=1e-6`); a recipe
+(`conf/NAME.yaml`, chosen with `recipe=NAME`) is a set of such values. `config_loader` composes and
+checks them. The classes hold no logic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _choice(default: str, *others: str) -> Any:
+    """A string field that accepts its default and `others`, checked when the configuration is loaded."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def _number(default: float, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """An int or float field with inclusive bounds, checked when the configuration is loaded."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+
+
+@dataclass
+class LoraConfig:
+    rank: int = _number(0, minimum=0)
+    """Rank of the LoRA adapters; 0 trains all weights."""
+    alpha: float = _number(16.0, minimum=0)
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
+    dropout: float = _number(0.0, minimum=0, maximum=1)
+    """Dropout on the adapters' input."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the layers that get an adapter; `all-linear` for every linear layer but the head."""
+
+
+@dataclass
+class ModelConfig:
+    path: str = ""
+    """A transformers folder or hub name. Empty: the task brings its own model (the demo does)."""
+    device: str = _choice("auto", "cpu", "cuda")
+    """Where to train; `auto` takes the GPU when there is one."""
+    attention: str = _choice("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
+    """Attention implementation of transformers; `auto` is sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class WarmStartConfig:
+    target_accuracy: float = _number(0.85, minimum=0, maximum=1)
+    """Stage 1 (clean chains) ends when sampled accuracy reaches this."""
+    max_steps: int = _number(600, minimum=1)
+    """Stage 1 ends after this many steps in any case."""
+    corrupted_steps: int = _number(40, minimum=0)
+    """Stage 2: steps on chains with wrong habits, which RL then has to unlearn."""
+    corruption: float = _number(0.4, minimum=0, maximum=1)
+    """Stage 2: probability that a step of a chain is done wrong, where it can be."""
+    batch_size: int = _number(64, minimum=1)
+    """Chains per warm-start step."""
+    lr: float = _number(2e-3, minimum=0)
+    """Learning rate of both stages."""
+    seed: int = 0
+    """Seed of the warm start. It is not `trainer.seed`, so that several seeds share one warm start."""
+
+
+@dataclass
+class ArithmeticConfig:
+    operations: int = _number(4, minimum=1, maximum=16)
+    """Operations in a chain; `3+7*4-2+9=` has 4."""
+    hidden_size: int = _number(128, minimum=8)
+    """Width of the tiny transformer."""
+    layers: int = _number(2, minimum=1)
+    """Its depth."""
+    heads: int = _number(4, minimum=1)
+    """Its attention heads; must divide hidden_size."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+@dataclass
+class TaskConfig:
+    name: str = _choice("arithmetic", "dataset")
+    """`arithmetic`: chains of single-digit operations, generated. `dataset`: prompts from files, see `data`."""
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+    """Settings of the arithmetic task."""
+
+
+@dataclass
+class DataConfig:
+    train: list[str] = field(default_factory=list)
+    """Files with training prompts: .jsonl, .json or .parquet."""
+    validation: list[str] = field(default_factory=list)
+    """Files with validation prompts. Empty: `validation_fraction` of the training rows is held out."""
+    validation_fraction: float = _number(0.02, minimum=0, maximum=0.5)
+    """Share of the training rows held out (never trained on) when `validation` is empty."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of {role, content} messages."""
+    answer_key: str = "answer"
+    """Column with the answer; dots reach inside (`reward_model.ground_truth`)."""
+    system_prompt: str = ""
+    """Put before every prompt as a system message."""
+    instruction: str = ""
+    """Appended to every user prompt, e.g. how to mark the final answer."""
+    chat_template: bool = True
+    """Format prompts with the tokenizer's chat template, if it has one."""
+    max_prompt_length: int = _number(1024, minimum=1)
+    """In tokens."""
+    filter_overlong_prompts: bool = True
+    """Drop prompts longer than max_prompt_length (counted in the log). False: they are an error."""
+    shuffle: bool = True
+    """A new order in every epoch, from `trainer.seed`."""
+    train_batch_size: int = _number(32, minimum=1)
+    """Prompts per training step; `rollout.n` responses each."""
+
+
+@dataclass
+class RewardConfig:
+    name: str = _choice("task", "gsm8k")
+    """`task`: as the task judges (arithmetic: 1 if the final answer is right). `gsm8k`: the number after ####."""
+    path: str = ""
+    """Your own: `my_rewards.py:my_reward`, a function (response: str, item: dict) -> float."""
+
+
+@dataclass
+class RolloutConfig:
+    n: int = _number(8, minimum=1)
+    """Responses per prompt: the size of a group."""
+    max_new_tokens: int = _number(32, minimum=1)
+    """Longest response, stop token included."""
+    temperature: float = _number(1.0, minimum=0)
+    """Log-probs and entropies of training are taken at this temperature too."""
+    top_p: float = _number(1.0, minimum=0, maximum=1)
+    """Nucleus sampling; 1 is off. Below 1 the policy that is trained is not the one that sampled."""
+    top_k: int = _number(0, minimum=0)
+    """Sample among the k likeliest tokens; 0 is off."""
+    max_sequences: int = _number(512, minimum=1)
+    """Responses decoded at the same time; more prompts than fit are done one part after the other."""
+
+
+@dataclass
+class DynamicSamplingConfig:
+    enable: bool = False
+    """DAPO: drop groups whose rewards are all equal and sample new prompts until the batch is full."""
+    max_batches: int = _number(10, minimum=1)
+    """Give up after this many rollouts in one step, and train on what there is (an error if that is nothing)."""
+
+
+@dataclass
+class OverlongConfig:
+    enable: bool = False
+    """DAPO: a soft penalty for responses that come close to `rollout.max_new_tokens`."""
+    buffer: int = _number(256, minimum=1)
+    """The penalty grows linearly over the last `buffer` tokens before the limit."""
+    penalty: float = _number(1.0, minimum=0)
+    """Subtracted from the reward at the limit."""
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"
+    """How rewards become advantages: a name registered in gradtrace.algorithms (grpo, dr_grpo, rloo, gae …)."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Options of that estimator, e.g. `algorithm.advantage_options.normalize_std=false`; checked by name."""
+    policy_loss: str = "ppo"
+    """A name registered in gradtrace.algorithms (ppo, gspo, cispo, archer …)."""
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options of that loss, e.g. `algorithm.policy_loss_options.clip_high=0.28`; checked by name. A recipe's
+    options belong to the recipe's loss: they are dropped when you choose another loss."""
+    aggregation: str = _choice("token_mean", "sequence_mean", "fixed_length")
+    """How token losses become one number. fixed_length divides by rollout.max_new_tokens (Dr. GRPO)."""
+    kl_coef: float = _number(0.0, minimum=0)
+    """Weight of the KL penalty against the reference policy in the loss; above 0 loads the reference."""
+    kl_estimator: str = _choice("k3", "k1", "k2")
+    """k1 unbiased value, k2 right gradient, k3 low variance and never negative."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+
+@dataclass
+class OptimConfig:
+    lr: float = _number(1e-6, minimum=0)
+    """Learning rate after the warm-up."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay of AdamW's two moments."""
+    eps: float = _number(1e-8, minimum=0)
+    """Added to the denominator of AdamW."""
+    weight_decay: float = _number(0.0, minimum=0)
+    """Decoupled weight decay; biases, norms and embeddings have none."""
+    warmup_steps: int = _number(0, minimum=0)
+    """Training steps over which the learning rate rises from 0."""
+    schedule: str = _choice("constant", "linear", "cosine")
+    """What the learning rate does after the warm-up."""
+    schedule_steps: int = _number(0, minimum=0)
+    """Training steps until linear and cosine end; 0 means trainer.total_steps."""
+    min_lr_ratio: float = _number(0.0, minimum=0, maximum=1)
+    """linear and cosine end at this share of lr."""
+    grad_clip: float = _number(1.0, minimum=0)
+    """Largest gradient norm; 0 is off."""
+
+
+@dataclass
+class ActorConfig:
+    mini_batch_size: int = _number(0, minimum=0)
+    """Prompts per optimizer step; 0 takes the whole batch in one."""
+    epochs: int = _number(1, minimum=1)
+    """Passes over each rollout."""
+    shuffle: bool = True
+    """Deal prompts to mini-batches at random; groups stay whole."""
+    token_budget: int = _number(16384, minimum=1)
+    """Tokens (padding counted) per forward/backward pass. Gradients do not depend on it; memory does."""
+    packing: str = _choice("auto", "never", "always")
+    """Responses behind one another without padding. `auto`: with flash attention only (sdpa would mask S×S)."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class CriticConfig:
+    path: str = ""
+    """Weights the critic starts from; empty: those of the policy. Used by advantage=gae only."""
+    epochs: int = _number(1, minimum=1)
+    """Passes over each rollout."""
+    value_clip: float = _number(0.5, minimum=0)
+    """New values may move this far from the old ones before their loss is clipped; 0 is off."""
+    warmup_steps: int = _number(0, minimum=0)
+    """Training steps in which only the critic learns."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+
+@dataclass
+class ReferenceConfig:
+    path: str = ""
+    """Weights of the KL reference; empty: those the policy starts from. Loaded when a KL term asks for it."""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = _number(0, minimum=0)
+    """Steps between checkpoints; 0 saves at the end (and on Ctrl-C or an error) only."""
+    keep_last: int = _number(2, minimum=0)
+    """Older checkpoints are deleted; 0 keeps all."""
+
+
+@dataclass
+class ValidationConfig:
+    every: int = _number(10, minimum=0)
+    """Steps between validations; 0 is never."""
+    before_training: bool = True
+    """Validate the starting policy too, as step 0."""
+    prompts: int = _number(128, minimum=1)
+    """At most this many validation prompts, always the same ones."""
+    n: int = _number(4, minimum=1)
+    """Responses per validation prompt."""
+    temperature: float = _number(1.0, minimum=0)
+    """0 is greedy."""
+    top_p: float = _number(1.0, minimum=0, maximum=1)
+    """Nucleus sampling in validation."""
+    pass_k: list[int] = field(default_factory=lambda: [1, 4])
+    """pass@k for these k ≤ n: the unbiased estimate that at least one of k responses is right."""
+    success_threshold: float = 1.0
+    """A response is right, for pass@k, if its reward is at least this."""
+
+
+@dataclass
+class EntropyTraceConfig:
+    enable: bool = False
+    """Store entropy and log-prob of every response token."""
+    write_every: int = _number(1, minimum=1)
+    """Steps between traces."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = _choice("warn", "raise")
+    """What a failed write does to the run."""
+
+
+@dataclass
+class InfluenceTraceConfig:
+    enable: bool = False
+    """Score every response token: did its gradient help the accepted responses against the rejected ones?"""
+    hessian_mode: str = _choice("inverse", "identity")
+    """Curvature between the gradients: inverse Hessian per module, or none."""
+    output_function: str = _choice("training_loss", "log_prob_advantage", "log_prob_reward", "log_prob")
+    """Whose gradient: of the real loss (no extra pass) or of weighted log-probs."""
+    accepted_rejected_scope: str = _choice("per_prompt", "all_selected")
+    """Contrast with the responses of the same prompt, or with all selected ones."""
+    contrastive_agg: str = _choice("mean", "sum", "advantage")
+    """Weights of the contrast: ±1/count, ±1, or the advantages."""
+    hessian_source: str = _choice("response", "token")
+    """Curvature from response gradients or from token gradients."""
+    module_name_filter: list[str] = field(default_factory=list)
+    """Trace only modules whose name contains one of these; empty: every linear module."""
+    max_modules: int = _number(0, minimum=0)
+    """Trace at most this many modules; 0 is no limit."""
+    projection_dim_factor: int = _number(32, minimum=0)
+    """Gradient factors are projected to dim // factor; 0 is no projection (exact)."""
+    max_proj_vector_sum: int = _number(0, minimum=-1)
+    """Cap of the two projected dimensions together; 0 or -1 is no cap."""
+    max_hessian_dim: int = _number(0, minimum=-1)
+    """Cap of their product; 0 or -1 is no cap."""
+    max_tokens_per_response: int = _number(0, minimum=0)
+    """Score only the first tokens of long responses; 0 is all."""
+    grad_offload_to_cpu: bool = False
+    """Keep captured factors in host memory."""
+    force_gpu_compute: bool = False
+    """Score on the GPU even when the factors were offloaded."""
+    profile_timing: bool = False
+    """Synchronise and time each phase (timing_s/influence_*)."""
+    max_prompts_per_step: int = _number(0, minimum=0)
+    """Trace at most this many prompts with mixed rewards; 0 is no cap."""
+    reg_lambda: float = 0.0
+    """Ridge of the curvature; ≤ 0 means 0.1·tr(H)/D."""
+    exclude_self_response: bool = False
+    """Leave a token's own response out of its contrast."""
+    credit: str = _choice("position", "loss_term", "both")
+    """What a token's gradient is: all that flows through its position, or its own loss term."""
+    response_reduction: str = _choice("mean", "sum")
+    """A response's gradient is the mean or the sum over its tokens."""
+    write_every: int = _number(1, minimum=1)
+    """Steps between traces."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = _choice("warn", "raise")
+    """What a failed trace does to the run."""
+    pairwise_max_mb: float = _number(64.0, minimum=0)
+    """Store the effect of each token on each sibling response while a step's file stays below this; 0 is never."""
+    solver: str = _choice("auto", "response", "gram", "cg", "dense")
+    """How the curvature is inverted; `auto` by estimated cost."""
+    seed: int = 0
+    """Seed of the projections."""
+
+
+@dataclass
+class TrainerConfig:
+    total_steps: int = _number(100, minimum=1)
+    """One step: a rollout, its rewards and the updates on it."""
+    seed: int = 0
+    """Seed of prompts, sampling and mini-batches."""
+    runs_dir: str = "runs"
+    """Where run folders are made."""
+    name: str = ""
+    """Name of the run's folder; empty: the recipe's. A number is added if the folder exists."""
+    logger: list[str] = field(default_factory=list)
+    """Trackers besides metrics.jsonl: wandb, tensorboard, trackio."""
+    cpu_threads: int = _number(0, minimum=0)
+    """Threads of CPU tensor operations; 0 chooses by the size of the model."""
+    samples_every: int = _number(10, minimum=0)
+    """Steps between tables of sample responses in the terminal; 0 is never."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
+    influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
+
+
+@dataclass
+class Config:
+    recipe: str = "demo"
+    """A name in conf/ (demo, gsm8k, dapo_math, code) or the path of a YAML file of your own."""
+    engine: str = _choice("embedded")
+    """embedded: one process, CPU or one GPU."""
+    resume: str = ""
+    """A run folder to continue from its latest checkpoint; its config.yaml is the recipe."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,0 +1,145 @@
+"""The demo's task: evaluate a chain of single-digit operations from left to right, mod 10.
+
+    prompt    3+7*4-2+9=
+    response  3+7=0*4=0-2=8+9=7<eos>
+
+The one correct response follows from the prompt, so the first wrong token of any response is known by rule and
+attribution can be judged against the truth. The reward sees the final digit only, as an outcome reward does.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gradtrace.config import ArithmeticConfig
+from gradtrace.tasks.base import Item, Prompt
+
+OPERATORS = "+-*"
+VOCABULARY = ["<pad>", "<eos>", "<unk>", "\n", *"0123456789", *OPERATORS, "="]
+VALIDATION_SHARE = 16
+"""One chain in so many belongs to validation and is never trained on."""
+
+
+def apply(left: int, operator: str, right: int) -> int:
+    if operator == "+":
+        return (left + right) % 10
+    if operator == "-":
+        return (left - right) % 10
+    return (left * right) % 10
+
+
+def misapply(left: int, operator: str, right: int) -> int:
+    """A plausible habit: `*` done as `+`, `-` the wrong way round, one too many after a carry."""
+    if operator == "*":
+        return (left + right) % 10
+    if operator == "-":
+        return (right - left) % 10
+    return (left + right + 1) % 10 if left + right >= 10 else left + right
+
+
+@dataclass(frozen=True)
+class Chain:
+    digits: tuple[int, ...]
+    operators: str
+
+    @staticmethod
+    def draw(rng: random.Random, operations: int) -> Chain:
+        digits = tuple(rng.randrange(10) for _ in range(operations + 1))
+        return Chain(digits, "".join(rng.choice(OPERATORS) for _ in range(operations)))
+
+    @property
+    def prompt(self) -> str:
+        pairs = zip(self.operators, self.digits[1:], strict=True)
+        return str(self.digits[0]) + "".join(f"{operator}{digit}" for operator, digit in pairs) + "="
+
+    def solution(self, corruption: float = 0.0, rng: random.Random | None = None) -> str:
+        """The worked chain; each step goes wrong with probability `corruption` and the next goes on from there."""
+        value = self.digits[0]
+        text = str(value)
+        for operator, digit in zip(self.operators, self.digits[1:], strict=True):
+            wrong = rng is not None and rng.random() < corruption
+            value = (misapply if wrong else apply)(value, operator, digit)
+            text += f"{operator}{digit}={value}"
+        return text
+
+    @property
+    def is_validation(self) -> bool:
+        return zlib.crc32(self.prompt.encode()) % VALIDATION_SHARE == 0
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+class ArithmeticTask:
+    name = "arithmetic"
+
+    def __init__(self, config: ArithmeticConfig, seed: int = 0) -> None:
+        self.config = config
+        self.seed = seed
+        self.tokenizer = build_tokenizer()
+        self.stop_token_ids = (VOCABULARY.index("<eos>"),)
+        self._drawn = 0
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            chain = self._chain("train", self._drawn)
+            self._drawn += 1
+            if not chain.is_validation:
+                prompts.append(self._prompt(chain))
+        return prompts
+
+    def validation_prompts(self, count: int) -> list[Prompt]:
+        prompts: dict[str, Prompt] = {}
+        index = 0
+        while len(prompts) < count:
+            chain = self._chain("validation", index)
+            index += 1
+            if chain.is_validation:
+                prompts.setdefault(chain.prompt, self._prompt(chain))
+        return list(prompts.values())
+
+    def reward(self, response: str, item: Item) -> float:
+        """1 if the text ends in `=d` with d the right final digit."""
+        return float(response[-2:] == f"={item['answer']}")
+
+    def first_wrong_token(self, item: Item, response_ids: list[int]) -> int | None:
+        """Index of the first token that differs from the one correct response; None if every token is right."""
+        expected = [*self.encode(item["expected"]), self.stop_token_ids[0]]
+        for index, token in enumerate(response_ids):
+            if index >= len(expected) or token != expected[index]:
+                return index
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        return [VOCABULARY.index(character) for character in text]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._drawn = state["drawn"]
+
+    def _chain(self, split: str, index: int) -> Chain:
+        # Each chain from its own seed: the position in the stream is the whole state of it.
+        return Chain.draw(random.Random(f"{split}/{self.seed}/{index}"), self.config.operations)
+
+    def _prompt(self, chain: Chain) -> Prompt:
+        expected = chain.solution()
+        item = {"prompt": chain.prompt, "answer": expected[-1], "expected": expected, "source": self.name}
+        return Prompt(self.encode(chain.prompt), item)
+
+
