@@ -150,7 +150,7 @@ def test_needs_say_which_columns_to_compute() -> None:
     assert advantage("gae", kl_coef=0.1).needs == {"values", "old_log_probs", "ref_log_probs"}
     assert advantage("reinforce_plus_plus").needs == frozenset()
     inputs = AdvantageInputs(rewards_of(1), torch.tensor([0]), full_mask(1))
-    with pytest.raises(GradtraceError, match="gae.* needs values"):
+    with pytest.raises(GradtraceError, match=r"gae.* needs values"):
         advantage("gae")(inputs)
     with pytest.raises(GradtraceError, match="needs old_log_probs"):
         advantage("reinforce_plus_plus", kl_coef=0.1)(inputs)
@@ -174,9 +174,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rewards = draw(st.lists(st.sampled_from([0.0, 1.0, -0.5, 0.3]), min_size=len(group), max_size=len(group)))
     lengths = draw(st.lists(st.integers(0, 5), min_size=len(group), max_size=len(group)))
     seed = draw(st.integers(0, 2**31))
-    values = torch.randn(
-        len(group), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    values = torch.randn(len(group), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     mask = torch.arange(5) < torch.tensor(lengths).unsqueeze(-1)
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(group), mask, values
 

@@ -97,8 +97,11 @@ class LossInputs:
         if self.mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool[R, T], is {self.mask.dtype}")
         for name in ("log_probs", "old_log_probs", "advantages", "ref_log_probs", "entropies"):
-            if getattr(self, name) is not None:
-                setattr(self, name, masked_column(name, getattr(self, name), self.mask))
+            values = getattr(self, name)
+            if values is not None:
+                # only the policy moves: on policy the same tensor may be given as log_probs and old_log_probs
+                values = values if name in ("log_probs", "entropies") else values.detach()
+                setattr(self, name, masked_column(name, values, self.mask))
 
     @property
     def log_ratio(self) -> Tensor:
