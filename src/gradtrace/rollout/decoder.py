@@ -1,0 +1,107 @@
+"""One chunk of rows being decoded: the prompts' keys and values, and one more token per row at each step."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError
+
+
+class Decoder(Protocol):
+    """Prompts are read once, when it is made; then rows (responses) advance together, one token a step."""
+
+    first_logits: Tensor
+    """float[B, V]: the logits of every row's first token."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append tokens long[B] to the rows; the logits [B, V] of the tokens that follow."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Row i becomes what was row rows[i] (long[k], k <= B); the rest leave the batch."""
+        ...
+
+
+class Prompts:
+    """Prompts of different lengths as one left-padded rectangle, so that all rows write the same cache slot."""
+
+    def __init__(self, prompts: list[list[int]], pad_token_id: int, device: torch.device) -> None:
+        longest = max(len(prompt) for prompt in prompts)
+        padded = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+        self.ids = torch.tensor(padded, device=device)
+        """long[P, L]."""
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        """long[P]."""
+        self.longest = longest
+
+    def mask(self) -> Tensor | None:
+        """bool[P, L], True for real tokens; None when nothing is padded, which spares the model its masks."""
+        if bool((self.lengths == self.longest).all()):
+            return None
+        slots = torch.arange(self.longest, device=self.ids.device)
+        return slots >= (self.longest - self.lengths)[:, None]
+
+    def positions(self) -> Tensor:
+        """long[P, L]: 0 for the first real token (and for the padding before it)."""
+        slots = torch.arange(self.longest, device=self.ids.device)
+        return (slots - (self.longest - self.lengths)[:, None]).clamp_(min=0)
+
+
+class ModelForward:
+    """Calls a causal LM with the arguments that it understands."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        inner = (
+            model.get_base_model() if hasattr(model, "get_base_model") else model
+        )  # peft hides the signature
+        self.accepted = set(inspect.signature(inner.forward).parameters)
+
+    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
+        """Logits [B, V] of the last position, and the cache."""
+        arguments: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
+        arguments = {name: value for name, value in arguments.items() if name in self.accepted}
+        output = self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments
+        )
+        if output.past_key_values is None:
+            raise GradtraceError(
+                f"{type(self.model).__name__} returns no key-value cache; the sampler needs a causal language "
+                "model that supports `use_cache=True`"
+            )
+        return output.logits[:, -1], output.past_key_values
+
+
+class ModelDecoder:
+    """Decodes with the model's own forward and its own kind of cache: right for every architecture."""
+
+    def __init__(self, model: Any, prompts: Prompts, row_prompts: Tensor, max_new_tokens: int) -> None:
+        """`row_prompts` long[B]: the prompt of each row."""
+        self.forward = ModelForward(model)
+        mask = prompts.mask()
+        logits, self.cache = self.forward(prompts.ids, prompts.positions(), mask, None)
+        self.cache.reorder_cache(row_prompts)
+        self.first_logits = logits[row_prompts]
+        self.positions = prompts.lengths[row_prompts]
+        self.filled = prompts.longest
+        self.mask = None
+        if mask is not None:
+            generated = torch.ones(len(row_prompts), max_new_tokens, dtype=torch.bool, device=mask.device)
+            self.mask = torch.cat([mask[row_prompts], generated], dim=1)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self.filled += 1
+        mask = None if self.mask is None else self.mask[:, : self.filled]
+        logits, self.cache = self.forward(tokens[:, None], self.positions[:, None], mask, self.cache)
+        self.positions = self.positions + 1
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.reorder_cache(rows)
+        self.positions = self.positions[rows]
+        if self.mask is not None:
+            self.mask = self.mask[rows]

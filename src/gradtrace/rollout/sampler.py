@@ -1,0 +1,200 @@
+"""`Sampler`: batched generation with a key-value cache on any transformers causal model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.errors import GradtraceError
+from gradtrace.rollout.decoder import Decoder, ModelDecoder, Prompts
+from gradtrace.rollout.draw import draw
+from gradtrace.rollout.params import SamplingParams
+
+
+@dataclass
+class Responses:
+    """What has been sampled so far, one row per response in the caller's order; R rows, T = max_new_tokens."""
+
+    tokens: Tensor
+    """long[R, T], pad after the end."""
+    log_probs: Tensor
+    """float32[R, T]."""
+    lengths: Tensor
+    """long[R]."""
+    finished: Tensor
+    """bool[R]."""
+
+
+class Sampler:
+    """Samples n responses per prompt; a prompt is read once and its keys and values are shared out.
+
+    A response depends on its prompt, the weights and its own random numbers, not on what else is in the batch:
+    splitting into chunks and early leaving change nothing (beyond the rounding of a different matrix shape).
+    The model is read at every call, so it may be trained in between.
+    """
+
+    def __init__(self, model: Any, pad_token_id: int = 0, max_batch_tokens: int = 32_768) -> None:
+        """`model`: a transformers causal LM, or peft's wrapper around one.
+
+        `max_batch_tokens` bounds rows x (prompt + response) held in the cache at once; at least one row runs.
+        """
+        if max_batch_tokens < 1:
+            raise GradtraceError(f"max_batch_tokens={max_batch_tokens}; it must be at least 1")
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.max_batch_tokens = max_batch_tokens
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        generator: torch.Generator | None = None,
+        items: list[dict[str, Any]] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> RolloutBatch:
+        """Responses g·n … g·n+n−1 of the batch belong to prompt g.
+
+        All randomness is drawn first, from `generator` (on the CPU; torch's global one if None), one number per
+        response and step: the same generator state gives the same responses. `progress(ended, all)` is called
+        whenever responses have ended.
+        """
+        self._check(prompts, params)
+        row_count = len(prompts) * params.n
+        uniforms = torch.rand(row_count, params.max_new_tokens, dtype=torch.float64, generator=generator)
+        # Made outside of inference mode: a loss may save these tensors for its backward pass.
+        responses = Responses(
+            tokens=torch.full((row_count, params.max_new_tokens), self.pad_token_id),
+            log_probs=torch.zeros(row_count, params.max_new_tokens),
+            lengths=torch.zeros(row_count, dtype=torch.long),
+            finished=torch.zeros(row_count, dtype=torch.bool),
+        )
+        ended = 0
+
+        def report(count: int) -> None:
+            nonlocal ended
+            ended += count
+            if progress is not None:
+                progress(ended, row_count)
+
+        with _evaluation_mode(self.model), torch.no_grad():
+            for rows in self._chunks([len(prompt) for prompt in prompts], params):
+                self._sample_chunk(prompts, rows, params, uniforms, responses, report)
+
+        if not bool(responses.log_probs.isfinite().all()):
+            raise GradtraceError(
+                "the model's logits are not finite (NaN or infinite) while sampling: its weights are broken, "
+                "most likely by a step with too large a learning rate; go back to an earlier checkpoint"
+            )
+        longest = int(responses.lengths.max())
+        return RolloutBatch(
+            prompts=[list(prompt) for prompt in prompts],
+            group=torch.arange(len(prompts)).repeat_interleave(params.n),
+            responses=responses.tokens[:, :longest].clone(),
+            response_mask=torch.arange(longest) < responses.lengths[:, None],
+            finished=responses.finished,
+            sampler_log_probs=responses.log_probs[:, :longest].clone(),
+            items=list(items or []),
+        )
+
+    def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        if not prompts:
+            raise GradtraceError("no prompts to sample from: the prompt list is empty")
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        limit = _context_limit(self.model)
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise GradtraceError(f"prompt {index} is empty; it needs at least one token to continue from")
+            if limit is not None and len(prompt) + params.max_new_tokens > limit:
+                raise GradtraceError(
+                    f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} that is "
+                    f"more than the {limit} positions of the model: shorten or filter the prompts, or lower "
+                    "max_new_tokens"
+                )
+            if not (min(prompt) >= 0 and max(prompt) < vocabulary):
+                raise GradtraceError(
+                    f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to "
+                    f"{vocabulary - 1}: is this the model's own tokenizer?"
+                )
+
+    def _chunks(self, prompt_lengths: list[int], params: SamplingParams) -> Iterator[list[int]]:
+        """Rows in chunks that fit `max_batch_tokens`; prompts of like length together, since a chunk pads."""
+        by_length = sorted(range(len(prompt_lengths)), key=prompt_lengths.__getitem__)
+        rows: list[int] = []
+        for prompt in by_length:
+            row_tokens = prompt_lengths[prompt] + params.max_new_tokens  # the longest of its chunk so far
+            for sibling in range(params.n):
+                if rows and (len(rows) + 1) * row_tokens > self.max_batch_tokens:
+                    yield rows
+                    rows = []
+                rows.append(prompt * params.n + sibling)
+        yield rows
+
+    def _sample_chunk(
+        self,
+        prompts: list[list[int]],
+        rows: list[int],
+        params: SamplingParams,
+        uniforms: Tensor,
+        responses: Responses,
+        report: Callable[[int], None],
+    ) -> None:
+        device = self.model.get_input_embeddings().weight.device
+        chunk_prompts = list(dict.fromkeys(row // params.n for row in rows))
+        place = {prompt: index for index, prompt in enumerate(chunk_prompts)}
+        rectangle = Prompts([list(prompts[prompt]) for prompt in chunk_prompts], self.pad_token_id, device)
+        row_prompts = torch.tensor([place[row // params.n] for row in rows], device=device)
+        decoder: Decoder = ModelDecoder(self.model, rectangle, row_prompts, params.max_new_tokens)
+
+        alive = torch.tensor(rows)  # long[B]: the response that each row of the decoder holds
+        stop_tokens = torch.tensor(params.stop_token_ids, device=device)
+        logits = decoder.first_logits
+        for step in range(params.max_new_tokens):
+            tokens, log_probs = draw(logits, params, uniforms[alive, step].to(device))
+            responses.tokens[alive, step] = tokens.cpu()
+            responses.log_probs[alive, step] = log_probs.cpu()
+            if len(stop_tokens):
+                stopped = torch.isin(tokens, stop_tokens)
+                if bool(stopped.any()):
+                    leaving = alive[stopped.cpu()]
+                    responses.finished[leaving] = True
+                    responses.lengths[leaving] = step + 1
+                    report(len(leaving))
+                    kept = _fill_holes(~stopped)
+                    alive, tokens = alive[kept.cpu()], tokens[kept]
+                    if not len(alive):
+                        return
+                    decoder.keep(kept)
+            if step + 1 < params.max_new_tokens:
+                logits = decoder.step(tokens)
+        responses.lengths[alive] = params.max_new_tokens
+        report(len(alive))
+
+
+def _fill_holes(alive: Tensor) -> Tensor:
+    """The rows that stay, in an order that moves as few as possible: the last ones fill the holes."""
+    count = int(alive.sum())
+    rows = torch.arange(count, device=alive.device)
+    rows[~alive[:count]] = alive[count:].nonzero().squeeze(-1) + count
+    return rows
+
+
+def _context_limit(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+@contextmanager
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout while sampling; afterwards exactly those modules train that did before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
