@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,10 @@ def _fsync_tree(folder: Path) -> None:
 
 def seal(record: dict[str, Any], indent: int | None = None) -> bytes:
     """`record` as JSON with its checksum as the last key, and a newline."""
-    return (json.dumps({**record, _CHECK: _checksum(record)}, indent=indent) + "\n").encode()
+    plain = json.loads(
+        json.dumps(record, default=_plain)
+    )  # what reading gives back: keys are strings, no tuples
+    return (json.dumps({**plain, _CHECK: _checksum(plain)}, indent=indent) + "\n").encode()
 
 
 def unseal(data: bytes, strict: bool = True) -> dict[str, Any]:
@@ -121,6 +124,13 @@ def unseal(data: bytes, strict: bool = True) -> dict[str, Any]:
     if check != _checksum(record):
         raise DamagedError("the checksum does not match")
     return record
+
+
+def _plain(value: Any) -> Any:
+    """NumPy and torch scalars as numbers."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def _checksum(record: dict[str, Any]) -> str:
@@ -166,9 +176,19 @@ class JsonLines:
         if is_new and self.fsync:
             fsync_directory(self.path.parent)
 
-    def rewrite(self, records: list[dict[str, Any]]) -> None:
-        """Replace all lines, atomically."""
-        data = b"".join(seal(record) for record in records)
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop every line that is not wanted, and damaged ones, in one atomic step."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            try:
+                record = unseal(line, strict=False)
+            except DamagedError:
+                continue
+            if wanted(record):
+                kept.append(line)
+        data = b"".join(kept)
         atomic_write(self.path, data, self.fsync)
         self._size = len(data)
 

@@ -60,17 +60,29 @@ def parse_line(line: bytes) -> Entry:
     return entry
 
 
-def parse(data: bytes) -> tuple[dict[int, Entry], list[str]]:
-    """(entries by step, in order; what is wrong with the other lines). A last line without newline does not
-    count: it is being written, or its writer was killed."""
-    entries: dict[int, Entry] = {}
-    problems = []
-    lines = data.split(b"\n")[:-1]
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = parse_line(line)
-        except DamagedError as error:
-            problems.append(f"line {number}: {error}")
-        else:
-            entries[entry.step] = entry
-    return dict(sorted(entries.items())), problems
+class Manifest:
+    """`entries` by step, in the order of their lines, and the `problems` of other lines. `update` parses only
+    what is new."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._parsed = b""
+        self.entries: dict[int, Entry] = {}
+        self.problems: list[str] = []
+        self.update(data)
+
+    def update(self, data: bytes) -> None:
+        """`data`: the whole file as it is now. A last line without newline does not count: it is being written,
+        or its writer was killed."""
+        whole = data[: data.rfind(b"\n") + 1]
+        if not self._parsed or not whole.startswith(self._parsed):
+            self._parsed, self.entries, self.problems = b"", {}, []
+        number = self._parsed.count(b"\n")
+        for line in whole[len(self._parsed) :].split(b"\n")[:-1]:
+            number += 1
+            try:
+                entry = parse_line(line)
+            except DamagedError as error:
+                self.problems.append(f"line {number}: {error}")
+            else:
+                self.entries[entry.step] = entry
+        self._parsed = whole

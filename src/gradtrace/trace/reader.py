@@ -12,7 +12,9 @@ A step whose file is damaged, missing or refused is left out; `run.problems` nam
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from gradtrace.trace.atomic import DamagedError, unseal
 from gradtrace.trace.confined import RefusedError, read_confined, size_confined
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 from gradtrace.trace.step import Step
+from gradtrace.trace.token_text import TokenBytes
+
+logger = logging.getLogger(__name__)
 
 MAX_STEP_BYTES = 4 << 30
 MAX_TEXT_BYTES = 64 << 20
@@ -54,6 +59,8 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._problems: dict[str, Problem] = {}
+        self._token_bytes: tuple[bytes, TokenBytes] | None = None
+        self._manifests: dict[str, manifest.Manifest] = {}
 
     @property
     def name(self) -> str:
@@ -81,16 +88,37 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return self._read_json("summary.json")
 
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """Texts of token ids (`token_bytes.npz`); None if the run has none."""
+        name = "token_bytes.npz"
+        data = self._read_small(name)
+        if data is None:
+            return None
+        digest = hashlib.sha256(data).digest()
+        if self._token_bytes is None or self._token_bytes[0] != digest:
+            try:
+                self._token_bytes = (digest, TokenBytes.parse(data))
+            except UnsafeNpzError as error:
+                self._note(name, str(error))
+                return None
+        return self._token_bytes[1]
+
     def metrics(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
         """(records after byte `start` of metrics.jsonl, where to start next time). A last line that is being
-        written comes with the next call; a file that has become shorter (a resumed run) is read anew."""
+        written comes with the next call; a file that was cut (a resumed run) is read anew: key what you keep
+        by step."""
         name = "metrics.jsonl"
         try:
             size = size_confined(self.path, name)
             if size is None:
                 return [], 0
             start = start if 0 <= start <= size else 0
-            data = read_confined(self.path, name, start=start)
+            data = read_confined(self.path, name, start=max(0, start - 1))
+            if start and not data.startswith(b"\n"):  # rewritten and grown past `start` since the last call
+                start, data = 0, read_confined(self.path, name)
+            elif start:
+                data = data[1:]
         except (RefusedError, OSError) as error:
             self._note(name, str(error))
             return [], start
@@ -105,16 +133,27 @@ class Run:
 
     def kinds(self) -> list[str]:
         """The kinds of trace this run has."""
-        return [kind for kind in schema.KINDS if (self.path / kind / "manifest.jsonl").exists()]
+        marks = ("manifest.jsonl", "summary.json")
+        return [kind for kind in schema.KINDS if any((self.path / kind / mark).exists() for mark in marks)]
 
     def entries(self, kind: str) -> dict[int, manifest.Entry]:
-        """Manifest entries by step: bytes, counts and time of every step."""
-        self._check_kind(kind)
+        """Manifest entries by step, in order: bytes, counts and time of every step."""
+        if kind not in schema.KINDS:
+            raise GradtraceError(f"no trace kind {kind!r}; there are {', '.join(schema.KINDS)}")
         name = f"{kind}/manifest.jsonl"
-        entries, bad_lines = manifest.parse(self._read_small(name) or b"")
-        if bad_lines:
-            self._note(name, "; ".join(bad_lines[:5]))
-        return entries
+        counted = self._counted_steps(
+            kind
+        )  # before the manifest: a live writer updates it after the manifest
+        known = self._manifests.setdefault(kind, manifest.Manifest())
+        known.update(self._read_small(name) or b"")
+        found = len(known.entries) + len(known.problems)
+        if known.problems:
+            self._note(name, "; ".join(known.problems[:5]))
+        elif found < counted and found < self._counted_steps(kind):
+            self._note(name, f"lists {found} steps, summary.json counts {counted}: lines were lost")
+        else:
+            self._problems.pop(name, None)
+        return dict(sorted(known.entries.items()))
 
     def steps(self, kind: str) -> list[int]:
         return list(self.entries(kind))
@@ -135,15 +174,26 @@ class Run:
                 raise StepUnreadableError(f"step {step} of {kind} was left out: {name}: {error}") from error
         raise AssertionError("unreachable")
 
-    def readable_steps(self, kind: str) -> list[Step]:
-        """Every step that can be read; the others are in `problems`."""
-        loaded = []
+    def readable_steps(self, kind: str) -> Iterator[Step]:
+        """Every step that can be read, one at a time; the others are in `problems`."""
         for number in self.steps(kind):
             try:
-                loaded.append(self.step(kind, number))
+                yield self.step(kind, number)
             except StepUnreadableError:
                 continue
-        return loaded
+
+    def verify(self) -> list[Problem]:
+        """Read everything once; what is wrong with it."""
+        for kind in self.kinds():
+            for _ in self.readable_steps(kind):
+                pass
+        self.metrics()
+        _ = self.config, self.summary, self.token_bytes
+        return self.problems
+
+    def _counted_steps(self, kind: str) -> int:
+        counted = self._read_json(f"{kind}/summary.json").get("steps", 0)
+        return counted if isinstance(counted, int) else 0
 
     def _load(self, kind: str, entry: manifest.Entry) -> Step:
         if entry.bytes > MAX_STEP_BYTES:
@@ -156,18 +206,19 @@ class Run:
             )
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise DamagedError("its sha256 is not the one in the manifest")
-        return Step(kind, entry.step, SafeNpz(data))
-
-    def _check_kind(self, kind: str) -> None:
-        if kind not in schema.KINDS:
-            raise GradtraceError(f"no trace kind {kind!r}; there are {', '.join(schema.KINDS)}")
+        step = Step(kind, entry.step, SafeNpz(data))
+        self._problems.pop(f"{kind}/{entry.file}", None)
+        return step
 
     def _read_small(self, name: str) -> bytes | None:
         """The file's bytes; None if it is not there, or refused (then it is a problem)."""
         try:
             if size_confined(self.path, name) is None:
                 return None
-            return read_confined(self.path, name, limit=MAX_TEXT_BYTES)
+            data = read_confined(self.path, name, limit=MAX_TEXT_BYTES + 1)
+            if len(data) > MAX_TEXT_BYTES:
+                raise RefusedError(f"is larger than {MAX_TEXT_BYTES} bytes: refused")
+            return data
         except (RefusedError, OSError) as error:
             self._note(name, str(error))
             return None
@@ -183,4 +234,7 @@ class Run:
             return {}
 
     def _note(self, where: str, what: str) -> None:
-        self._problems[where] = Problem(where, what)
+        problem = Problem(where, what)
+        if self._problems.get(where) != problem:
+            logger.warning("%s: %s", self.path, problem)
+        self._problems[where] = problem

@@ -76,7 +76,10 @@ class TraceWriter:
         self.on_error = on_error
         self.stats = WriterStats()
         self._on_report = on_report
-        self._store = _StepStore(Path(run_dir) / kind, kind, fsync)
+        try:
+            self._store = _StepStore(Path(run_dir) / kind, kind, fsync)
+        except OSError as error:
+            raise GradtraceError(f"cannot write a trace in {Path(run_dir) / kind}: {error}") from error
         self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=max(1, queue_size))
         self._error: BaseException | None = None
         self._closed = False
@@ -185,7 +188,7 @@ class _StepStore:
         remove_leftovers(folder / "steps")
         self.lines = JsonLines(folder / "manifest.jsonl", fsync)
         data = self.lines.path.read_bytes() if self.lines.path.exists() else b""
-        self.entries, _ = manifest.parse(data)
+        self.entries = manifest.Manifest(data).entries
 
     def put(self, step: int, columns: dict[str, np.ndarray], meta: dict[str, Any]) -> int:
         head: dict[str, np.ndarray] = {
@@ -237,10 +240,9 @@ class _StepStore:
 
     def truncate_after(self, step: int) -> None:
         dropped = [entry for entry in self.entries.values() if entry.step > step]
-        if not dropped:
-            return
         self.entries = {key: entry for key, entry in self.entries.items() if key <= step}
-        self.lines.rewrite([entry.record() for entry in self.entries.values()])
+        # side files first: a summary that counts more steps than the manifest has means lost lines to the reader
+        self.put_side_files()
+        self.lines.keep(lambda record: record["step"] <= step)
         for entry in dropped:
             (self.folder / entry.file).unlink(missing_ok=True)
-        self.put_side_files()
