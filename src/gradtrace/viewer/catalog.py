@@ -1,0 +1,148 @@
+"""The runs that a viewer serves, by integer id, and the steps it has in memory.
+
+Ids are handed out in the order of discovery and stay for the life of the server. Nothing a browser sends is ever
+part of a path: it names a run, a step, a group, a response by number, and the trace reader goes by its manifest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.reader import Run, open_run
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
+from gradtrace.viewer.step_view import StepView, load_step_view
+from gradtrace.viewer.vocabulary import FILE, Vocabulary, load_vocabulary
+
+STEPS_IN_MEMORY = 6
+_RUN_FILES = ("config.yaml", "metrics.jsonl", ENTROPY_TRACE, INFLUENCE_TRACE)
+
+
+def is_run(folder: Path) -> bool:
+    return folder.is_dir() and any((folder / name).exists() for name in _RUN_FILES)
+
+
+def last_activity(folder: Path) -> float:
+    """Seconds since 1970 when the run last wrote something."""
+    names = (
+        "metrics.jsonl",
+        "summary.json",
+        "config.yaml",
+        *(f"{kind}/manifest.jsonl" for kind in _RUN_FILES[2:]),
+    )
+    times = []
+    for name in names:
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times, default=0.0)
+
+
+@dataclass
+class ServedRun:
+    id: int
+    run: Run
+    vocabulary: Vocabulary
+    vocabulary_stamp: float
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+
+class RunCatalog:
+    def __init__(self, runs: list[Path], runs_dir: Path | None) -> None:
+        """`runs`: given by the user, first one shown first; every run in `runs_dir` is listed besides."""
+        self.runs_dir = runs_dir
+        self.skipped: list[str] = []
+        """Folders of `runs_dir` that were left out, and why."""
+        self._lock = threading.Lock()
+        self._served: list[ServedRun] = []
+        self._paths: dict[Path, int] = {}
+        self._steps: OrderedDict[tuple[int, int, str], StepView] = OrderedDict()
+        for path in runs:
+            if not is_run(path):
+                raise GradtraceError(f"no run at {path}: it has none of {', '.join(_RUN_FILES)}")
+            self._add(path.resolve())
+        self.given = len(self._served)
+        self.refresh()
+
+    def _add(self, path: Path) -> None:
+        if path not in self._paths:
+            self._paths[path] = len(self._served)
+            run = open_run(path)
+            self._served.append(ServedRun(len(self._served), run, load_vocabulary(run), _stamp(run)))
+
+    def refresh(self) -> list[ServedRun]:
+        """Look for new runs; all runs, the most recently written first."""
+        with self._lock:
+            if self.runs_dir is not None and self.runs_dir.is_dir():
+                root = self.runs_dir.resolve()
+                skipped = []
+                for folder in sorted(self.runs_dir.iterdir()):
+                    resolved = folder.resolve()
+                    if resolved in self._paths or folder.name.startswith("."):
+                        continue
+                    if not resolved.is_relative_to(root):
+                        if is_run(folder):
+                            skipped.append(
+                                f"{folder} links to {resolved}, outside {self.runs_dir}; name it to see it"
+                            )
+                    elif is_run(folder):
+                        self._add(resolved)
+                self.skipped = skipped
+            return sorted(self._served, key=lambda served: -last_activity(served.run.path))
+
+    def get(self, run_id: int) -> ServedRun | None:
+        with self._lock:
+            if not 0 <= run_id < len(self._served):
+                return None
+            served = self._served[run_id]
+            if served.vocabulary_stamp != _stamp(served.run):  # written after we looked first
+                served.vocabulary, served.vocabulary_stamp = load_vocabulary(served.run), _stamp(served.run)
+            return served
+
+    def step_tag(self, served: ServedRun, step: int) -> str | None:
+        """Changes when the step's files do; None if no trace has the step."""
+        entries = [served.run.entries(kind).get(step) for kind in (ENTROPY_TRACE, INFLUENCE_TRACE)]
+        if all(entry is None for entry in entries):
+            return None
+        return "-".join(entry.sha256[:16] if entry else "none" for entry in entries)
+
+    def step_view(self, served: ServedRun, step: int) -> StepView | None:
+        """The step, from memory if its files are unchanged. Raises `StepUnreadableError`."""
+        tag = self.step_tag(served, step)
+        if tag is None:
+            return None
+        key = (served.id, step, tag)
+        with self._lock:
+            if key in self._steps:
+                self._steps.move_to_end(key)
+                return self._steps[key]
+        view = load_step_view(served.run, step)
+        if view is None or view.problems:  # a damaged file may be mended; look again next time
+            return view
+        with self._lock:
+            self._steps[key] = view
+            while len(self._steps) > STEPS_IN_MEMORY:
+                self._steps.popitem(last=False)
+        return view
+
+
+def _stamp(run: Run) -> float:
+    try:
+        return (run.path / FILE).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def latest_run(runs_dir: Path) -> Path | None:
+    """The run in `runs_dir` that was written to last."""
+    if not runs_dir.is_dir():
+        return None
+    runs = [folder for folder in runs_dir.iterdir() if is_run(folder) and not folder.name.startswith(".")]
+    return max(runs, key=last_activity, default=None)

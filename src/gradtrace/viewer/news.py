@@ -1,0 +1,105 @@
+"""What a page asks every two seconds: is the run still going, and what has been written since last time.
+
+The browser says how far it got (a byte offset into metrics.jsonl, the time of the newest manifest line of each
+trace) and gets only what came after that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gradtrace.trace.schema import KINDS
+from gradtrace.viewer.catalog import ServedRun, last_activity
+
+QUIET_SECONDS = 180.0
+"""A run without a final summary that wrote nothing for this long has probably stopped."""
+
+
+def run_news(served: ServedRun, metrics_from: int, newest: Mapping[str, float]) -> dict[str, Any]:
+    """`newest`: by kind of trace, the time of the last manifest line that the page knows."""
+    run = served.run
+    rows, offset = run.metrics(metrics_from)
+    written = last_activity(run.path)
+    return {
+        "id": served.id,
+        "name": served.name,
+        "state": state_of(run.summary, written),
+        "total_steps": _total_steps(run.config),
+        "written": written,
+        "metrics": {"rows": rows, "from": offset if metrics_from > offset else metrics_from, "to": offset},
+        "traces": {kind: _trace_news(served, kind, newest.get(kind, 0.0)) for kind in KINDS},
+        "description": describe(run.config),
+        "enabled": {kind: _enabled(run.config, kind) for kind in KINDS},
+        "problems": [str(problem) for problem in run.problems],
+        "vocabulary_problem": served.vocabulary.problem,
+    }
+
+
+def _trace_news(served: ServedRun, kind: str, after: float) -> dict[str, Any]:
+    entries = served.run.entries(kind)
+    return {
+        "present": kind in served.run.kinds(),
+        "steps": [
+            {"step": entry.step, "groups": entry.groups, "responses": entry.responses, "tokens": entry.tokens}
+            for entry in entries.values()
+            if entry.time > after
+        ],
+        "count": len(entries),
+        "newest": max((entry.time for entry in entries.values()), default=0.0),
+    }
+
+
+def state_of(summary: Mapping[str, Any], written: float) -> str:
+    """finished, failed, stopped, live (still writing) or quiet (no end noted, and nothing written for a while)."""
+    state = summary.get("state") or summary.get("status")
+    if state in ("finished", "failed", "stopped", "interrupted"):
+        return "stopped" if state == "interrupted" else str(state)
+    if summary and state is None:
+        return "finished"
+    return "live" if time.time() - written < QUIET_SECONDS else "quiet"
+
+
+def _dig(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _total_steps(config: Mapping[str, Any]) -> int | None:
+    total = _dig(config, "trainer.total_steps")
+    return total if isinstance(total, int) else None
+
+
+def _enabled(config: Mapping[str, Any], kind: str) -> bool | None:
+    """What the configuration says; None if it says nothing."""
+    enabled = _dig(config, f"trainer.{kind}.enable")
+    return enabled if isinstance(enabled, bool) else None
+
+
+def describe(config: Mapping[str, Any]) -> str:
+    """One line about a run: model, algorithm, batch, learning rate, how influence is traced."""
+    parts = []
+    model = _dig(config, "model.path") or _dig(config, "task.name")
+    if model:
+        parts.append(str(model))
+    algorithm = [_dig(config, "algorithm.advantage"), _dig(config, "algorithm.policy_loss")]
+    if all(algorithm):
+        parts.append(f"{str(algorithm[0]).upper()} with {algorithm[1]} loss")
+    prompts, n = _dig(config, "data.train_batch_size"), _dig(config, "rollout.n")
+    if prompts and n:
+        parts.append(f"{prompts} prompts × {n} responses")
+    rate = _dig(config, "actor.optim.lr")
+    if rate:
+        parts.append(f"lr {rate:g}" if isinstance(rate, float) else f"lr {rate}")
+    influence = _dig(config, "trainer.influence_trace")
+    if isinstance(influence, Mapping) and influence.get("enable"):
+        words = [f"{str(influence.get('credit', 'position')).replace('_', '-')} credit"]
+        if influence.get("hessian_mode") == "inverse":
+            words.append(f"{influence.get('hessian_source', 'response')} curvature")
+        scope = {"per_prompt": "own group", "all_selected": "all selected responses"}
+        words.append(scope.get(str(influence.get("accepted_rejected_scope")), ""))
+        parts.append("influence: " + ", ".join(word for word in words if word))
+    return " · ".join(parts)

@@ -1,0 +1,312 @@
+"""What the browser gets: JSON for structure, little-endian float32 for everything there is one of per token.
+
+Responses are numbered r0, r1, … inside their group, as on the page. A value that is missing is null in JSON
+and NaN in a binary answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from gradtrace.trace.schema import Selection
+from gradtrace.viewer.step_view import TOKEN_CHANNELS, StepView
+from gradtrace.viewer.vocabulary import Vocabulary
+
+MINIATURE_COLUMNS = 180
+MOST_POINTS = 1 << 18
+"""Points of the tokens page; a larger step is sampled regularly, and the page says so."""
+LONGEST_PROMPT_PREVIEW = 400
+"""Characters of a prompt in the table of groups."""
+
+
+def json_bytes(value: Any) -> bytes:
+    return json.dumps(clean(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def clean(value: Any) -> Any:
+    """NaN and infinities become null: JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    return value
+
+
+def float_bytes(arrays: Iterable[np.ndarray]) -> bytes:
+    return b"".join(np.ascontiguousarray(array, dtype="<f4").tobytes() for array in arrays)
+
+
+def step_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The table of groups."""
+    return {
+        "step": view.step,
+        "groups": [_group_row(view, g, vocabulary) for g in range(view.n_groups)],
+        "responses": view.layout.n_responses,
+        "tokens": view.n_tokens,
+        "has_entropy": view.entropy is not None,
+        "has_influence": view.influence is not None,
+        "credits": view.credits,
+        "scales": view.scales,
+        "meta": view.meta,
+        "problems": view.problems,
+    }
+
+
+def _group_row(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, Any]:
+    members = view.members[g]
+    rewards = [float(view.layout["reward"][r]) for r in members]
+    status = view.status(g)
+    row: dict[str, Any] = {
+        "group": g,
+        "prompt": vocabulary.text(view.layout.group(g).prompt_ids.tolist())[:LONGEST_PROMPT_PREVIEW],
+        "responses": len(members),
+        "accepted": sum(bool(view.response_value("accepted", r)) for r in members),
+        "reward": float(np.mean(rewards)) if rewards else None,
+        "best_reward": max(rewards, default=None),
+        "constant": len(set(rewards)) == 1,
+        "status": status.name.lower() if status is not None else None,
+        "length": float(np.mean([view.layout["length"][r] for r in members])) if members else None,
+        "longest": max((int(view.layout["length"][r]) for r in members), default=0),
+    }
+    for name in TOKEN_CHANNELS:
+        values = view.channel(name)
+        if values is None or not members:
+            continue
+        mine = np.concatenate([values[view.tokens(r)] for r in members])
+        mine = mine[np.isfinite(mine)]
+        if name.startswith("influence_") and len(mine):
+            positive, negative = mine[mine > 0].sum(), -mine[mine < 0].sum()
+            row[name] = {"positive": float(positive), "negative": float(negative)}
+        elif len(mine):
+            row[name] = float(mine.mean())
+    return row
+
+
+def miniature_columns(view: StepView, g: int) -> int:
+    return min(MINIATURE_COLUMNS, max((int(view.layout["length"][r]) for r in view.members[g]), default=0))
+
+
+def miniatures(view: StepView, credit: str) -> bytes:
+    """For every group in order: float32[responses, columns], the strongest influence in each piece of a response."""
+    values = view.channel(f"influence_{credit}")
+    pictures = []
+    for g, members in enumerate(view.members):
+        columns = miniature_columns(view, g)
+        longest = max((int(view.layout["length"][r]) for r in members), default=0)
+        picture = np.full((len(members), columns), np.nan, np.float32)
+        for line, r in enumerate(members):
+            if values is not None:
+                picture[line] = _strongest(values[view.tokens(r)], columns, longest)
+        pictures.append(picture)
+    return float_bytes(pictures)
+
+
+def _strongest(values: np.ndarray, columns: int, longest: int) -> np.ndarray:
+    """float32[columns]: the value of largest size among the tokens that fall into each column."""
+    line = np.full(columns, np.nan, np.float32)
+    if not len(values):
+        return line
+    column = np.arange(len(values)) * columns // max(longest, 1)
+    order = np.argsort(np.abs(np.nan_to_num(values)), kind="stable")  # the strongest is written last
+    line[column[order]] = values[order]
+    return line
+
+
+def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Everything about a group but its tokens' numbers, which come with `group_tokens`."""
+    members = view.members[g]
+    group = view.layout.group(g)
+    prompt = group.prompt_ids.tolist()
+    expected = _expected_ids(view, g)
+    ids = sorted({*prompt, *expected, *_token_ids(view, members)})
+    place = {token_id: index for index, token_id in enumerate(ids)}
+    status = view.status(g)
+    return {
+        "step": view.step,
+        "group": g,
+        "groups": view.n_groups,
+        "group_id": group.group_id,
+        "status": status.name.lower() if status is not None else None,
+        "has_entropy": view.entropy is not None,
+        "has_influence": view.influence is not None,
+        "prompt": [place[token_id] for token_id in prompt],
+        "expected": [place[token_id] for token_id in expected],
+        "vocabulary": vocabulary.entries(ids),
+        "responses": [_response(view, r) for r in members],
+        "channels": ["token", *(name for name in TOKEN_CHANNELS if view.channel(name) is not None)],
+        "credits": view.credits if any(r in view.influence_response for r in members) else [],
+        "scales": view.scales,
+        "pairwise": _pairwise_members(view, g),
+        "meta": view.meta,
+        "problems": view.problems,
+    }
+
+
+def _expected_ids(view: StepView, g: int) -> list[int]:
+    """The right answer, from whichever trace has it."""
+    candidates = [view.layout.group(g).expected_ids]
+    if view.influence is not None and g in view.influence_group:
+        candidates.append(view.influence.group(view.influence_group[g]).expected_ids)
+    return next((ids.tolist() for ids in candidates if ids is not None and len(ids)), [])
+
+
+def _token_ids(view: StepView, members: list[int]) -> list[int]:
+    if not members:
+        return []
+    return np.unique(np.concatenate([view.layout["token_id"][view.tokens(r)] for r in members])).tolist()
+
+
+def _response(view: StepView, r: int) -> dict[str, Any]:
+    selection = view.response_value("selection", r)
+    return {
+        "row": view.response_value("row", r),
+        "reward": view.response_value("reward", r),
+        "advantage": view.response_value("advantage", r),
+        "accepted": bool(view.response_value("accepted", r)),
+        "length": int(view.layout["length"][r]),
+        "finished": bool(view.response_value("finished", r)),
+        "selection": Selection(selection).name.lower() if selection is not None else None,
+        "optimizer_step": view.response_value("optimizer_step", r),
+        "prompt_influence": view.response_value("prompt_influence", r),
+        "first_wrong": view.response_value("first_wrong", r),
+    }
+
+
+def group_tokens(view: StepView, g: int, vocabulary: Vocabulary) -> bytes:
+    """float32[channels, tokens of the group], channels as `group_payload` lists them. Channel "token" holds
+    indices into the payload's vocabulary."""
+    structure = group_payload(view, g, vocabulary)
+    members = view.members[g]
+    spans = [np.arange(view.offsets[r], view.offsets[r + 1]) for r in members]
+    rows = np.concatenate(spans) if spans else np.empty(0, np.int64)
+    ids = np.array(structure["vocabulary"]["ids"], np.int64)
+    arrays = [np.searchsorted(ids, view.layout["token_id"][rows])]
+    for name in structure["channels"][1:]:
+        values = view.channel(name)
+        assert values is not None
+        arrays.append(values[rows])
+    return float_bytes(arrays)
+
+
+def _pairwise_members(view: StepView, g: int) -> dict[str, Any] | None:
+    """Which responses the columns of this group's pairwise blocks stand for; None if no block was stored."""
+    columns = _pairwise_columns(view, g)
+    if view.influence is None or not columns:
+        return None
+    local = {theirs: index for index, theirs in enumerate(_traced_members(view, g)) if theirs is not None}
+    influence = view.influence
+    return {
+        "credit": view.meta.get("pairwise_credit"),
+        "members": [
+            {
+                "response": local.get(s),
+                "accepted": bool(influence["accepted"][s]),
+                "advantage": float(influence["advantage"][s]) if "advantage" in influence else None,
+            }
+            for s in columns
+        ],
+    }
+
+
+def _traced_members(view: StepView, g: int) -> list[int | None]:
+    """The influence trace's index of each response of group g."""
+    return [view.influence_response.get(r) for r in view.members[g]]
+
+
+def _pairwise_columns(view: StepView, g: int) -> list[int]:
+    """Union of the member lists of a group's responses, own responses first (indices in the influence trace)."""
+    if view.influence is None or "pairwise" not in view.influence:
+        return []
+    own = [theirs for theirs in _traced_members(view, g) if theirs is not None]
+    found: set[int] = set()
+    for theirs in own:
+        block = view.influence.pairwise(theirs)
+        if block is not None:
+            found.update(block.members.tolist())
+    return [s for s in own if s in found] + sorted(found - set(own))
+
+
+def pairwise_block(view: StepView, g: int, response: int) -> bytes | None:
+    """float32[T_r, members]: what each token of response r does to each member; None if it was not stored."""
+    theirs = _traced_members(view, g)[response]
+    columns = _pairwise_columns(view, g)
+    block = view.influence.pairwise(theirs) if view.influence is not None and theirs is not None else None
+    if block is None:
+        return None
+    wide = np.full((len(block.scores), len(columns)), np.nan, np.float32)
+    place = {s: index for index, s in enumerate(columns)}
+    wide[:, [place[s] for s in block.members.tolist()]] = block.scores
+    return float_bytes([wide])
+
+
+def pairwise_column(view: StepView, g: int, target: int) -> bytes | None:
+    """float32[tokens of the group]: what every token of the group does to response `target`."""
+    traced = _traced_members(view, g)
+    goal = traced[target]
+    columns: list[np.ndarray] = []
+    for r, theirs in zip(view.members[g], traced, strict=True):
+        line = np.full(int(view.layout["length"][r]), np.nan, np.float32)
+        block = view.influence.pairwise(theirs) if view.influence is not None and theirs is not None else None
+        where = np.flatnonzero(block.members == goal) if block is not None and goal is not None else []
+        if block is not None and len(where):
+            line[:] = block.scores[:, where[0]]
+        columns.append(line)
+    return None if goal is None else float_bytes(columns)
+
+
+def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
+    """What the tokens page needs besides its numbers: which response each point belongs to."""
+    responses, total = _point_responses(view)
+    stride = max(1, math.ceil(total / MOST_POINTS))
+    ids = _token_ids(view, [r for _, _, r in responses])
+    return {
+        "step": view.step,
+        "total": total,
+        "stride": stride,
+        "scored_groups": len({g for g, _, _ in responses}),
+        "responses": [
+            {"group": g, "response": index, "accepted": bool(view.response_value("accepted", r)),
+             "length": int(view.layout["length"][r])}
+            for g, index, r in responses
+        ],
+        "vocabulary": vocabulary.entries(ids),
+        "credits": view.credits,
+        "has_entropy": view.entropy is not None,
+        "has_influence": view.influence is not None,
+        "problems": view.problems,
+    }  # fmt: skip
+
+
+def _point_responses(view: StepView) -> tuple[list[tuple[int, int, int]], int]:
+    """(group, index in it, response) of the responses on the tokens page: the traced ones, or all if none is."""
+    everything = [(g, i, r) for g, members in enumerate(view.members) for i, r in enumerate(members)]
+    traced = [entry for entry in everything if entry[2] in view.influence_response]
+    chosen = traced or everything
+    return chosen, sum(int(view.layout["length"][r]) for _, _, r in chosen)
+
+
+def points(view: StepView, credit: str, vocabulary: Vocabulary) -> bytes:
+    """float32[3, points]: vocabulary index, entropy, influence of every `stride`-th token."""
+    structure = points_payload(view, vocabulary)
+    chosen, _ = _point_responses(view)
+    spans = [np.arange(view.offsets[r], view.offsets[r + 1]) for _, _, r in chosen]
+    rows = (np.concatenate(spans) if spans else np.empty(0, np.int64))[:: structure["stride"]]
+    missing = np.full(view.n_tokens, np.nan, np.float32)
+    entropy, influence = view.channel("entropy"), view.channel(f"influence_{credit}")
+    ids = np.array(structure["vocabulary"]["ids"], np.int64)
+    return float_bytes(
+        [
+            np.searchsorted(ids, view.layout["token_id"][rows]),
+            (entropy if entropy is not None else missing)[rows],
+            (influence if influence is not None else missing)[rows],
+        ]
+    )

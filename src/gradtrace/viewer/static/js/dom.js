@@ -1,0 +1,69 @@
+// Building nodes. Strings always become text nodes: nothing in this viewer is ever parsed as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** element("div", "head", "text", node, null) → <div class="head">text<node></div>; null children are left out. */
+export function element(tag, className = "", ...children) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  return append(node, ...children);
+}
+
+export function append(node, ...children) {
+  for (const child of children) if (child !== null && child !== undefined) node.append(child);
+  return node;
+}
+
+/** Attributes by name; null or false removes one, true sets it empty. */
+export function setAttributes(node, attributes) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) node.removeAttribute(name);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  return node;
+}
+
+export function svgElement(tag, attributes = {}, ...children) {
+  return append(setAttributes(document.createElementNS(SVG, tag), attributes), ...children);
+}
+
+export function button(className, label, onClick) {
+  const node = element("button", className, label);
+  node.type = "button";
+  node.addEventListener("click", onClick);
+  return node;
+}
+
+/** Accepted and rejected differ in shape, fill and word, never in colour alone. */
+export function acceptedMark(accepted) {
+  const shape = accepted
+    ? [svgElement("circle", { cx: 6, cy: 6, r: 5.5, class: "disc" }), svgElement("path", { d: "M3.4 6.2 5.3 8 8.7 4.2", class: "tick" })]
+    : [svgElement("circle", { cx: 6, cy: 6, r: 4.9, class: "ring" }), svgElement("path", { d: "M4.2 4.2 7.8 7.8M7.8 4.2 4.2 7.8", class: "cross" })];
+  const label = accepted ? "accepted" : "rejected";
+  return svgElement("svg", { viewBox: "0 0 12 12", width: 12, height: 12, class: "mark", role: "img", "aria-label": label }, ...shape);
+}
+
+/** ●●●○○ : how many of n. Beyond 32 the dots say less than the number beside them. */
+export function passDots(passed, total) {
+  const dots = element("span", "dots");
+  setAttributes(dots, { role: "img", "aria-label": `${passed} of ${total} accepted` });
+  if (total <= 32) for (let i = 0; i < total; i++) dots.append(element("i", i < passed ? "full" : ""));
+  return dots;
+}
+
+/** A big number with its name under it, for page heads. */
+export function fact(value, label) {
+  return element("div", "fact", element("b", "", value), element("span", "", label));
+}
+
+export function emptyState(title, ...paragraphs) {
+  const box = element("section", "empty", element("h2", "", title));
+  for (const paragraph of paragraphs) box.append(paragraph instanceof Node ? paragraph : element("p", "", paragraph));
+  return box;
+}
+
+/** The value of a CSS variable, for canvases. */
+export function cssColours(...names) {
+  const style = getComputedStyle(document.documentElement);
+  return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+}

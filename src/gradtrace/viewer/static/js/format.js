@@ -1,0 +1,63 @@
+// Numbers as people read them: a real minus sign, a fixed number of decimals inside one view.
+
+const MINUS = "\u2212";
+export const MISSING = "–";
+
+export function fixed(value, decimals = 2) {
+  if (!Number.isFinite(value)) return MISSING;
+  const text = Math.abs(value).toFixed(decimals);
+  return (value < 0 && Number(text) !== 0 ? MINUS : "") + text;
+}
+
+/** With its sign, plus included; a value that rounds to zero has none. */
+export function signed(value, decimals = 2) {
+  if (!Number.isFinite(value)) return MISSING;
+  const text = Math.abs(value).toFixed(decimals);
+  return (Number(text) === 0 ? "" : value < 0 ? MINUS : "+") + text;
+}
+
+/** Influence has no natural size: the decimals follow the largest value in view, and tiny or huge scales use exponents. */
+export function numberStyle(top) {
+  const size = Math.abs(top);
+  const exponential = size > 0 && (size < 1e-3 || size >= 1e6);
+  const decimals = size > 0 ? Math.max(0, Math.min(6, 2 - Math.floor(Math.log10(size)))) : 2;
+  const plain = (value) => {
+    if (!Number.isFinite(value)) return MISSING;
+    if (!exponential) return fixed(value, decimals);
+    return value === 0 ? "0" : (value < 0 ? MINUS : "") + exponent(Math.abs(value));
+  };
+  const withSign = (value) => {
+    if (!Number.isFinite(value) || !exponential) return signed(value, decimals);
+    return value === 0 ? "0" : (value < 0 ? MINUS : "+") + exponent(Math.abs(value));
+  };
+  return { plain, signed: withSign };
+}
+
+function exponent(value) {
+  return value.toExponential(2).replace("e-", "e" + MINUS).replace("e+", "e");
+}
+
+/** For numbers of unknown size, such as metrics: about four significant digits. */
+export function general(value) {
+  if (typeof value !== "number" || !Number.isFinite(value)) return MISSING;
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e6)) return (value < 0 ? MINUS : "") + exponent(size);
+  const decimals = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4;
+  return fixed(value, Number.isInteger(value) ? 0 : decimals);
+}
+
+export function count(value) {
+  return value.toLocaleString("en-US");
+}
+
+export function plural(value, noun) {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+export function ago(seconds) {
+  if (seconds < 5) return "just now";
+  if (seconds < 90) return `${Math.round(seconds)} s ago`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
+  if (seconds < 129600) return `${Math.round(seconds / 3600)} h ago`;
+  return `${Math.round(seconds / 86400)} days ago`;
+}

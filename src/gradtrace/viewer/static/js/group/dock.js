@@ -1,0 +1,113 @@
+// The dock at the bottom: the selected token, its effect on every response, and how its score adds up from them.
+
+import { acceptedMark, append, button, element, setAttributes } from "../dom.js";
+import { numberStyle } from "../format.js";
+import { visibleText } from "../token_text.js";
+import { tokenBytes, tokenMetrics } from "./metrics.js";
+
+const BAR_AREA = 52;
+const BAR_TOP = 34;
+
+export class Dock {
+  constructor({ onClose, onJump }) {
+    this.onJump = onJump;
+    this.node = setAttributes(element("aside", "dock"), { "aria-label": "The selected token" });
+    this.node.hidden = true;
+    this.close = setAttributes(button("icon", "×", onClose), { "aria-label": "Close", title: "Close (esc)" });
+  }
+
+  get height() {
+    return this.node.hidden ? 0 : this.node.offsetHeight;
+  }
+
+  /** effects: {members, values, sum, why}; values is null where no effect was stored, and `why` says so. */
+  show(group, token, context, effects, order) {
+    const parts = [tokenPart(group, token, context)];
+    if (effects.values) parts.push(this.barsPart(effects, context, order), sumPart(effects));
+    else parts.push(element("div", "", element("h3", "", "Influence of this token on each response"), element("p", "say", effects.why)), element("div"));
+    this.node.replaceChildren(...parts, this.close);
+    this.node.hidden = false;
+  }
+
+  hide() {
+    this.node.hidden = true;
+  }
+
+  barsPart({ members, values }, { response }, order) {
+    const high = Math.max(0, ...finite(values));
+    const low = Math.min(0, ...finite(values));
+    const range = high - low || 1;
+    const style = numberStyle(Math.max(high, -low));
+    const zero = BAR_TOP + BAR_AREA * (high / range);
+    const bars = element("div", "bars");
+    for (const accepted of [true, false]) {
+      const shown = order
+        .filter((each) => each.accepted === accepted)
+        .map((each) => ({ each, column: members.findIndex((member) => member.response === each.index) }))
+        .filter(({ column }) => column >= 0);
+      const side = element("div", "side", element("em", "", accepted ? "on the accepted" : "on the rejected"));
+      side.style.setProperty("--count", Math.max(1, shown.length));
+      for (const { each, column } of shown) {
+        side.append(this.barColumn(each, values[column], { zero, range, style, own: each.index === response.index }));
+      }
+      bars.append(side);
+    }
+    const outside = members.filter((member) => member.response === null).length;
+    const note = outside ? element("p", "say", `${outside} responses of other prompts are part of the score and not drawn.`) : null;
+    return element("div", "", element("h3", "", "Influence of this token on each response"), bars, note);
+  }
+
+  barColumn(response, value, { zero, range, style, own }) {
+    const column = button(`bar-column${own ? " own" : ""}`, "", () => this.onJump(response.index));
+    const height = Number.isFinite(value) ? Math.max(1, (Math.abs(value) / range) * BAR_AREA) : 0;
+    const axis = element("i", "axis");
+    const bar = element("i", `value-bar ${value < 0 ? "n4" : "p4"}`);
+    const text = element("span", "value", style.signed(value));
+    axis.style.top = `${zero}px`;
+    bar.style.height = `${height}px`;
+    bar.style.top = `${value < 0 ? zero + 1 : zero - height}px`;
+    text.style.top = `${value < 0 ? zero + height + 1 : zero - height - 14}px`;
+    const name = element("span", "name", acceptedMark(response.accepted), response.name);
+    const words = `${response.name}${own ? ", its own response" : ""}: ${style.signed(value)}. Go there.`;
+    return setAttributes(append(column, axis, bar, text, name), { title: words, "aria-label": words });
+  }
+}
+
+function finite(values) {
+  return Array.from(values).filter(Number.isFinite);
+}
+
+function tokenPart(group, token, context) {
+  const { response } = context;
+  const position = token - response.start;
+  const title = `${response.name}, position ${position}${position === response.first_wrong ? ", first wrong" : ""}`;
+  const names = element("div", "", element("h3", "", title), element("div", "dim", `id ${group.entry(token).id}, bytes ${tokenBytes(group, token)}`));
+  const chip = element("span", "token-chip", visibleText(group.entry(token), group.piece(token)));
+  const list = element("dl");
+  for (const { name, text, share, tone } of tokenMetrics(group, token, context)) {
+    const bar = element("span", "mini");
+    if (tone && share > 0) {
+      bar.style.width = `${Math.max(2, Math.min(1, share) * 56)}px`;
+      bar.style.background = `var(--${tone})`;
+    }
+    list.append(element("dt", "", name), bar, element("dd", "", text));
+  }
+  return element("div", "", element("div", "who", chip, names), list);
+}
+
+function sumPart({ sum, score, creditName, excludesSelf }) {
+  const style = numberStyle(Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(sum.total)));
+  const table = element("dl", "sum-table");
+  for (const { label, value } of sum.lines) table.append(element("dt", "", label), element("dd", "", style.signed(value)));
+  table.append(element("dt", "total", "= influence of this token"), element("dd", "total", style.signed(sum.total)));
+  const part = element("div", "", element("h3", "", `How the score adds up (${creditName} credit)`), table);
+  const meaning = sum.total > 0
+    ? "Positive: a step along its gradient helps the accepted responses against the rejected ones."
+    : "Negative: a step along its gradient helps the rejected responses against the accepted ones.";
+  part.append(element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "")));
+  const tolerance = 1e-3 * Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(score)) + 1e-12;
+  if (Number.isFinite(score) && Math.abs(score - sum.total) > tolerance) {
+    part.append(element("p", "say", `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`));
+  }
+  return part;
+}

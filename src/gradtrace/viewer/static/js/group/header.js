@@ -1,0 +1,78 @@
+// The head of the group page: the prompt, the facts, and why something is missing.
+
+import { button, element, fact, passDots } from "../dom.js";
+import { fixed, MISSING, numberStyle } from "../format.js";
+import { drawnText, piecesOf, rawText, visibleText } from "../token_text.js";
+import { meanOf } from "./model.js";
+
+const LONG_PROMPT = 600;
+const LONGEST_ANSWER = 24;
+
+export function promptSection(group, credit) {
+  const { step, group: index } = group.structure;
+  const text = element("div", `text${group.isChain ? " chain-prompt" : ""}`);
+  const pieces = piecesOf(group.prompt);
+  for (const [position, entry] of group.prompt.entries()) {
+    if (entry.special) text.append(element("span", "special", visibleText(entry)), " ");
+    else text.append(pieces[position].lead && !pieces[position].text ? `⟨${pieces[position].lead}⟩` : pieces[position].text);
+  }
+  text.addEventListener("copy", (event) => {
+    if (String(getSelection()).trim() !== text.textContent.trim()) return; // a part: the browser's own text is right
+    event.clipboardData.setData("text/plain", rawText(group.prompt));
+    event.preventDefault();
+  });
+  const left = element("div", "", element("div", "caption", `Prompt, group ${index} of step ${step}`), text);
+  if (text.textContent.length > LONG_PROMPT) left.append(foldButton(text));
+  return element("section", "prompt", left, factsOf(group, credit));
+}
+
+function foldButton(text) {
+  text.classList.add("folded");
+  const unfold = button("link-button", "show the whole prompt", () => {
+    const folded = text.classList.toggle("folded");
+    unfold.textContent = folded ? "show the whole prompt" : "fold the prompt";
+  });
+  return unfold;
+}
+
+function factsOf(group, credit) {
+  const facts = element("div", "facts");
+  const { responses } = group;
+  const accepted = responses.filter((response) => response.accepted).length;
+  if (group.mixed) facts.append(fact(element("span", "", `${accepted}/${responses.length}\u2002`, passDots(accepted, responses.length)), "accepted"));
+  else if (responses.length) facts.append(fact(fixed(responses[0].reward, 2), `reward of all ${responses.length}`));
+  const answer = rawText(group.expected.filter((entry) => !entry.special));
+  if (answer && answer.length <= LONGEST_ANSWER && !group.isChain) facts.append(fact(element("span", "mono", answer), "expected answer"));
+  const entropy = group.values("entropy");
+  if (entropy) facts.append(fact(fixed(meanOf(entropy), 3), "mean entropy, nats"));
+  const influence = group.values("influence", credit);
+  const size = influence ? meanOf(influence.map(Math.abs)) * influence.filter(Number.isFinite).length : NaN;
+  if (group.credits.length) facts.append(fact(Number.isFinite(size) ? numberStyle(size).plain(size) : MISSING, "Σ |influence|, response tokens"));
+  facts.append(fact(fixed(meanOf(responses.map((response) => response.length)), 1).replace(/\.0$/, ""), "mean length"));
+  return facts;
+}
+
+/** Why this group has no influence, in words; null if it has. */
+export function whyNoInfluence(group) {
+  const { status, has_influence: traced, has_entropy: hasEntropy } = group.structure;
+  if (group.credits.length) return null;
+  const rest = hasEntropy ? " Entropy and log-probs are still shown." : "";
+  const count = group.responses.length;
+  if (status === "constant_reward" || (!group.mixed && count > 1)) {
+    return `No influence here: all ${count || ""} rewards are equal, so there is nothing to contrast.${rest}`;
+  }
+  if (count === 1) return `No influence here: one response alone has nothing to be contrasted with.${rest}`;
+  if (status === "over_prompt_cap") return `No influence here: the step had more mixed groups than trainer.influence_trace.max_prompts_per_step.${rest}`;
+  if (status === "non_finite") return `No influence here: gradients or scores of this group were not finite (NaN or infinity).${rest}`;
+  if (status === "not_captured") return `No influence here: the hooks saw none of this group's tokens. \`gradtrace doctor\` checks the gradient flow.${rest}`;
+  if (!traced) return `No influence trace of this step: trainer.influence_trace.enable is off, or this step was not a multiple of its write_every.${rest}`;
+  return `No influence scores were stored for this group.${rest}`;
+}
+
+export const SELECTION_REMARKS = {
+  cut_at_token_cap: "traced up to max_tokens_per_response",
+  dropped_by_tracin: "left out of the update by TracIn",
+  dropped_by_sampling: "dropped by dynamic sampling",
+  non_finite: "gradient not finite",
+  not_captured: "not captured",
+};

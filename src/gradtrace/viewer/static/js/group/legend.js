@@ -1,0 +1,70 @@
+// Column heads: what is shown, in which unit, what the colours and the sign mean.
+
+import { CHANNELS, CREDIT_NAMES, rampOf } from "../channels.js";
+import { button, element, setAttributes } from "../dom.js";
+import { numberStyle } from "../format.js";
+
+/** Head of one slot: a menu of the channels, the unit, the colour ramp with its ends. */
+export class LegendHead {
+  constructor(slot, onChannel) {
+    this.menu = setAttributes(element("select"), { "aria-label": `What column ${slot + 1} shows` });
+    for (const [value, { title }] of Object.entries(CHANNELS)) {
+      const option = element("option", "", title);
+      option.value = value;
+      this.menu.append(option);
+    }
+    this.menu.addEventListener("change", () => onChannel(this.menu.value));
+    this.target = element("span", "target");
+    this.unit = element("span", "unit");
+    this.ramp = setAttributes(element("div", "ramp"), { role: "img" });
+    const title = element("div", "", element("h2", "", this.menu, this.target), this.unit);
+    this.node = element("div", `legend slot-${slot}`, title, this.ramp);
+  }
+
+  /** top: of the scale, or null when every response has its own. */
+  show({ channel, credit, top, target, onClearTarget, perResponse }) {
+    this.menu.value = channel;
+    this.target.replaceChildren();
+    if (channel === "influence" && target !== null) {
+      this.target.append(`on ${target}`, button("", "all", onClearTarget));
+    }
+    this.unit.textContent = unitLine(channel, credit);
+    this.ramp.replaceChildren(...rampOf(channel).map((name) => element("i", name)));
+    const [low, middle, high] = ends(channel, top, perResponse);
+    this.ramp.append(element("b", "low", low), element("b", "middle", middle), element("b", "high", high));
+    this.ramp.setAttribute("aria-label", `colour scale from ${low} to ${high}`);
+  }
+}
+
+function unitLine(channel, credit) {
+  const { unit } = CHANNELS[channel];
+  return channel === "influence" ? `${CREDIT_NAMES[credit]} credit, ${unit}` : unit;
+}
+
+function ends(channel, top, perResponse) {
+  if (perResponse) return CHANNELS[channel].signed ? ["−p99", "0", "+p99 of each response"] : ["0", "", "p99 of each response"];
+  if (!(top > 0)) return ["", "no values", ""];
+  const style = numberStyle(top);
+  if (CHANNELS[channel].signed) return [style.signed(-top), "0", style.signed(top)];
+  if (channel === "log_prob") return ["0", "", `${style.plain(-top)} nats`];
+  return ["0", "", `${style.plain(top)} nats`];
+}
+
+/** What the colours mean, in words; below the sticky head, so that it scrolls away once read. */
+export function explanation(slot, channel, target, { sign, aggregation }) {
+  const node = element("p", `slot-${slot}`);
+  const sample = (name) => element("span", `sample ${name}`);
+  if (channel === "entropy") node.append("How undecided the model was when it chose this token. Stronger colour: more undecided.");
+  if (channel === "log_prob") node.append("How unlikely the token was that was sampled. Stronger colour: less likely.");
+  if (channel === "advantage") {
+    node.append(sample("p4"), "Positive, bar above: training raises the probability of this response. ", sample("n4"), "Negative, bar below: it lowers it.");
+  }
+  if (channel === "influence" && target === null) {
+    node.append(sample("p4"), `Positive, bar above: ${sign} `, sample("n4"), "Negative, bar below: the reverse. ", aggregation);
+  }
+  if (channel === "influence" && target !== null) {
+    node.append(sample("p4"), `Positive, bar above: a step along this token’s gradient raises ${target}’s own objective. `);
+    node.append(sample("n4"), "Negative, bar below: it lowers it.");
+  }
+  return node;
+}

@@ -1,0 +1,69 @@
+// The cell to the left of a response: reward, advantage, length, Σ influence, and what is special about it.
+
+import { element } from "../dom.js";
+import { fixed, MISSING, numberStyle, signed } from "../format.js";
+import { SELECTION_REMARKS } from "./header.js";
+import { sumOver } from "./model.js";
+
+export function metaHead(group) {
+  const head = element("div", "meta-head");
+  if (!group.isChain) return element("div", "meta-head", element("span", "", "Response"));
+  for (const name of ["Response", "Reward", "Advantage", "Tokens", ""]) head.append(element("span", "", name));
+  if (group.credits.length) head.append(element("span", "wide", "Σ influence: its tokens, its prompt positions"));
+  return head;
+}
+
+export function fillMetaCell(row) {
+  const { group, response } = row;
+  const numbers = element("div", "numbers", row.name);
+  const values = [
+    ["reward", fixed(response.reward, Number.isInteger(response.reward) ? 1 : 2)],
+    ["advantage", response.advantage === null ? MISSING : signed(response.advantage, 2)],
+    ["tokens", String(response.length)],
+  ];
+  for (const [name, text] of values) {
+    if (!group.isChain) numbers.append(element("span", "key", name));
+    numbers.append(element("span", "", text));
+  }
+  if (!group.isChain && group.credits.length) {
+    row.sumCells = [element("span"), element("span")];
+    const hint = "Σ influence over the tokens of this response; below it the part that falls on positions of the prompt";
+    const [key, promptKey] = [element("span", "key", "Σ influence"), element("span", "key", "Σ at prompt")];
+    key.title = promptKey.title = hint;
+    numbers.append(key, row.sumCells[0], promptKey, row.sumCells[1]);
+  }
+  row.meta.replaceChildren(numbers, row.remarks);
+  row.node.setAttribute("aria-label", describe(response, group));
+}
+
+function describe(response, group) {
+  const side = !group.mixed ? "" : response.accepted ? ", accepted" : ", rejected";
+  return `Response ${response.name}${side}, reward ${fixed(response.reward, 2)}, ${response.length} tokens`;
+}
+
+/** Σ influence under the credit shown. Position credit also lands on prompt positions: that part is named apart. */
+export function showSums(row, credit, style) {
+  const { group, response } = row;
+  const values = group.values("influence", credit);
+  const total = values ? style.signed(sumOver(values, response)) : MISSING;
+  const prompt = credit === "position" && response.prompt_influence !== null ? style.signed(response.prompt_influence) : MISSING;
+  if (row.sumCells) {
+    row.sumCells[0].textContent = total;
+    row.sumCells[1].textContent = prompt;
+  }
+  const remarks = [];
+  if (group.isChain && group.credits.length) {
+    remarks.push(`Σ ${total}`);
+    if (prompt !== MISSING) remarks.push(`prompt ${prompt}`);
+  }
+  if (response.first_wrong >= 0 && response.first_wrong !== null) remarks.push(`wrong at ${response.first_wrong}`);
+  if (!response.finished) remarks.push("cut at the length limit");
+  const selection = SELECTION_REMARKS[response.selection];
+  if (selection) remarks.push(selection);
+  row.remarks.replaceChildren(...remarks.map((text) => element("span", "", text)));
+}
+
+/** While a token is selected: what it does to this response. */
+export function showEffect(row, text, own) {
+  row.remarks.replaceChildren(element("span", "", own ? "on its own response" : "influence on it"), element("b", "", text));
+}

@@ -1,0 +1,38 @@
+// Every number of one token, in words; the readout and the dock both show them.
+
+import { CREDIT_NAMES } from "../channels.js";
+import { fixed, numberStyle, signed } from "../format.js";
+import { hexOf } from "../token_text.js";
+
+/** [{name, text, share, tone}]: share 0…1 and tone (a colour variable) make a small bar. */
+export function tokenMetrics(group, token, context) {
+  const { response, tops } = context;
+  const lines = [];
+  const entropy = group.values("entropy")?.[token];
+  if (Number.isFinite(entropy)) {
+    lines.push({ name: "entropy", text: `${fixed(entropy, 3)} nats`, share: entropy / tops.entropy, tone: "e4" });
+  }
+  const logProb = group.values("log_prob")?.[token];
+  if (Number.isFinite(logProb)) {
+    const probability = Math.exp(logProb);
+    const shown = probability >= 0.01 ? fixed(probability, 2) : probability.toExponential(0);
+    lines.push({ name: "log-prob", text: `${fixed(logProb, 3)} (p ${shown})` });
+  }
+  for (const credit of group.credits) {
+    const value = group.values("influence", credit)[token];
+    const name = group.credits.length > 1 ? `influence, ${CREDIT_NAMES[credit]}` : "influence";
+    if (!Number.isFinite(value)) {
+      lines.push({ name, text: "not captured" });
+      continue;
+    }
+    const top = tops[`influence_${credit}`];
+    lines.push({ name, text: numberStyle(top).signed(value), share: Math.abs(value) / top, tone: value < 0 ? "n4" : "p4" });
+  }
+  if (response.advantage !== null) lines.push({ name: "advantage", text: signed(response.advantage, 2) });
+  return lines;
+}
+
+export function tokenBytes(group, token) {
+  const hex = hexOf(group.entry(token).bytes);
+  return hex.length > 26 ? `${hex.slice(0, 23)} …` : hex;
+}

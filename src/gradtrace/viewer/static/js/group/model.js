@@ -1,0 +1,101 @@
+// A prompt group, decoded: structure from JSON, one float32 channel after the other from a single binary answer.
+
+import { piecesOf, rawText, readVocabulary } from "../token_text.js";
+
+/** Responses of at most this many tokens of at most two characters each are drawn as aligned cells. */
+const LONGEST_CHAIN = 96;
+
+export class Group {
+  constructor(structure, floats) {
+    this.structure = structure;
+    this.vocabulary = readVocabulary(structure.vocabulary);
+    this.prompt = structure.prompt.map((index) => this.vocabulary[index]);
+    this.expected = structure.expected.map((index) => this.vocabulary[index]);
+    this.pairwise = structure.pairwise;
+    this.meta = structure.meta;
+    let start = 0;
+    this.responses = structure.responses.map((response, index) => {
+      const end = start + response.length;
+      const decoded = { ...response, index, name: `r${index}`, start, end };
+      start = end;
+      return decoded;
+    });
+    this.size = start;
+    this.channels = new Map(
+      structure.channels.map((name, index) => [name, floats.subarray(index * this.size, (index + 1) * this.size)]),
+    );
+    this.responseOfToken = new Uint16Array(this.size);
+    for (const response of this.responses) this.responseOfToken.fill(response.index, response.start, response.end);
+    this.advantages = Float32Array.from(this.responseOfToken, (index) => this.responses[index].advantage ?? NaN);
+    for (const response of this.responses) response.pieces = piecesOf(this.entriesOf(response));
+    this.mixed = this.responses.some((response) => response.accepted);
+    this.isChain = this.looksLikeChain();
+  }
+
+  /** Flat token index → vocabulary entry. */
+  entry(token) {
+    return this.vocabulary[this.channels.get("token")[token]];
+  }
+
+  entriesOf(response) {
+    return Array.from(this.channels.get("token").subarray(response.start, response.end), (index) => this.vocabulary[index]);
+  }
+
+  piece(token) {
+    const response = this.responses[this.responseOfToken[token]];
+    return response.pieces[token - response.start];
+  }
+
+  rawText(from, to) {
+    return rawText(Array.from({ length: to - from }, (_, offset) => this.entry(from + offset)));
+  }
+
+  /** float32 of every token, or null if this group has no such channel. */
+  values(channel, credit) {
+    if (channel === "advantage") return this.responses.some((response) => response.advantage !== null) ? this.advantages : null;
+    return this.channels.get(channel === "influence" ? `influence_${credit}` : channel) ?? null;
+  }
+
+  stepTop(channel, credit) {
+    return this.structure.scales[channel === "influence" ? `influence_${credit}` : channel] ?? null;
+  }
+
+  get credits() {
+    return this.structure.credits;
+  }
+
+  /** Position of the token in its response, and the right token there, for the first wrong one. */
+  expectedAt(position) {
+    return this.expected[position] ?? null;
+  }
+
+  looksLikeChain() {
+    if (!this.responses.length || this.responses.some((response) => response.length > LONGEST_CHAIN)) return false;
+    const used = new Set(this.channels.get("token"));
+    return [...used].every((index) => this.vocabulary[index].special || (this.vocabulary[index].text ?? "   ").trim().length <= 2);
+  }
+}
+
+/** Sum of the finite values of a response. */
+export function sumOver(values, response) {
+  let sum = 0;
+  for (let token = response.start; token < response.end; token++) if (Number.isFinite(values[token])) sum += values[token];
+  return sum;
+}
+
+export function sizeOver(values, response) {
+  let sum = 0;
+  for (let token = response.start; token < response.end; token++) if (Number.isFinite(values[token])) sum += Math.abs(values[token]);
+  return sum;
+}
+
+export function meanOf(values) {
+  let sum = 0;
+  let finite = 0;
+  for (const value of values) {
+    if (!Number.isFinite(value)) continue;
+    sum += value;
+    finite += 1;
+  }
+  return finite ? sum / finite : NaN;
+}

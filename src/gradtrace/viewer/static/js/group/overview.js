@@ -1,0 +1,83 @@
+// The group in miniature: one line per response, one tick per token. Click to jump.
+
+import { classNameOf, rampOf } from "../channels.js";
+import { cssColours, element, setAttributes } from "../dom.js";
+
+const LINE = 9;
+const THICKNESS = 7;
+const SECTION_GAP = 6;
+const LEFT = 12;
+
+export class Overview {
+  constructor(group, onJump) {
+    this.group = group;
+    this.lines = [];
+    this.canvases = [0, 1].map((slot) => {
+      const canvas = setAttributes(element("canvas", `slot-${slot}`), { role: "img", "aria-label": "Overview of the group; the same colours as below" });
+      canvas.addEventListener("click", (event) => this.jump(event, onJump));
+      return canvas;
+    });
+    const caption = element("div", "caption", "Overview: one line per response, one tick per token. Click to jump.");
+    this.node = element("div", "overview", caption, ...this.canvases);
+  }
+
+  jump(event, onJump) {
+    const line = this.lines.find(({ top }) => event.offsetY < top + LINE);
+    if (!line) return;
+    const share = Math.max(0, (event.offsetX - LEFT) / (event.target.clientWidth - LEFT));
+    const position = Math.min(line.response.length - 1, Math.floor(share * this.longest));
+    onJump(line.response.index, position);
+  }
+
+  /** order: responses from top to bottom. */
+  draw(order, colourings) {
+    this.longest = Math.max(1, ...this.group.responses.map((response) => response.length));
+    let top = 0;
+    this.lines = order.map((response, index) => {
+      if (index && order[index - 1].accepted !== response.accepted) top += SECTION_GAP;
+      const line = { response, top };
+      top += LINE;
+      return line;
+    });
+    for (const [slot, canvas] of this.canvases.entries()) this.drawSlot(canvas, top, colourings[slot]);
+  }
+
+  drawSlot(canvas, height, { channel, levels }) {
+    const width = canvas.clientWidth;
+    if (!width) return;
+    const density = devicePixelRatio;
+    canvas.width = width * density;
+    canvas.height = height * density;
+    canvas.style.height = `${height}px`;
+    const context = canvas.getContext("2d");
+    context.scale(density, density);
+    const colours = cssColours("bg2", "ink", "ink3", ...rampOf(channel).filter((name) => name !== "zero"));
+    for (const { response, top } of this.lines) {
+      drawMark(context, top, response.accepted, colours);
+      const unit = (width - LEFT) / this.longest;
+      context.fillStyle = colours.bg2;
+      context.fillRect(LEFT, top, response.length * unit, THICKNESS);
+      drawTicks(context, top, unit, levels.subarray(response.start, response.end), (level) => colours[classNameOf(channel, level)]);
+    }
+  }
+}
+
+function drawMark(context, top, accepted, colours) {
+  context.beginPath();
+  context.arc(3.5, top + 3.5, accepted ? 2.6 : 2.2, 0, 7);
+  context.fillStyle = colours.ink;
+  context.strokeStyle = colours.ink3;
+  if (accepted) context.fill();
+  else context.stroke();
+}
+
+/** Weak ticks first: where tokens are narrower than a pixel the strong ones stay visible. */
+function drawTicks(context, top, unit, levels, colourOf) {
+  for (let strength = 1; strength <= 6; strength++) {
+    for (let position = 0; position < levels.length; position++) {
+      if (Math.abs(levels[position]) !== strength) continue;
+      context.fillStyle = colourOf(levels[position]);
+      context.fillRect(LEFT + position * unit, top, Math.max(1, unit), THICKNESS);
+    }
+  }
+}

@@ -1,0 +1,82 @@
+// The effect of each token on each response: blocks [tokens, members], loaded when somebody asks.
+
+export class PairwiseInfluence {
+  /** path: of the group; members: what the columns of a block stand for. */
+  constructor(source, path, group) {
+    this.source = source;
+    this.path = path;
+    this.group = group;
+    this.blocks = new Map();
+    this.columns = new Map();
+  }
+
+  get members() {
+    return this.group.pairwise?.members ?? [];
+  }
+
+  holds(credit) {
+    return this.group.pairwise !== null && this.group.pairwise.credit === credit;
+  }
+
+  /** float32[members]: what one token does to each of them; null if this response has no block. */
+  async ofToken(response, position) {
+    const block = await this.block(response);
+    const width = this.members.length;
+    return block && block.subarray(position * width, (position + 1) * width);
+  }
+
+  /** The whole block of a response: the next token under the arrow keys then needs no request. */
+  async block(response) {
+    if (!this.blocks.has(response)) {
+      this.blocks.set(response, this.source.floats(`${this.path}/pairwise/${response}`));
+    }
+    try {
+      return await this.blocks.get(response);
+    } catch (error) {
+      this.blocks.delete(response);
+      if (error.status === 404) return null;
+      throw error;
+    }
+  }
+
+  /** float32[tokens of the group]: what every token does to one response. */
+  async onResponse(target) {
+    if (!this.columns.has(target)) {
+      this.columns.set(target, this.source.floats(`${this.path}/pairwise/on/${target}`));
+    }
+    try {
+      return await this.columns.get(target);
+    } catch (error) {
+      this.columns.delete(target);
+      throw error;
+    }
+  }
+}
+
+/**
+ * How the score of a token adds up from its effects, in the way the trace was made (sum, mean or advantage; own
+ * response left out or not). Returns the lines of the sum and their total.
+ */
+export function contrast(members, effects, meta, ownResponse) {
+  const counted = members
+    .map((member, index) => ({ ...member, effect: effects[index] }))
+    .filter((member) => Number.isFinite(member.effect) && !(meta.exclude_self_response && member.response === ownResponse));
+  const accepted = counted.filter((member) => member.accepted);
+  const rejected = counted.filter((member) => !member.accepted);
+  const sum = (side, weight) => side.reduce((total, member) => total + weight(member) * member.effect, 0);
+  if (meta.contrastive_agg === "advantage") {
+    const lines = [
+      { label: "Σ advantage × effect, accepted", value: sum(accepted, (member) => member.advantage) },
+      { label: "+ Σ advantage × effect, rejected", value: sum(rejected, (member) => member.advantage) },
+    ];
+    return { lines, total: lines[0].value + lines[1].value };
+  }
+  const isMean = meta.contrastive_agg !== "sum";
+  const part = (side) => sum(side, () => 1) / (isMean ? Math.max(1, side.length) : 1);
+  const word = isMean ? "mean" : "sum";
+  const lines = [
+    { label: `${word} on the accepted`, value: part(accepted) },
+    { label: `− ${word} on the rejected`, value: part(rejected) },
+  ];
+  return { lines, total: lines[0].value - lines[1].value };
+}

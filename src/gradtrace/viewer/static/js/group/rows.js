@@ -1,0 +1,146 @@
+// The responses: a meta cell and two heat maps each. Spans are made when a row comes near the screen, so that a group
+// of 16 × 4,096 tokens opens as fast as a small one.
+
+import { classNameOf } from "../channels.js";
+import { acceptedMark, button, element, setAttributes } from "../dom.js";
+import { drawingClass, drawnText } from "../token_text.js";
+
+const BUILD_AHEAD = "1200px";
+
+export class ResponseRow {
+  constructor(group, response, onTarget) {
+    this.group = group;
+    this.response = response;
+    this.spans = [null, null];
+    this.flags = new Map();
+    this.meta = element("div", "meta");
+    this.remarks = element("div", "remarks");
+    this.sums = [];
+    this.slots = [0, 1].map((slot) => {
+      const tokens = setAttributes(element("div", `tokens slot-${slot}`), { tabindex: 0, role: "group" });
+      tokens.row = this;
+      tokens.slotIndex = slot;
+      return tokens;
+    });
+    const side = !group.mixed ? "plain" : response.accepted ? "accepted" : "rejected";
+    this.node = element("section", `row ${side}`, this.meta, ...this.slots);
+    this.node.row = this;
+    this.name = button("response-id", "", () => onTarget(response.index));
+    if (group.mixed) this.name.append(acceptedMark(response.accepted));
+    this.name.append(response.name);
+    this.name.title = `Show what every token of the group does to ${response.name}`;
+  }
+
+  get isBuilt() {
+    return this.spans[0] !== null;
+  }
+
+  /** Make the spans of both slots, in the colours given. */
+  build(colourings) {
+    if (this.isBuilt) return;
+    const { group, response } = this;
+    const entries = group.entriesOf(response);
+    this.bases = entries.map((entry, position) => {
+      const drawing = drawingClass(entry, response.pieces[position]);
+      return position === response.first_wrong ? `${drawing} fw` : drawing;
+    });
+    const texts = entries.map((entry, position) => drawnText(entry, response.pieces[position]));
+    for (const [slot, container] of this.slots.entries()) {
+      const spans = new Array(entries.length);
+      const fragment = document.createDocumentFragment();
+      for (let position = 0; position < entries.length; position++) {
+        const span = document.createElement("span");
+        const { lead } = response.pieces[position];
+        if (lead && !entries[position].special) span.append(element("span", "lead", lead), texts[position]);
+        else span.textContent = texts[position];
+        span.token = response.start + position;
+        spans[position] = span;
+        fragment.append(span);
+      }
+      this.spans[slot] = spans;
+      container.replaceChildren(fragment);
+      container.style.minHeight = "";
+    }
+    this.paint(colourings);
+  }
+
+  /** Colour classes only: themes are CSS variables and cost nothing. */
+  paint(colourings) {
+    for (const [slot, { channel }] of colourings.entries()) {
+      setAttributes(this.slots[slot], {
+        "data-channel": channel.replace("_", "-"),
+        "aria-label": `${this.response.name}, ${this.response.length} tokens coloured by ${channel.replace("_", "-")}; arrow keys walk through them`,
+      });
+    }
+    if (!this.isBuilt) return;
+    this.colourings = colourings;
+    for (let position = 0; position < this.bases.length; position++) {
+      for (const slot of [0, 1]) this.paintToken(slot, position);
+    }
+  }
+
+  paintToken(slot, position) {
+    const { channel, levels, values } = this.colourings[slot];
+    const token = this.response.start + position;
+    const level = levels[token];
+    let name = this.bases[position];
+    if (level) name += ` ${classNameOf(channel, level)}`;
+    else if (channel === "influence" && values !== null && Number.isNaN(values[token])) name += " nc";
+    const flags = this.flags.get(position);
+    if (flags) name += ` ${flags}`;
+    const span = this.spans[slot][position];
+    if (span.className !== name) span.className = name;
+  }
+
+  /** hov, sel or found, on both spans of a token. Remembered for rows that are not built yet. */
+  flag(position, flag, on) {
+    const flags = new Set((this.flags.get(position) ?? "").split(" ").filter(Boolean));
+    if (on) flags.add(flag);
+    else flags.delete(flag);
+    if (flags.size) this.flags.set(position, [...flags].join(" "));
+    else this.flags.delete(position);
+    if (this.isBuilt) for (const slot of [0, 1]) this.spans[slot][position]?.classList.toggle(flag, on);
+  }
+
+  /** Space for a row that is not built, so that jumps land where they should. */
+  reserve(height) {
+    this.node.style.containIntrinsicBlockSize = `auto ${height}px`;
+    if (!this.isBuilt) for (const container of this.slots) container.style.minHeight = `${height}px`;
+  }
+}
+
+/** Builds rows when they come near the screen. */
+export class RowBuilder {
+  constructor(rows, colouringsNow) {
+    this.colouringsNow = colouringsNow;
+    this.observer = new IntersectionObserver(
+      (entries) => {
+        for (const entry of entries) if (entry.isIntersecting) this.build(entry.target.row);
+      },
+      { rootMargin: BUILD_AHEAD },
+    );
+    for (const row of rows) this.observer.observe(row.node);
+  }
+
+  build(row) {
+    this.observer.unobserve(row.node);
+    row.build(this.colouringsNow());
+  }
+
+  disconnect() {
+    this.observer.disconnect();
+  }
+}
+
+/** Lines that a response fills when `perLine` characters fit. */
+export function estimatedLines(response, perLine) {
+  let lines = 0;
+  let used = 0;
+  for (const { text } of response.pieces) {
+    if (text.startsWith("\n")) {
+      lines += Math.max(1, Math.ceil(used / perLine));
+      used = 0;
+    } else used += text.length;
+  }
+  return lines + Math.max(1, Math.ceil(used / perLine));
+}

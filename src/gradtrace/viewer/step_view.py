@@ -1,0 +1,176 @@
+"""One step as the viewer shows it: the entropy trace and the influence trace of a step, put side by side.
+
+The entropy trace holds every response of the rollout, the influence trace only the traced ones. Here the
+influence columns are laid over the responses of the entropy trace; what was not traced is NaN. If a run has
+only one of the two, that one is the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gradtrace.trace.reader import Run, StepUnreadableError
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.trace.step import Step
+
+TOP_QUANTILE = 0.99
+"""Colour scales end here, so that one extreme token cannot wash out the rest."""
+
+CREDITS = ("position", "loss_term")
+TOKEN_CHANNELS = ("entropy", "log_prob", "influence_position", "influence_loss_term")
+
+
+class StepView:
+    def __init__(self, step: int, entropy: Step | None, influence: Step | None, problems: list[str]) -> None:
+        """At least one of the two traces is there. `problems` says why another one could not be read."""
+        self.step = step
+        self.entropy = entropy
+        self.influence = influence
+        self.problems = problems
+        layout = entropy if entropy is not None else influence
+        assert layout is not None
+        self.layout: Step = layout
+        self.offsets: np.ndarray = layout["token_offsets"]
+        self.group: np.ndarray = layout["group"]
+
+    @property
+    def n_groups(self) -> int:
+        return self.layout.n_groups
+
+    @property
+    def n_tokens(self) -> int:
+        return self.layout.n_tokens
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return self.influence.meta if self.influence is not None else {}
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """Responses (indices in the layout) of each group."""
+        lists: list[list[int]] = [[] for _ in range(self.n_groups)]
+        for response, group in enumerate(self.group.tolist()):
+            lists[group].append(response)
+        return lists
+
+    @cached_property
+    def influence_group(self) -> dict[int, int]:
+        """Group of the layout → group of the influence trace."""
+        if self.influence is None:
+            return {}
+        there = {group_id: g for g, group_id in enumerate(self.influence["group_id"].tolist())}
+        here = self.layout["group_id"].tolist()
+        return {g: there[group_id] for g, group_id in enumerate(here) if group_id in there}
+
+    @cached_property
+    def influence_response(self) -> dict[int, int]:
+        """Response of the layout → response of the influence trace, where it was traced."""
+        if self.influence is None:
+            return {}
+        if self.influence is self.layout:
+            return {response: response for response in range(self.layout.n_responses)}
+        pairs: dict[int, int] = {}
+        traced: list[list[int]] = [[] for _ in range(self.influence.n_groups)]
+        for response, group in enumerate(self.influence["group"].tolist()):
+            traced[group].append(response)
+        for g, theirs in self.influence_group.items():
+            pairs.update(self._match(self.members[g], traced[theirs]))
+        return pairs
+
+    def _match(self, ours: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
+        """Same rollout row; where rows are unknown, same place in a group of the same size. The tokens must agree."""
+        assert self.influence is not None
+        our_rows, their_rows = self.layout["row"], self.influence["row"]
+        by_row = {int(their_rows[r]): r for r in theirs if their_rows[r] >= 0}
+        if not by_row and len(ours) == len(theirs):
+            candidates = list(zip(ours, theirs, strict=True))
+        else:
+            candidates = [(r, by_row[int(our_rows[r])]) for r in ours if int(our_rows[r]) in by_row]
+        for r, s in candidates:
+            if np.array_equal(token_ids(self.layout, r), token_ids(self.influence, s)):
+                yield r, s
+
+    def status(self, group: int) -> GroupStatus | None:
+        """Why the group was or was not scored; None where no influence trace of it exists."""
+        theirs = self.influence_group.get(group)
+        if self.influence is None or theirs is None:
+            return None
+        return GroupStatus(self.influence["group_status"][theirs])
+
+    def tokens(self, response: int) -> slice:
+        return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
+
+    def channel(self, name: str) -> np.ndarray | None:
+        """float32[n_tokens] in the layout's order, NaN where nothing was traced; None if no file has it."""
+        if name not in self._channels:
+            self._channels[name] = self._make_channel(name)
+        return self._channels[name]
+
+    @cached_property
+    def _channels(self) -> dict[str, np.ndarray | None]:
+        return {}
+
+    def _make_channel(self, name: str) -> np.ndarray | None:
+        if name in self.layout:
+            values = self.layout[name].astype(np.float32)
+            if self.layout is self.influence and name.startswith("influence_"):
+                values[~self.layout["captured"]] = np.nan
+            return values
+        if self.influence is None or name not in self.influence:
+            return None
+        values = np.full(self.n_tokens, np.nan, np.float32)
+        scores, captured = self.influence[name], self.influence["captured"]
+        offsets = self.influence["token_offsets"]
+        for response, theirs in self.influence_response.items():
+            span = slice(offsets[theirs], offsets[theirs + 1])
+            values[self.tokens(response)] = np.where(captured[span], scores[span], np.nan)
+        return values
+
+    @cached_property
+    def scales(self) -> dict[str, float | None]:
+        """Top of the step-wide colour scale of each channel; None where there is nothing to scale."""
+        tops: dict[str, float | None] = {}
+        for name in TOKEN_CHANNELS:
+            values = self.channel(name)
+            finite = np.abs(values[np.isfinite(values)]) if values is not None else np.empty(0)
+            tops[name] = float(np.quantile(finite, TOP_QUANTILE)) if len(finite) else None
+        return tops
+
+    @cached_property
+    def credits(self) -> list[str]:
+        """Credits that this step's influence trace holds."""
+        return [credit for credit in CREDITS if self.channel(f"influence_{credit}") is not None]
+
+    def response_value(self, name: str, response: int) -> Any:
+        """A response column from whichever trace has it (influence first: it knows more), as a plain value."""
+        theirs = self.influence_response.get(response)
+        if self.influence is not None and theirs is not None and name in self.influence:
+            return self.influence[name][theirs].item()
+        return self.layout[name][response].item() if name in self.layout else None
+
+
+def token_ids(step: Step, response: int) -> np.ndarray:
+    offsets = step["token_offsets"]
+    return step["token_id"][offsets[response] : offsets[response + 1]]
+
+
+def load_step_view(run: Run, step: int) -> StepView | None:
+    """The step from the traces that have it and are readable; None if none is. `problems` tells the rest."""
+    traces: dict[str, Step | None] = {}
+    problems = []
+    for kind in (ENTROPY_TRACE, INFLUENCE_TRACE):
+        traces[kind] = None
+        if step in run.entries(kind):
+            try:
+                traces[kind] = run.step(kind, step)
+            except StepUnreadableError as error:
+                problems.append(str(error))
+    if all(trace is None for trace in traces.values()):
+        if problems:
+            raise StepUnreadableError("; ".join(problems))
+        return None
+    return StepView(step, traces[ENTROPY_TRACE], traces[INFLUENCE_TRACE], problems)
