@@ -1,0 +1,28 @@
+"""Exact, fast attribution of gradients to single tokens. Imports torch and nothing else of gradtrace.
+
+`InfluenceTracer` scores response tokens from the factors of a real backward pass, `GhostProduct` scores whole
+responses against a given gradient, `directional_derivative` gives forward-mode derivatives of anything.
+"""
+
+from gradtrace.attribution.config import InfluenceConfig
+from gradtrace.attribution.errors import AttributionError
+from gradtrace.attribution.ghost import GhostProduct
+from gradtrace.attribution.objectives import TrainingPass, needs_own_backward, objective, objective_weights
+from gradtrace.attribution.result import SIGN, UNIT, InfluenceTrace
+from gradtrace.attribution.tangent import directional_derivative
+from gradtrace.attribution.tracer import InfluenceTracer
+
+__all__ = [
+    "SIGN",
+    "UNIT",
+    "AttributionError",
+    "GhostProduct",
+    "InfluenceConfig",
+    "InfluenceTrace",
+    "InfluenceTracer",
+    "TrainingPass",
+    "directional_derivative",
+    "needs_own_backward",
+    "objective",
+    "objective_weights",
+]

@@ -1,0 +1,114 @@
+"""Where the responses and their tokens sit in one (micro-)batch of model inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradtrace.attribution.errors import AttributionError
+
+
+@dataclass(eq=False)
+class Layout:
+    """One micro-batch of B rows × S positions. `flat` means an index into B·S positions."""
+
+    response: Tensor
+    """long[B·S]: the response each position belongs to, its prompt's positions included; −1 = ignore."""
+    token_position: Tensor
+    """long[N]: for each response token the flat position *whose logits predict it*, one before its own."""
+    token_response: Tensor
+    """long[N]: the response of each of those tokens; tokens of a response are in order."""
+    shape: tuple[int, int]
+    row_response: Tensor | None
+    """long[B] when every row holds one response (padded batches); None when rows are packed."""
+    scale: float
+    """What the captured gradients are multiplied with, to undo a normaliser of the loss."""
+
+    @staticmethod
+    def of(response: Tensor, tokens: Tensor, scale: float = 1.0) -> Layout:
+        """`response`: long[B], or long[B, S] for packed rows. `tokens`: bool[B, S], True at response tokens."""
+        if tokens.dim() != 2 or tokens.dtype != torch.bool:
+            raise AttributionError(
+                f"tokens must be a bool[B, S] mask of response tokens, not {tokens.dtype}{list(tokens.shape)}"
+            )
+        # On the host: decisions are made from it, and a lookup per layer must not wait for a GPU.
+        response, tokens = response.cpu(), tokens.cpu()
+        batch, length = tokens.shape
+        if response.dtype not in (torch.int64, torch.int32):
+            raise AttributionError(f"response must hold integer response ids, not {response.dtype}")
+        if tuple(response.shape) == (batch,):
+            per_position = response.long()[:, None].expand(batch, length)
+            row_response = response.long()
+        elif tuple(response.shape) == (batch, length):
+            per_position, row_response = response.long(), None
+        else:
+            raise AttributionError(
+                f"response is {list(response.shape)} but tokens is {list(tokens.shape)}: give one id per row"
+                " (long[B]) or, for packed rows, one per position (long[B, S])"
+            )
+        if bool((per_position < -1).any()):
+            raise AttributionError("response ids are 0, 1, 2 … or −1 for rows to ignore; got a smaller one")
+        if row_response is not None:
+            seen, number = row_response[row_response >= 0].unique(return_counts=True)
+            if bool((number > 1).any()):
+                raise AttributionError(f"response {int(seen[number > 1][0])} stands in two rows of one batch")
+        wanted = tokens & (per_position >= 0)
+        if bool(wanted[:, 0].any()):
+            first = int(wanted[:, 0].nonzero()[0])
+            raise AttributionError(
+                f"tokens[{first}, 0] is True: the first position of a row has no position before it that predicts"
+                " it. The mask marks where input_ids holds response tokens, so the prompt comes first"
+            )
+        row, column = wanted.nonzero(as_tuple=True)
+        token_response = per_position[row, column]
+        stranger = per_position[row, column - 1] != token_response
+        if bool(stranger.any()):
+            which = int(token_response[stranger][0])
+            raise AttributionError(
+                f"response {which} starts with a response token in a packed row: the position before it belongs"
+                " to another response. Mark its prompt's positions with its id too"
+            )
+        order = torch.argsort(token_response, stable=True)
+        return Layout(
+            response=per_position.reshape(-1),
+            token_position=(row * length + column - 1)[order],
+            token_response=token_response[order],
+            shape=(batch, length),
+            row_response=row_response,
+            scale=scale,
+        )
+
+    @cached_property
+    def responses(self) -> list[int]:
+        """The responses of this micro-batch, ascending."""
+        return [int(r) for r in self.response.unique().tolist() if r >= 0]
+
+    @cached_property
+    def token_counts(self) -> dict[int, int]:
+        counts = dict.fromkeys(self.responses, 0)
+        found, number = self.token_response.unique(return_counts=True)
+        counts.update(zip(found.tolist(), number.tolist(), strict=True))
+        return counts
+
+    def positions_of(self, response: int) -> Tensor:
+        """long: all flat positions of a response, prompt included."""
+        if response not in self._positions:
+            self._positions[response] = (self.response == response).nonzero().squeeze(-1)
+        return self._positions[response]
+
+    def tokens_of(self, response: int) -> Tensor:
+        """long[T_r]: flat positions that predict the response's tokens, in order."""
+        if response not in self._tokens:
+            self._tokens[response] = self.token_position[self.token_response == response]
+        return self._tokens[response]
+
+    @cached_property
+    def _positions(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def _tokens(self) -> dict[int, Tensor]:
+        return {}

@@ -1,0 +1,54 @@
+"""How much memory a trace will need, from sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradtrace.attribution.config import InfluenceConfig
+from gradtrace.attribution.modules import Block
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes in float32."""
+
+    stored_factors: int
+    """Kept from the backward pass to `score()`; 0 where groups are scored inside it."""
+    working: int
+    """The largest single module while it is being scored."""
+    scores: int
+    """Token scores, pairwise scores and the response kernel."""
+    directions: int
+    """Directions kept for loss-term credit."""
+    projections: int
+    """The random matrices."""
+
+    @property
+    def total(self) -> int:
+        return self.stored_factors + self.working + self.scores + self.directions + self.projections
+
+
+def estimate_memory(
+    blocks: list[Block], config: InfluenceConfig, responses: int, tokens: int, whole_groups: bool
+) -> MemoryEstimate:
+    """For `responses` responses with `tokens` tokens in all. `whole_groups`: micro-batches hold whole groups and
+    the contrast is known at capture, so that nothing is stored."""
+    if config.max_tokens_per_response:
+        tokens = min(tokens, responses * config.max_tokens_per_response)
+    per_block = [tokens * (block.k_out + block.k_in) + responses * block.dim for block in blocks]
+    streamed = whole_groups and config.accepted_rejected_scope == "per_prompt"
+    solving = 0
+    if config.hessian_mode == "inverse" and config.hessian_source == "token":
+        solving = max(min(tokens**2, block.dim**2, 3 * responses * block.dim) for block in blocks)
+    kept_directions = 0
+    if config.wants_loss_term:
+        kept_directions = sum(block.dim for block in blocks) * (
+            responses if config.exclude_self_response else 1
+        )
+    return MemoryEstimate(
+        stored_factors=0 if streamed else 4 * sum(per_block),
+        working=4 * (max(per_block) + solving),
+        scores=4 * (tokens * (1 + (responses if config.pairwise else 0)) + responses**2),
+        directions=4 * kept_directions,
+        projections=4 * sum(b.k_out * b.d_out + b.k_in * b.d_in for b in blocks if b.projected),
+    )

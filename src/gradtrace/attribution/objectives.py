@@ -1,0 +1,77 @@
+"""Objectives F = Σ_r Σ_t w_t ℓ_t: which weights, and whether the training backward already is that objective."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtrace.attribution.config import OutputFunction
+from gradtrace.attribution.errors import AttributionError
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """What is true of the backward pass that training is about to do."""
+
+    on_policy: bool
+    """Every ratio is 1: no optimizer step since the old log-probs were taken."""
+    policy_gradient_at_ratio_one: bool = True
+    """At ratio 1 the loss has the gradient −A ∇ℓ for every token, up to one common factor."""
+    kl_in_loss: bool = False
+    entropy_bonus: bool = False
+    constant_denominator: bool = True
+    """All tokens are divided by the same number (token mean or fixed length, not sequence mean)."""
+
+    @property
+    def proportional_to_advantage(self) -> bool:
+        return (
+            self.on_policy
+            and self.policy_gradient_at_ratio_one
+            and self.constant_denominator
+            and not self.kl_in_loss
+            and not self.entropy_bonus
+        )
+
+
+def needs_own_backward(output_function: OutputFunction, training: TrainingPass) -> bool:
+    """False when the hooks can ride on the training backward: it is, or is proportional to, this objective."""
+    if output_function == "training_loss":
+        return False
+    return not (output_function == "log_prob_advantage" and training.proportional_to_advantage)
+
+
+def objective_weights(
+    output_function: OutputFunction,
+    mask: Tensor,
+    advantages: Tensor | None = None,
+    rewards: Tensor | None = None,
+) -> Tensor:
+    """[R, T]: w_t of the log-prob objectives; 0 outside the mask. `advantages` [R, T] or [R], `rewards` [R]."""
+    if output_function == "log_prob":
+        return mask.float()
+    if output_function == "log_prob_advantage":
+        if advantages is None:
+            raise AttributionError("output_function='log_prob_advantage' needs advantages")
+        advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+        return torch.where(mask, advantages, 0.0)
+    if output_function == "log_prob_reward":
+        if rewards is None:
+            raise AttributionError("output_function='log_prob_reward' needs rewards")
+        if bool((rewards == 0).any()):
+            warnings.warn(
+                f"output_function='log_prob_reward': {int((rewards == 0).sum())} of {len(rewards)} responses have"
+                " reward 0 and therefore no gradient at all; 'log_prob_advantage' keeps them in the picture",
+                stacklevel=2,
+            )
+        return torch.where(mask, rewards[:, None].to(torch.float32), 0.0)
+    raise AttributionError(
+        "output_function='training_loss' has no weights of its own: it is the training loss"
+    )
+
+
+def objective(log_probs: Tensor, weights: Tensor) -> Tensor:
+    """F = Σ w_t ℓ_t, a sum: its scale does not depend on how the batch was packed."""
+    return (weights * log_probs).sum()

@@ -1,0 +1,105 @@
+"""Runs the engine on `Responses` the way a training loop would, and compares it with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from gradtrace.attribution import InfluenceConfig, InfluenceTrace, InfluenceTracer
+from tests.attribution.models import Responses, padded_objective, token_log_probs
+from tests.attribution.reference import loss_term_gradients, position_gradients, reference_scores, token_terms
+
+REFERENCE_NAMES = {
+    "accepted_rejected_scope": "scope",
+    "contrastive_agg": "agg",
+    "exclude_self_response": "exclude_self",
+    "response_reduction": "reduction",
+}
+
+
+def exact_config(**knobs: object) -> InfluenceConfig:
+    """Everything traced, nothing projected."""
+    return InfluenceConfig(**{"projection_dim_factor": 0, "module_name_filter": ".*", **knobs})  # type: ignore[arg-type]
+
+
+def engine_scores(
+    model: nn.Module,
+    batch: Responses,
+    config: InfluenceConfig,
+    splits: Iterable[list[int]] | None = None,
+    labels_at_capture: bool = False,
+    packed: bool = False,
+) -> InfluenceTrace:
+    """`splits`: the responses of each micro-batch."""
+    splits = [list(range(len(batch)))] if splits is None else splits
+    with InfluenceTracer(model, config) as tracer:
+        for rows in splits:
+            capture(tracer, model, batch, rows, labels_at_capture, packed)
+        return tracer.score(
+            accepted=batch.accepted,
+            group=batch.group,
+            advantages=batch.advantages,
+            terms=lambda responses: torch.cat([token_terms(model, batch, r) for r in responses]),
+        )
+
+
+def capture(
+    tracer: InfluenceTracer,
+    model: nn.Module,
+    batch: Responses,
+    rows: list[int],
+    labels_at_capture: bool = False,
+    packed: bool = False,
+) -> None:
+    labels = {}
+    if labels_at_capture:
+        labels = {"accepted": batch.accepted, "group": batch.group, "advantages": batch.advantages}
+    if packed:
+        ids, positions, response, tokens, weights = batch.packed(rows)
+        log_probs = token_log_probs(model(input_ids=ids, position_ids=positions, use_cache=False).logits, ids)
+        objective = (log_probs * weights).sum()
+    else:
+        _, _, tokens, _ = batch.padded(rows)
+        response = torch.tensor(rows)
+        objective = padded_objective(model, batch, rows)
+    with tracer.capture(response=response, tokens=tokens, **labels):
+        objective.backward()
+
+
+def brute_force(
+    model: nn.Module, batch: Responses, config: InfluenceConfig, credit: str = "position"
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Scores, pairwise influences and kernel from explicit gradients and an explicit Hessian."""
+    with InfluenceTracer(model, config) as tracer:  # only for which modules are meant
+        sites = [(site, block) for block in tracer.blocks for site in block.sites]
+    modules = {site.name: site.module for site, _ in sites}
+    names = {site.name: block.parameter_name for site, block in sites}
+    transposed = {block.parameter_name for site, block in sites if site.kind == "conv1d"}
+    positions = position_gradients(model, batch, modules, names)
+    if credit == "position":
+        tokens = []
+        for r, found in enumerate(positions):
+            start = batch.prompt_lengths[r] - 1
+            tokens.append({name: g[start : start + batch.lengths()[r]] for name, g in found.items()})
+    else:
+        tokens = loss_term_gradients(model, batch, list(dict.fromkeys(names.values())))
+        tokens = [
+            {name: g.transpose(1, 2) if name in transposed else g for name, g in found.items()}
+            for found in tokens
+        ]
+    knobs = {}
+    for knob in ("hessian_mode", "hessian_source", "reg_lambda", *REFERENCE_NAMES):
+        knobs[REFERENCE_NAMES.get(knob, knob)] = getattr(config, knob)
+    return reference_scores(batch, positions, tokens, **knobs)
+
+
+def assert_close(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float = 1e-8) -> None:
+    ours, theirs = list(ours), list(theirs)
+    assert len(ours) == len(theirs)
+    scale = max(float(t.abs().max()) for t in theirs if t.numel()) or 1.0
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.shape == b.shape, f"response {index}: {tuple(a.shape)} is not {tuple(b.shape)}"
+        error = float((a - b).abs().max()) / scale if a.numel() else 0.0
+        assert error <= tolerance, f"response {index} is off by {error:.1e} of the largest score"

@@ -1,0 +1,93 @@
+"""Two gloo processes that share groups give the scores of one process, and only small tensors travel."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from gradtrace.attribution import InfluenceTracer
+from tests.attribution.models import random_responses, tiny_model
+from tests.attribution.reference import token_terms
+from tests.attribution.scoring import capture, engine_scores, exact_config
+
+CASES = {
+    "response": {},
+    "identity": {"hessian_mode": "identity"},
+    "token-dense": {"hessian_source": "token"},
+    "token-cg": {"hessian_source": "token", "solver": "cg"},
+    "all-selected": {"accepted_rejected_scope": "all_selected", "contrastive_agg": "advantage"},
+    "all-selected-token": {"accepted_rejected_scope": "all_selected", "hessian_source": "token"},
+    "leave-out": {"exclude_self_response": True},
+    "no-pairwise": {"pairwise": False, "contrastive_agg": "sum"},
+    "projected": {"projection_dim_factor": 2},
+}
+# Groups 0 = {0, 1, 2} and 1 = {3, 4, 5} are both split; group 2 = {6, 7, 8} lives on rank 1 alone.
+ROWS = {0: [[0, 3], [5]], 1: [[1, 2, 4], [6, 7, 8]]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model, batch = tiny_model(), random_responses(groups=3)
+    results = {}
+    for name, knobs in CASES.items():
+        for streamed in (False, True):
+            with InfluenceTracer(model, exact_config(credit="both", **knobs), dist.group.WORLD) as tracer:
+                for rows in ROWS[rank]:
+                    capture(tracer, model, batch, rows, labels_at_capture=streamed)
+                trace = tracer.score(
+                    accepted=batch.accepted,
+                    group=batch.group,
+                    advantages=batch.advantages,
+                    terms=lambda responses: torch.cat([token_terms(model, batch, r) for r in responses]),
+                )
+            results[f"{name}/{streamed}"] = {
+                "position": trace.position_scores,
+                "loss_term": trace.loss_term_scores,
+                "skipped": trace.skipped,
+                "bytes": trace.metrics["influence_trace/debug_bytes_moved"],
+                "dims": [block.dim for block in tracer.blocks],
+            }
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, args=(free_port(), str(folder)), nprocs=2)
+    return {rank: torch.load(folder / f"{rank}.pt") for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["stored", "streamed"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_the_scores_of_one(results: dict[int, dict], case: str, streamed: bool) -> None:
+    model, batch = tiny_model(), random_responses(groups=3)
+    alone = engine_scores(model, batch, exact_config(credit="both", **CASES[case]))
+    for rank, rows in ROWS.items():
+        for response in (r for part in rows for r in part):
+            found = results[rank][f"{case}/{streamed}"]
+            for credit, expected in (
+                ("position", alone.position_scores),
+                ("loss_term", alone.loss_term_scores),
+            ):
+                ours = found[credit][response]
+                error = float((ours - expected[response]).abs().max() / expected[response].abs().max())
+                assert error < 1e-8, f"{credit} of response {response} on rank {rank} is off by {error:.1e}"
+
+
+def test_only_response_gradients_of_split_groups_travel(results: dict[int, dict]) -> None:
+    found = results[0]["response/True"]
+    assert found["bytes"] == 8 * 6 * sum(found["dims"])  # six split responses in float64, once per module
+    assert found["skipped"] == {2: "other_rank"} and results[1]["response/True"]["skipped"] == {}
