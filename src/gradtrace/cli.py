@@ -11,11 +11,14 @@ from gradtrace import __version__
 
 # name: (module with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
 COMMANDS = {
+    "view": ("gradtrace.viewer.view", "look at runs in the browser: curves, groups, token heat maps"),
+    "train": ("gradtrace.training.command", "train a policy; without arguments, the demo"),
     "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
 }
 
 EPILOG = """\
 examples:
+  gradtrace train                             the demo: a tiny model learns arithmetic, about three minutes
   gradtrace doctor --model runs/demo/policy   which layers can be traced, and what it costs
 
 `gradtrace COMMAND --help` explains each command.

@@ -115,8 +115,9 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    name: str = _choice("task", "gsm8k")
-    """`task`: as the task judges (arithmetic: 1 if the final answer is right). `gsm8k`: the number after ####."""
+    name: str = _choice("task", "gsm8k", "last_number")
+    """`task`: as the task judges (arithmetic: 1 if the final digit is right). `gsm8k`: the number after ####.
+    `last_number`: the number in the last \\boxed{} or after the last `Answer:`."""
     path: str = ""
     """Your own: `my_rewards.py:my_reward`, a function (response: str, item: dict) -> float."""
 
@@ -133,8 +134,8 @@ class RolloutConfig:
     """Nucleus sampling; 1 is off. Below 1 the policy that is trained is not the one that sampled."""
     top_k: int = _number(0, minimum=0)
     """Sample among the k likeliest tokens; 0 is off."""
-    max_sequences: int = _number(512, minimum=1)
-    """Responses decoded at the same time; more prompts than fit are done one part after the other."""
+    max_batch_tokens: int = _number(32768, minimum=1)
+    """Responses × (prompt + response) tokens in the key-value cache at once; the rest waits its turn."""
 
 
 @dataclass
@@ -170,8 +171,8 @@ class AlgorithmConfig:
     """How token losses become one number. fixed_length divides by rollout.max_new_tokens (Dr. GRPO)."""
     kl_coef: float = _number(0.0, minimum=0)
     """Weight of the KL penalty against the reference policy in the loss; above 0 loads the reference."""
-    kl_estimator: str = _choice("k3", "k1", "k2")
-    """k1 unbiased value, k2 right gradient, k3 low variance and never negative."""
+    kl_estimator: str = _choice("k3", "k1", "k2", "k1+", "k3+")
+    """k3: low variance, never negative. k2 and the + forms: the right gradient. See gradtrace.algorithms.kl."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
@@ -210,6 +211,10 @@ class ActorConfig:
     """Deal prompts to mini-batches at random; groups stay whole."""
     token_budget: int = _number(16384, minimum=1)
     """Tokens (padding counted) per forward/backward pass. Gradients do not depend on it; memory does."""
+    old_log_probs: str = _choice("auto", "recompute", "sampler")
+    """Where log-probs of the sampling policy come from. The first optimizer step of a rollout has them from its own
+    forward pass, exactly. For the others: `sampler` takes what the sampler recorded, `recompute` runs one more
+    forward pass, `auto` takes the sampler's when it drew from the full float32 distribution."""
     packing: str = _choice("auto", "never", "always")
     """Responses behind one another without padding. `auto`: with flash attention only (sdpa would mask S×S)."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -221,7 +226,7 @@ class CriticConfig:
     """Weights the critic starts from; empty: those of the policy. Used by advantage=gae only."""
     epochs: int = _number(1, minimum=1)
     """Passes over each rollout."""
-    value_clip: float = _number(0.5, minimum=0)
+    value_clip: float = _number(0.2, minimum=0)
     """New values may move this far from the old ones before their loss is clipped; 0 is off."""
     warmup_steps: int = _number(0, minimum=0)
     """Training steps in which only the critic learns."""

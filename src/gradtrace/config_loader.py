@@ -66,7 +66,9 @@ def find_recipe(keys: dict[str, str]) -> Path:
     if resume := keys.get("resume"):
         saved = Path(resume) / "config.yaml"
         if not saved.is_file():
-            raise GradtraceError(f"resume={resume}: there is no {saved}. Give the folder of a run, e.g. runs/demo.")
+            raise GradtraceError(
+                f"resume={resume}: there is no {saved}. Give the folder of a run, e.g. runs/demo."
+            )
         return saved
     recipe = keys.get("recipe", "demo")
     if recipe.endswith((".yaml", ".yml")):
@@ -179,7 +181,9 @@ def check_together(config: Config) -> None:
     """What is wrong only in combination."""
     check_algorithm(config)
     if len(config.actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.actor.optim.betas):
-        raise GradtraceError(f"actor.optim.betas={config.actor.optim.betas}: two numbers in [0, 1) are needed.")
+        raise GradtraceError(
+            f"actor.optim.betas={config.actor.optim.betas}: two numbers in [0, 1) are needed."
+        )
     if config.task.name == "dataset":
         if not config.data.train:
             raise GradtraceError("task.name=dataset needs files with prompts: data.train=[train.jsonl].")

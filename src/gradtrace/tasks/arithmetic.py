@@ -12,10 +12,9 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from gradtrace.config import ArithmeticConfig
 from gradtrace.tasks.base import Item, Prompt
@@ -75,7 +74,9 @@ class Chain:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -89,8 +90,8 @@ class ArithmeticTask:
     def __init__(self, config: ArithmeticConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self.tokenizer = build_tokenizer()
-        self.stop_token_ids = (VOCABULARY.index("<eos>"),)
+        self.tokenizer: PreTrainedTokenizerBase = build_tokenizer()
+        self.stop_token_ids: tuple[int, ...] = (VOCABULARY.index("<eos>"),)
         self._drawn = 0
 
     def next_prompts(self, count: int) -> list[Prompt]:
@@ -141,5 +142,3 @@ class ArithmeticTask:
         expected = chain.solution()
         item = {"prompt": chain.prompt, "answer": expected[-1], "expected": expected, "source": self.name}
         return Prompt(self.encode(chain.prompt), item)
-
-

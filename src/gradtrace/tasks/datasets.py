@@ -36,7 +36,9 @@ class DatasetTask:
             self._validation = self._load(config.validation, "data.validation")
         else:
             held_out = round(len(train) * config.validation_fraction)
-            random.Random("held out").shuffle(train)  # not the run's seed: every seed validates on the same rows
+            random.Random("held out").shuffle(
+                train
+            )  # not the run's seed: every seed validates on the same rows
             self._validation, train = train[:held_out], train[held_out:]
         self._train = train
         self._order: list[int] = []
@@ -75,7 +77,9 @@ class DatasetTask:
         return self._order
 
     def _load(self, files: list[str], key: str) -> list[Prompt]:
-        rows = [(file, number, row) for file in files for number, row in enumerate(read_rows(Path(file), key))]
+        rows = [
+            (file, number, row) for file in files for number, row in enumerate(read_rows(Path(file), key))
+        ]
         if not rows:
             raise GradtraceError(f"{key}={files}: no rows, nothing to train on.")
         prompts = []
@@ -103,7 +107,9 @@ class DatasetTask:
 
     def _prompt(self, row: dict[str, Any], where: str) -> Prompt:
         prompt = column(row, self.config.prompt_key, where, "data.prompt_key")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        )
         if self.config.instruction:
             messages[-1]["content"] += self.config.instruction
         if self.config.system_prompt:
@@ -148,16 +154,18 @@ def column(row: dict[str, Any], path: str, where: str, key: str) -> Any:
     value: Any = row
     for name in path.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise GradtraceError(f"{where} has no '{path}'. Set {key} to one of its columns: {', '.join(row)}.")
+            raise GradtraceError(
+                f"{where} has no '{path}'. Set {key} to one of its columns: {', '.join(row)}."
+            )
         value = value[name]
     return value
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """End of text, and end of turn where the chat template has one of its own."""
+    vocabulary = tokenizer.get_vocab()
     ends = [tokenizer.eos_token_id]
     for token in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>"):
-        ids = tokenizer.convert_tokens_to_ids([token])
-        if ids[0] is not None and ids[0] != tokenizer.unk_token_id:
-            ends.append(ids[0])
+        if token in vocabulary:
+            ends.append(vocabulary[token])
     return tuple(sorted({end for end in ends if end is not None}))

@@ -73,7 +73,8 @@ class RewardFunction:
 
     def _raised(self, error: Exception, response: str, item: Item) -> GradtraceError:
         return GradtraceError(
-            f"The reward function {self.name} raised {type(error).__name__}: {error}\n" + describe(response, item)
+            f"The reward function {self.name} raised {type(error).__name__}: {error}\n"
+            + describe(response, item)
         )
 
     def _blame(self, error: Exception, responses: Sequence[str], items: Sequence[Item]) -> GradtraceError:
@@ -143,7 +144,9 @@ def load_user_reward(path: str) -> RewardFunction:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise GradtraceError(f"reward.path={path}: importing {file} raised {type(error).__name__}: {error}") from error
+        raise GradtraceError(
+            f"reward.path={path}: importing {file} raised {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise GradtraceError(f"reward.path={path}: {file} has no function '{name}'.")

@@ -1,0 +1,124 @@
+"""Checkpoints on disk: complete or absent.
+
+    checkpoints/
+      latest                  the name of the newest complete checkpoint; moves last
+      step_000010/
+        policy/               a plain transformers (or peft) folder
+        optimizer.safetensors, rng.safetensors, state.json …
+        complete.json         every file and its size; written last
+
+A checkpoint is filled in a temporary folder and renamed into place; only then `latest` moves, and only then
+older ones go. A process killed at any moment leaves the previous checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.atomic import (
+    DamagedError,
+    atomic_directory,
+    atomic_write,
+    remove_leftovers,
+    seal,
+    unseal,
+)
+
+LATEST = "latest"
+MARKER = "complete.json"
+
+
+class Checkpoints:
+    def __init__(self, run_dir: Path, keep_last: int = 0) -> None:
+        """`keep_last`: how many stay; 0 keeps all."""
+        self.folder = run_dir / "checkpoints"
+        self.keep_last = keep_last
+
+    def save(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """`fill(folder)` writes the files. Returns the checkpoint's folder; an existing one of this step stays."""
+        target = self.folder / f"step_{step:06d}"
+        if target.is_dir():
+            return target
+        try:
+            with atomic_directory(target, fsync=True) as unfinished:
+                fill(unfinished)
+                write_marker(unfinished)
+            atomic_write(self.folder / LATEST, f"{target.name}\n".encode(), fsync=True)
+        except (OSError, SafetensorError) as error:
+            raise self._cannot_save(target, error) from error
+        self._forget_old()
+        return target
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, checked; None if there is none yet."""
+        pointer = self.folder / LATEST
+        if not pointer.is_file():
+            return None
+        folder = self.folder / pointer.read_text().strip()
+        check_complete(folder)
+        return folder
+
+    def discard_unfinished(self) -> None:
+        """Remove what a killed process left: temporary folders, and checkpoints that `latest` never reached."""
+        if not self.folder.is_dir():
+            return
+        remove_leftovers(self.folder)
+        pointer = self.folder / LATEST
+        newest = pointer.read_text().strip() if pointer.is_file() else ""
+        for folder in self._all():
+            if folder.name > newest:
+                shutil.rmtree(folder)
+
+    def _all(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"))
+
+    def _forget_old(self) -> None:
+        if self.keep_last:
+            for folder in self._all()[: -self.keep_last]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _cannot_save(self, target: Path, error: Exception) -> GradtraceError:
+        with contextlib.suppress(GradtraceError):
+            previous = self.latest()
+        kept = (
+            f"The previous checkpoint, {previous}, is untouched."
+            if previous
+            else "There is no earlier checkpoint."
+        )
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        reason = "the disk is full" if full else str(error)
+        return GradtraceError(
+            f"Checkpoint {target} could not be saved: {reason}. {kept} "
+            f"Make room, then continue with: gradtrace train resume={self.folder.parent}"
+        )
+
+
+def write_marker(folder: Path) -> None:
+    files = {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / MARKER).write_bytes(seal({"files": files}, indent=1))
+
+
+def check_complete(folder: Path) -> None:
+    """Every file that the marker lists is there with its size."""
+    try:
+        files: dict[str, int] = unseal((folder / MARKER).read_bytes())["files"]
+    except (OSError, DamagedError, KeyError) as error:
+        raise GradtraceError(f"{folder} is not a complete checkpoint: {MARKER}: {error}") from error
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise GradtraceError(
+                f"{folder} is damaged: {name} should have {size} bytes"
+                f" and has {path.stat().st_size if path.is_file() else 'vanished'}."
+            )

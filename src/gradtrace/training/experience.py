@@ -1,0 +1,151 @@
+"""Prompts → rollout → reward → advantage: everything that happens before the weights move."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.algorithms import (
+    AdvantageInputs,
+    AdvantageOutputs,
+    Algorithm,
+    constant_groups,
+    count_groups,
+    soft_overlong_penalty,
+)
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import AlgorithmConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.tasks.base import Prompt, Task
+from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.training.metrics import Timer
+
+
+class Experience:
+    """Makes the batch that a training step learns from."""
+
+    def __init__(
+        self,
+        task: Task,
+        reward: RewardFunction,
+        sampler: Sampler,
+        params: SamplingParams,
+        algorithm: AlgorithmConfig,
+        prompts_per_step: int,
+    ) -> None:
+        self.task = task
+        self.reward = reward
+        self.sampler = sampler
+        self.params = params
+        self.algorithm = algorithm
+        self.prompts_per_step = prompts_per_step
+
+    def collect(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
+        """A batch with rewards, and metrics of how it came about."""
+        if self.algorithm.dynamic_sampling.enable:
+            return self._collect_mixed(generator, timer)
+        batch, scores = self._rollout(self.task.next_prompts(self.prompts_per_step), generator, timer)
+        return batch, self._metrics(batch, scores, batches=1)
+
+    def _rollout(
+        self, prompts: list[Prompt], generator: torch.Generator, timer: Timer
+    ) -> tuple[RolloutBatch, Tensor]:
+        """Responses with rewards, and the rewards before the length penalty."""
+        with timer("gen"):
+            batch = rollout(self.sampler, prompts, self.params, generator)
+        with timer("reward"):
+            batch = judge(batch, self.task, self.reward)
+        assert batch.rewards is not None
+        scores = batch.rewards
+        overlong = self.algorithm.overlong
+        if overlong.enable:
+            penalty = soft_overlong_penalty(
+                batch.response_lengths, self.params.max_new_tokens, overlong.buffer, overlong.penalty
+            )
+            batch = batch.replace(rewards=scores + penalty)
+        return batch, scores
+
+    def _collect_mixed(
+        self, generator: torch.Generator, timer: Timer
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """DAPO: only groups whose scores differ, from as many rollouts as it takes to fill the batch."""
+        wanted = self.prompts_per_step
+        parts: list[RolloutBatch] = []
+        all_scores: list[Tensor] = []
+        found = sampled = rollouts = 0
+        while found < wanted and rollouts < self.algorithm.dynamic_sampling.max_batches:
+            # As many prompts as the share of mixed groups so far says are needed, and never more than a batch.
+            share = max(found, 1) / max(sampled, 1)
+            count = min(wanted, math.ceil((wanted - found) / share))
+            batch, scores = self._rollout(self.task.next_prompts(count), generator, timer)
+            all_scores.append(scores)
+            mixed = batch.group[~constant_groups(scores, batch.group)].unique()[: wanted - found]
+            parts.append(keep_groups(batch, mixed))
+            found, sampled, rollouts = found + len(mixed), sampled + count, rollouts + 1
+        if found == 0:
+            scores = torch.cat(all_scores)
+            raise GradtraceError(
+                f"Dynamic sampling found no prompt whose {self.params.n} responses differ in reward, in {sampled} "
+                f"prompts of {rollouts} rollouts (mean reward {float(scores.mean()):.3f}). The task is too hard or "
+                "too easy for this model, or the reward is constant; raise rollout.n, or turn "
+                "algorithm.dynamic_sampling.enable off to look at the responses."
+            )
+        batch = RolloutBatch.concat([part for part in parts if len(part)], self.sampler.pad_token_id)
+        metrics = self._metrics(batch, torch.cat(all_scores), rollouts)
+        return batch, {
+            **metrics,
+            "rollout/groups_sampled": float(sampled),
+            "rollout/groups_kept": float(found),
+        }
+
+    def _metrics(self, batch: RolloutBatch, scores: Tensor, batches: int) -> dict[str, float]:
+        assert batch.rewards is not None
+        counts = count_groups(batch.rewards, batch.group)
+        return {
+            "critic/score/mean": float(scores.mean()),
+            "rollout/groups_mixed": counts.mixed / counts.total,
+            "rollout/groups_constant": counts.constant / counts.total,
+            "rollout/batches": float(batches),
+        }
+
+
+def rollout(
+    sampler: Sampler, prompts: list[Prompt], params: SamplingParams, generator: torch.Generator
+) -> RolloutBatch:
+    ids, items = [prompt.ids for prompt in prompts], [prompt.item for prompt in prompts]
+    return sampler.generate(ids, params, generator=generator, items=items)
+
+
+def judge(batch: RolloutBatch, task: Task, reward: RewardFunction) -> RolloutBatch:
+    """The batch with texts and rewards."""
+    ids = [
+        row[:length]
+        for row, length in zip(batch.responses.tolist(), batch.response_lengths.tolist(), strict=True)
+    ]
+    texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    items = [batch.items[group] for group in batch.group.tolist()]
+    return batch.replace(texts=texts, rewards=torch.tensor(reward(texts, items), dtype=torch.float32))
+
+
+def keep_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:
+    """The batch reduced to `groups` (long, ascending), which are renumbered 0, 1 …"""
+    part = batch.select(torch.isin(batch.group, groups))
+    return part.replace(
+        prompts=[batch.prompts[group] for group in groups.tolist()],
+        items=[batch.items[group] for group in groups.tolist()],
+        group=torch.searchsorted(groups, part.group),
+    )
+
+
+def add_advantages(
+    batch: RolloutBatch, estimator: Algorithm[AdvantageInputs, AdvantageOutputs]
+) -> RolloutBatch:
+    """The batch with advantages, and with returns where the estimator has a critic."""
+    assert batch.rewards is not None
+    columns: dict[str, Any] = {name: getattr(batch, name) for name in estimator.needs}
+    outputs = estimator(AdvantageInputs(batch.rewards, batch.group, batch.response_mask, **columns))
+    return batch.replace(advantages=outputs.advantages, returns=outputs.returns)

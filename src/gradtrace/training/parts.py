@@ -1,0 +1,101 @@
+"""Everything that a run is made of, built from its configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gradtrace.algorithms import advantage, policy_loss
+from gradtrace.config import Config
+from gradtrace.rollout import Sampler
+from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.tasks.base import Task
+from gradtrace.tasks.datasets import DatasetTask
+from gradtrace.tasks.rewards import BUILT_IN, RewardFunction, load_user_reward
+from gradtrace.tasks.warm_start import Progress, warm_start
+from gradtrace.training.critic import Critic, load_critic
+from gradtrace.training.optimizer import Optimizer
+from gradtrace.training.policy import Policy, Reference, load_policy, load_reference, load_tokenizer
+
+SMALL_MODEL = 2_000_000
+"""Parameters below which operations are too short to share among many threads."""
+SMALL_MODEL_THREADS = 1
+
+
+@dataclass
+class Parts:
+    config: Config
+    task: Task
+    reward: RewardFunction
+    policy: Policy
+    sampler: Sampler
+    optimizer: Optimizer
+    reference: Reference | None
+    critic: Critic | None
+    generators: dict[str, torch.Generator]
+    """All randomness of the loop: `rollout` and `update`; prompts follow from the task's position."""
+
+
+def build_parts(config: Config, checkpoint: Path | None = None, progress: Progress | None = None) -> Parts:
+    """Load the model and the data, from the start or with the weights of a checkpoint."""
+    if config.task.name == "arithmetic":
+        torch.set_num_threads(config.trainer.cpu_threads or SMALL_MODEL_THREADS)  # for the warm start as well
+    torch.manual_seed(config.trainer.seed)  # LoRA's first weights; nothing in the loop draws from it
+    reward = load_user_reward(config.reward.path) if config.reward.path else None
+    path, task = build_task(config, progress)
+    policy = load_policy(path, config.model, config.rollout.temperature, checkpoint and checkpoint / "policy")
+    if policy.device.type == "cpu":
+        torch.set_num_threads(config.trainer.cpu_threads or suitable_threads(policy))
+    reference = None
+    if needs_reference(config):
+        reference = load_reference(policy, path, config.model, config.reference.path)
+    critic = None
+    if "values" in advantage(config.algorithm.advantage, **config.algorithm.advantage_options).needs:
+        critic = load_critic(config.critic.path or path, config, checkpoint and checkpoint / "critic")
+    return Parts(
+        config=config,
+        task=task,
+        reward=reward or named_reward(config.reward.name, task),
+        policy=policy,
+        sampler=Sampler(policy.model, task.tokenizer.pad_token_id, config.rollout.max_batch_tokens),
+        optimizer=Optimizer(policy.trainable(), config.actor.optim, config.trainer.total_steps),
+        reference=reference,
+        critic=critic,
+        generators={
+            name: torch.Generator().manual_seed(1_000_003 * config.trainer.seed + index)
+            for index, name in enumerate(("rollout", "update"))
+        },
+    )
+
+
+def build_task(config: Config, progress: Progress | None) -> tuple[str | Path, Task]:
+    """The task, and the model to start from."""
+    if config.task.name == "arithmetic":
+        cache = Path(config.trainer.runs_dir) / ".cache"
+        path = config.model.path or warm_start(config.task.arithmetic, cache, progress)
+        return path, ArithmeticTask(config.task.arithmetic, config.trainer.seed)
+    path = config.model.path
+    return path, DatasetTask(config.data, load_tokenizer(path), config.trainer.seed)
+
+
+def named_reward(name: str, task: Task) -> RewardFunction:
+    return (
+        RewardFunction(f"{task.name}.reward", task.reward)
+        if name == "task"
+        else RewardFunction(name, BUILT_IN[name])
+    )
+
+
+def needs_reference(config: Config) -> bool:
+    algorithm = config.algorithm
+    loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
+    estimator = advantage(algorithm.advantage, **algorithm.advantage_options)
+    return algorithm.kl_coef > 0 or "ref_log_probs" in loss.needs | estimator.needs
+
+
+def suitable_threads(policy: Policy) -> int:
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    return SMALL_MODEL_THREADS if parameters < SMALL_MODEL else len(os.sched_getaffinity(0))

@@ -1,0 +1,81 @@
+"""From a configuration to a finished run on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from gradtrace.config import Config
+from gradtrace.config_loader import to_yaml
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.reader import open_run
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.checkpoint import Checkpoints
+from gradtrace.training.instruments import build_observer
+from gradtrace.training.logger import open_trackers
+from gradtrace.training.loop import Trainer
+from gradtrace.training.parts import build_parts
+from gradtrace.training.state import load_state
+from gradtrace.training.terminal import Display, SilentDisplay
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    run_dir: Path
+    last_step: int
+    finished: bool
+    """False if it was interrupted (and saved)."""
+
+
+def train(config: Config, display: Display | None = None) -> Outcome:
+    """Make a run, or continue the one that `config.resume` names."""
+    display = display or SilentDisplay()
+    run_dir = Path(config.resume) if config.resume else new_run_dir(config)
+    checkpoints = Checkpoints(run_dir)
+    checkpoint = checkpoints.latest() if config.resume else None
+    if config.resume and checkpoint is None:
+        raise GradtraceError(f"resume={run_dir}: it has no complete checkpoint to continue from.")
+    checkpoints.discard_unfinished()
+    parts = build_parts(config, checkpoint, display.warm_start)
+    last_step = load_state(checkpoint, parts) if checkpoint is not None else 0
+
+    files = RunFiles(run_dir)
+    files.write_config(to_yaml(dataclasses.replace(config, resume="")))
+    trackers = open_trackers(config.trainer.logger, run_dir, dataclasses.asdict(config))
+    display.begin(last_step, config.trainer.total_steps)
+    trainer = Trainer(parts, files, build_observer(parts, run_dir), display, trackers)
+    reached = trainer.fit(last_step)
+    outcome = Outcome(run_dir, reached, reached == config.trainer.total_steps)
+
+    rewards = reward_curve(run_dir)
+    files.write_summary(
+        {
+            "steps": reached,
+            "finished": outcome.finished,
+            "parameters": sum(p.numel() for p in parts.policy.model.parameters()),
+            "final_reward": rewards[-1][1] if rewards else None,
+        }
+    )
+    display.end(run_dir, rewards, outcome.finished)
+    return outcome
+
+
+def new_run_dir(config: Config) -> Path:
+    """runs/NAME, or runs/NAME_2, _3 … if that exists: a run never overwrites another."""
+    name = config.trainer.name or Path(config.recipe).stem
+    runs = Path(config.trainer.runs_dir)
+    number = 1
+    while True:
+        folder = runs / (name if number == 1 else f"{name}_{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def reward_curve(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, mean reward) of every step so far."""
+    records, _ = open_run(run_dir).metrics()
+    return [(r["step"], r["critic/rewards/mean"]) for r in records if "critic/rewards/mean" in r]

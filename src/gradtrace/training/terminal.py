@@ -1,0 +1,203 @@
+"""What a person sees while a run is going: a live line and sample responses, or plain lines without a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.training.plot import draw_curve
+
+SAMPLES = 6
+PLAIN_LINES = 40
+"""Without a terminal, about this many step lines for a whole run."""
+
+
+class Display(Protocol):
+    def message(self, text: str) -> None: ...
+
+    def warm_start(self, stage: str, step: int, accuracy: float) -> None: ...
+
+    def begin(self, last_step: int, total_steps: int) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def samples(self, step: int, batch: RolloutBatch) -> None: ...
+
+    def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None: ...
+
+
+def open_display() -> Display:
+    console = Console()
+    return RichDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+class SilentDisplay:
+    """For code that trains without anybody watching."""
+
+    def message(self, text: str) -> None: ...
+
+    def warm_start(self, stage: str, step: int, accuracy: float) -> None: ...
+
+    def begin(self, last_step: int, total_steps: int) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def samples(self, step: int, batch: RolloutBatch) -> None: ...
+
+    def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None: ...
+
+
+class PlainDisplay:
+    """One line per step, or per few steps of a long run."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.total_steps = 0
+
+    def message(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def warm_start(self, stage: str, step: int, accuracy: float) -> None:
+        if step % 100 == 0 or stage != "clean chains":
+            self.message(f"warm start, {stage}: step {step}, accuracy {accuracy:.2f}")
+
+    def begin(self, last_step: int, total_steps: int) -> None:
+        self.total_steps = total_steps
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        validated = validation_text(metrics)
+        every = max(1, self.total_steps // PLAIN_LINES)
+        if step % every == 0 or step in (1, self.total_steps) or validated:
+            self.message(f"step {step}/{self.total_steps}  {step_text(metrics)}{validated}")
+
+    def samples(self, step: int, batch: RolloutBatch) -> None:
+        """A table is for eyes; the log file of a job does not need it."""
+
+    def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None:
+        for line in closing_lines(run_dir, rewards, finished, width=min(self.console.width, 80)):
+            self.message(line)
+
+
+class RichDisplay:
+    """A progress bar with the numbers that matter, and a table of sample responses now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress: Progress | None = None
+        self.task: Any = None
+
+    def message(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def warm_start(self, stage: str, step: int, accuracy: float) -> None:
+        if self.progress is None:
+            self._open(TextColumn("[bold]warm start[/bold] {task.description}"))
+            self.task = self._live().add_task("", total=None)
+        self._live().update(self.task, description=f"{stage}  step {step}  accuracy {accuracy:.2f}")
+
+    def begin(self, last_step: int, total_steps: int) -> None:
+        self._close()
+        self._open(
+            TextColumn("[bold]step[/bold]"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self.task = self._live().add_task("", total=total_steps, completed=last_step)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._live().update(self.task, completed=step, description=step_text(metrics))
+        if validated := validation_text(metrics):
+            self.message(f"step {step}{validated}")
+
+    def samples(self, step: int, batch: RolloutBatch) -> None:
+        self.console.print(samples_table(step, batch))
+
+    def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None:
+        self._close()
+        for line in closing_lines(run_dir, rewards, finished, width=min(self.console.width, 100)):
+            self.message(line)
+
+    def _open(self, *columns: Any) -> None:
+        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.progress.start()
+
+    def _close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+    def _live(self) -> Progress:
+        assert self.progress is not None
+        return self.progress
+
+
+def step_text(metrics: dict[str, float]) -> str:
+    shown = [
+        ("reward", "critic/rewards/mean", "{:.3f}"),
+        ("entropy", "actor/entropy", "{:.3f}"),
+        ("length", "response_length/mean", "{:.1f}"),
+        ("tokens/s", "perf/throughput", "{:,.0f}"),
+    ]
+    return "  ".join(
+        f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics
+    )
+
+
+def validation_text(metrics: dict[str, float]) -> str:
+    found = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+    return "".join(f"  {name.removeprefix('val-core/')} {value:.3f}" for name, value in found.items())
+
+
+def samples_table(step: int, batch: RolloutBatch) -> Table:
+    """The best and the worst response of a few prompts."""
+    assert batch.rewards is not None and batch.texts is not None
+    table = Table(title=f"step {step}: sample responses", title_justify="left", expand=True)
+    table.add_column("prompt", ratio=2)
+    table.add_column("response", ratio=3)
+    table.add_column("reward", justify="right")
+    for group in range(min(SAMPLES // 2, len(batch.prompts))):
+        rows = (batch.group == group).nonzero().squeeze(-1)
+        best, worst = rows[batch.rewards[rows].argmax()], rows[batch.rewards[rows].argmin()]
+        for row in dict.fromkeys((int(best), int(worst))):
+            prompt = str(batch.items[group].get("prompt", "")) if batch.items else ""
+            cells = [
+                Text(_tail(prompt)),
+                Text(_tail(batch.texts[row])),
+                Text(f"{float(batch.rewards[row]):.2f}"),
+            ]
+            table.add_row(*cells)
+    return table
+
+
+def _tail(text: str, limit: int = 160) -> str:
+    """The end of a long text: that is where the answer is."""
+    text = text.replace("\n", " ")
+    return text if len(text) <= limit else f"…{text[-limit:]}"
+
+
+def closing_lines(run_dir: Path, rewards: list[tuple[int, float]], finished: bool, width: int) -> list[str]:
+    lines = []
+    if len(rewards) > 1:
+        lines += [
+            "",
+            f"mean reward, steps {rewards[0][0]}–{rewards[-1][0]}",
+            *draw_curve([r for _, r in rewards], width),
+        ]
+    lines.append("")
+    if finished:
+        lines += [
+            f"The run is in {run_dir}, its policy in {run_dir / 'policy'}. Look at it with",
+            f"  gradtrace view {run_dir}",
+            f"  gradtrace trace show {run_dir}",
+        ]
+    else:
+        lines += [f"Stopped and saved. Continue with: gradtrace train resume={run_dir}"]
+    return lines

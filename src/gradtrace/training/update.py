@@ -1,0 +1,213 @@
+"""The update: mini-batches of whole groups, micro-batches by token budget, one optimizer step per mini-batch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.algorithms import (
+    Denominator,
+    LossInputs,
+    aggregate,
+    entropy_bonus,
+    kl_estimate,
+    policy_loss,
+    token_weights,
+)
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import ActorConfig, AlgorithmConfig
+from gradtrace.training.microbatch import MicroBatch, Sequences, split_rows
+from gradtrace.training.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.training.optimizer import Optimizer
+from gradtrace.training.policy import Policy
+
+
+def plan_updates(
+    batch: RolloutBatch,
+    mini_batch_size: int,
+    epochs: int,
+    shuffle: bool,
+    step: int,
+    generator: torch.Generator,
+) -> list[OptimizerStep]:
+    """The optimizer steps of a training step: in every epoch each kept response once, groups whole."""
+    kept = torch.ones(len(batch), dtype=torch.bool) if batch.kept is None else batch.kept
+    groups = batch.group[kept].unique()
+    updates: list[OptimizerStep] = []
+    for epoch in range(epochs):
+        order = groups[torch.randperm(len(groups), generator=generator)] if shuffle else groups
+        for index, chosen in enumerate(order.split(mini_batch_size or max(1, len(order)))):
+            rows = (torch.isin(batch.group, chosen) & kept).nonzero().squeeze(-1)
+            updates.append(OptimizerStep(step, epoch, index, len(updates), rows))
+    return updates
+
+
+class MicroBatches:
+    """Cuts the rows of one batch into model inputs."""
+
+    def __init__(self, batch: RolloutBatch, token_budget: int, packed: bool) -> None:
+        self.sequences = Sequences.of(batch)
+        self.token_budget = token_budget
+        self.packed = packed
+
+    def __call__(self, rows: Tensor) -> Iterator[MicroBatch]:
+        for part in split_rows(self.sequences, rows, self.token_budget, self.packed):
+            yield self.sequences.packed(part) if self.packed else self.sequences.padded(part)
+
+
+class PolicyUpdate:
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Optimizer,
+        actor: ActorConfig,
+        algorithm: AlgorithmConfig,
+        max_response_length: int,
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.actor = actor
+        self.algorithm = algorithm
+        self.max_response_length = max_response_length
+        self.loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
+
+    def run(
+        self,
+        batch: RolloutBatch,
+        micro_batches: MicroBatches,
+        updates: list[OptimizerStep],
+        observer: StepObserver,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """All optimizer steps on this batch. Returns it with old_log_probs (and entropies) completed, and metrics.
+
+        The first optimizer step runs at the weights that sampled the batch, so its own forward pass gives the old
+        log-probs of its rows. Those of all other rows must be set already.
+        """
+        assert batch.advantages is not None
+        totals = Totals()
+        old_log_probs = (
+            torch.zeros_like(batch.sampler_log_probs) if batch.old_log_probs is None else batch.old_log_probs
+        )
+        entropies = torch.zeros_like(old_log_probs) if batch.entropies is None else batch.entropies
+        batch = batch.replace(old_log_probs=old_log_probs, entropies=entropies)
+        for update in updates:
+            denominator = Denominator.of(batch.response_mask[update.rows], self.max_response_length)
+            for micro in micro_batches(update.rows):
+                weights = token_weights(micro.mask, self.algorithm.aggregation, denominator)
+                context = Backward(update, micro, weights, self._loss_scale(denominator))
+                with observer.around_backward(context):
+                    loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)
+                    loss.backward()
+            totals.mini_batch(denominator.tokens)
+            totals.apply(self.optimizer, observer.around_optimizer_step(update))
+        return batch, totals.metrics()
+
+    def _micro_loss(
+        self, batch: RolloutBatch, micro: MicroBatch, denominator: Denominator, is_first: bool, totals: Totals
+    ) -> Tensor:
+        """The micro-batch's share of the mini-batch's loss."""
+        log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
+        device = log_probs.device
+        mask = micro.mask.to(device)
+        if is_first:
+            length = micro.mask.shape[1]
+            batch.old_log_probs[micro.rows, :length] = log_probs.detach().cpu()  # type: ignore[index]
+            batch.entropies[micro.rows, :length] = entropies.detach().cpu()  # type: ignore[index]
+        outputs = self.loss(
+            LossInputs(
+                log_probs=log_probs,
+                old_log_probs=micro.column(batch, "old_log_probs", device),
+                advantages=micro.column(batch, "advantages", device),
+                mask=mask,
+                ref_log_probs=micro.column(batch, "ref_log_probs", device),
+                entropies=entropies,
+            )
+        )
+        mode = self.algorithm.aggregation
+        policy_term = aggregate(outputs.loss, mask, mode, denominator)
+        token_sums = {**outputs.metric_sums(), "actor/entropy": entropies.detach().sum()}
+        loss = policy_term
+        if self.algorithm.entropy_coef:
+            bonus = entropy_bonus(entropies, mask, self.algorithm.entropy_coef)
+            loss = loss + aggregate(bonus, mask, mode, denominator)
+        if self.algorithm.kl_coef:
+            reference = micro.column(batch, "ref_log_probs", device)
+            kl = kl_estimate(log_probs, reference, mask, self.algorithm.kl_estimator)
+            loss = loss + self.algorithm.kl_coef * aggregate(kl, mask, mode, denominator)
+            token_sums["actor/kl_loss"] = kl.detach().sum()
+        totals.micro_batch(policy_term, loss, token_sums)
+        return loss
+
+    def _loss_scale(self, denominator: Denominator) -> float:
+        if self.algorithm.aggregation == "token_mean":
+            return float(max(1, denominator.tokens))
+        if self.algorithm.aggregation == "sequence_mean":
+            return float(max(1, denominator.sequences))
+        return float(max(1, denominator.sequences) * self.max_response_length)
+
+
+class Totals:
+    """Sums over the micro-batches of a training step, from which its metrics are made."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.token_sums: dict[str, float] = defaultdict(float)
+        self.losses: dict[str, float] = defaultdict(float)
+        self.mini_batches = 0
+        self.norms: list[float] = []
+        self.skipped = 0
+
+    def micro_batch(self, policy_term: Tensor, loss: Tensor, token_sums: dict[str, Tensor]) -> None:
+        self.losses["actor/pg_loss"] += float(policy_term.detach())
+        self.losses["actor/loss"] += float(loss.detach())
+        for name, value in token_sums.items():
+            self.token_sums[name] += float(value)
+
+    def mini_batch(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.mini_batches += 1
+
+    def apply(self, optimizer: Optimizer, around: AbstractContextManager[Any] | None = None) -> None:
+        """Move the weights, unless the gradient is not finite: one bad batch must not destroy the policy."""
+        norm = optimizer.clip()
+        if math.isfinite(norm):
+            self.norms.append(norm)
+            with around or nullcontext():
+                optimizer.step()
+        else:
+            self.skipped += 1
+        optimizer.zero_grad()
+
+    @property
+    def grad_norm(self) -> float:
+        """Mean over the optimizer steps that were made."""
+        return sum(self.norms) / len(self.norms) if self.norms else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Means over tokens, mini-batches and optimizer steps; and how many steps were skipped."""
+        result = {name: value / max(1, self.tokens) for name, value in self.token_sums.items()}
+        result.update({name: value / max(1, self.mini_batches) for name, value in self.losses.items()})
+        result["actor/grad_norm"] = self.grad_norm
+        result["actor/skipped_updates"] = float(self.skipped)
+        return result
+
+
+@torch.no_grad()
+def fill_statistics(
+    policy: Policy, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor
+) -> RolloutBatch:
+    """The batch with old_log_probs and entropies of `rows` under the current weights."""
+    old_log_probs = torch.zeros_like(batch.sampler_log_probs)
+    entropies = torch.zeros_like(batch.sampler_log_probs)
+    for micro in micro_batches(rows):
+        length = micro.mask.shape[1]
+        log_probs, micro_entropies = (micro.unflatten(values).cpu() for values in policy.statistics(micro))
+        old_log_probs[micro.rows, :length] = log_probs
+        entropies[micro.rows, :length] = micro_entropies
+    return batch.replace(old_log_probs=old_log_probs, entropies=entropies)

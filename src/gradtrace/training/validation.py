@@ -1,0 +1,59 @@
+"""Validation: several responses to prompts that are never trained on; mean@n and pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+
+from gradtrace.config import ValidationConfig
+from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.tasks.base import Task
+from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.training.experience import judge, rollout
+
+
+def validate(
+    config: ValidationConfig,
+    task: Task,
+    reward: RewardFunction,
+    sampler: Sampler,
+    max_new_tokens: int,
+    seed: int,
+) -> dict[str, float]:
+    """`val-core/SOURCE/reward/mean@n` and `…/pass@k`, one pair for each source of prompts.
+
+    Always the same prompts and the same random numbers, so that differences come from the policy.
+    """
+    params = SamplingParams(
+        n=config.n,
+        max_new_tokens=max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        stop_token_ids=task.stop_token_ids,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    prompts = task.validation_prompts(config.prompts)
+    if not prompts:
+        return {}
+    batch = judge(rollout(sampler, prompts, params, generator), task, reward)
+    assert batch.rewards is not None
+    rewards = batch.rewards.view(len(prompts), config.n)
+    rows: dict[str, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        rows[prompt.item["source"]].append(index)
+    metrics = {}
+    for source, indexes in rows.items():
+        own = rewards[indexes]
+        metrics[f"val-core/{source}/reward/mean@{config.n}"] = float(own.mean())
+        right = (own >= config.success_threshold).sum(-1).tolist()
+        for k in config.pass_k:
+            estimates = [pass_at_k(config.n, count, k) for count in right]
+            metrics[f"val-core/{source}/reward/pass@{k}"] = sum(estimates) / len(estimates)
+    return metrics
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that at least one of k responses drawn from these n, without replacement, is right."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
