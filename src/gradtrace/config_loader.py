@@ -49,6 +49,10 @@ def load_config(overrides: list[str]) -> Config:
 
 def override_keys(overrides: list[str]) -> dict[str, str]:
     """{key: raw value} of `key=value` words. Hydra's `+` and `~` are refused: every valid key exists already."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
     keys = {}
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -57,6 +61,12 @@ def override_keys(overrides: list[str]) -> dict[str, str]:
                 f"'{override}' is not an override. Write key=value, e.g. trainer.total_steps=100; "
                 "`gradtrace train --cfg` lists every key."
             )
+        try:
+            parser.parse_override(override)
+        except HydraException as error:
+            raise GradtraceError(
+                f"'{override}': {str(error).splitlines()[0]}. Quote special characters."
+            ) from None
         keys[key] = value
     return keys
 
@@ -189,6 +199,13 @@ def check_together(config: Config) -> None:
             raise GradtraceError("task.name=dataset needs files with prompts: data.train=[train.jsonl].")
         if not config.model.path:
             raise GradtraceError("task.name=dataset needs a model: model.path=FOLDER or a hub name.")
+    for key, path in (
+        ("model.path", config.model.path),
+        ("reference.path", config.reference.path),
+        ("critic.path", config.critic.path),
+    ):
+        if path and looks_local(path) and not Path(path).is_dir():
+            raise GradtraceError(f"{key}={path}: there is no such folder ({Path(path).absolute()}).")
     if config.actor.mini_batch_size > config.data.train_batch_size:
         raise GradtraceError(
             f"actor.mini_batch_size={config.actor.mini_batch_size} is more than "
@@ -215,6 +232,11 @@ def check_together(config: Config) -> None:
         raise GradtraceError(
             f"trainer.logger: there is no tracker '{min(unknown)}'. Valid: {', '.join(sorted(known))}."
         )
+
+
+def looks_local(path: str) -> bool:
+    """Not of the form `name` or `owner/name`, which may be on the hub."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.startswith(("models/", "runs/"))
 
 
 def check_algorithm(config: Config) -> None:

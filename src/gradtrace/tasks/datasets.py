@@ -129,6 +129,17 @@ class DatasetTask:
         return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
 
 
+def hold_out(prompts: list[Prompt], fraction: float) -> tuple[list[Prompt], list[Prompt]]:
+    """(validation, training): a share of the distinct prompts, and all rows with other prompts, in order.
+
+    The choice does not depend on the run's seed, so that all seeds validate on the same prompts.
+    """
+    distinct = {prompt.item["prompt"]: prompt for prompt in prompts}
+    chosen = set(random.Random("held out").sample(sorted(distinct), round(len(distinct) * fraction)))
+    validation = [prompt for text, prompt in distinct.items() if text in chosen]
+    return validation, [prompt for prompt in prompts if prompt.item["prompt"] not in chosen]
+
+
 def read_rows(file: Path, key: str) -> list[dict[str, Any]]:
     """The rows of a .jsonl, .json (a list) or .parquet file."""
     if not file.is_file():

@@ -1,0 +1,158 @@
+"""A wrong setting is one sentence that names the key, before anything is loaded."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import yaml
+
+from gradtrace import config as schema
+from gradtrace.cli import main
+from gradtrace.config import Config
+from gradtrace.config_loader import load_config, recipes, schema_keys, to_yaml
+from gradtrace.errors import GradtraceError
+
+
+def error(*overrides: str) -> str:
+    with pytest.raises(GradtraceError) as caught:
+        load_config(list(overrides))
+    return str(caught.value)
+
+
+def test_no_arguments_are_the_demo() -> None:
+    config = load_config([])
+    assert config.recipe == "demo"
+    assert config.task.name == "arithmetic"
+    assert config.trainer.influence_trace.enable and config.trainer.influence_trace.projection_dim_factor == 0
+
+
+def test_overrides_win_over_the_recipe_and_keep_their_types() -> None:
+    config = load_config(["trainer.total_steps=7", "actor.optim.lr=1e-5", "trainer.logger=[tensorboard]"])
+    assert config.trainer.total_steps == 7
+    assert config.actor.optim.lr == 1e-5
+    assert config.trainer.logger == ["tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("model.pth=x", "model.path"),
+        ("trainer.influence_trace.hesian_mode=inverse", "trainer.influence_trace.hessian_mode"),
+        ("reg_lambda=1", "trainer.influence_trace.reg_lambda"),
+        ("actor.lr=1", "actor.optim.lr"),
+        ("trainer.total_step=5", "trainer.total_steps"),
+    ],
+)
+def test_unknown_key_names_the_nearest_valid_key_with_its_path(override: str, nearest: str) -> None:
+    assert f"'{nearest}'" in error(override)
+
+
+def test_unknown_key_in_a_recipe_file_is_found_too(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("rollout: {m: 4}\n")
+    message = error(f"recipe={recipe}")
+    assert "mine.yaml" in message and "'rollout.n'" in message
+
+
+def test_own_recipe_can_build_on_a_packaged_one(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("defaults: [demo, _self_]\nrollout: {n: 5}\n")
+    config = load_config([f"recipe={recipe}", "actor.epochs=2"])
+    assert config.rollout.n == 5 and config.actor.epochs == 2
+    assert config.actor.optim.lr == load_config([]).actor.optim.lr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.total_steps=abc"], ["trainer.total_steps", "abc"]),
+        (["trainer.total_steps=0"], ["trainer.total_steps=0", "at least 1"]),
+        (["rollout.top_p=1.5"], ["rollout.top_p", "at most 1"]),
+        (["actor.optim.schedule=cosin"], ["actor.optim.schedule", "cosine"]),
+        (["rollout.n=1"], ["rollout.n=1", "grpo", "n ≥ 2"]),
+        (["recipe=dmo"], ["'demo'"]),
+        (["recipe=/no/such.yaml"], ["/no/such.yaml"]),
+        (["algorithm.policy_loss_options.clip_hihg=0.3"], ["clip_high"]),
+        (["algorithm.policy_loss=pppo"], ["ppo"]),
+        (["trainer.logger=[wandbb]"], ["wandbb", "wandb"]),
+        (["task.name=dataset"], ["data.train"]),
+        (["task.name=dataset", "data.train=[x.jsonl]"], ["model.path"]),
+        (["model.path=/no/such/model"], ["model.path", "/no/such/model"]),
+        (["actor.mini_batch_size=64"], ["actor.mini_batch_size", "data.train_batch_size"]),
+        (["trainer.validation.pass_k=[8]"], ["pass@8"]),
+        (["actor.optim.betas=[0.9]"], ["actor.optim.betas"]),
+        (["rollout.temperature=0"], ["rollout.temperature"]),
+        (["algorithm.overlong.enable=true"], ["algorithm.overlong.buffer"]),
+        (["resume=/no/such/run"], ["resume", "config.yaml"]),
+        (["total_steps"], ["key=value"]),
+        (["rollout.n=[1"], ["rollout.n"]),
+    ],
+)
+def test_mistakes_are_named(overrides: list[str], words: list[str]) -> None:
+    message = error(*overrides)
+    for word in words:
+        assert word in message
+
+
+def test_estimators_without_siblings_accept_one_response() -> None:
+    assert load_config(["rollout.n=1", "algorithm.advantage=reinforce_plus_plus"]).rollout.n == 1
+
+
+def test_recipe_options_of_one_loss_do_not_reach_another() -> None:
+    config = load_config(["algorithm.policy_loss=cispo", "algorithm.policy_loss_options.clip_high=0.5"])
+    assert config.algorithm.policy_loss_options["clip_high"] == 0.5
+    assert "dual_clip" not in config.algorithm.policy_loss_options
+
+
+def test_resolved_config_shows_the_options_that_hold() -> None:
+    options = load_config([]).algorithm.policy_loss_options
+    assert options["clip_high"] == 0.28 and "dual_clip" in options
+
+
+def test_saved_config_is_a_recipe_that_gives_the_same_config(tmp_path: Path) -> None:
+    config = load_config(["rollout.n=4", "algorithm.policy_loss=gspo"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    resumed = load_config([f"resume={tmp_path}"])
+    assert dataclasses.replace(resumed, resume="") == config
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_every_recipe_is_valid(recipe: str, tmp_path: Path) -> None:
+    needed = [] if recipe == "demo" else [f"model.path={tmp_path}"]
+    assert load_config([f"recipe={recipe}", *needed]).recipe == recipe
+
+
+def test_cfg_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--cfg", "rollout.n=4"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["rollout"]["n"] == 4 and printed["trainer"]["influence_trace"]["hessian_mode"] == "inverse"
+
+
+def test_every_setting_is_documented() -> None:
+    """A docstring stands under each field that is not a section."""
+    tree = ast.parse(inspect.getsource(schema))
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        hints = get_type_hints(getattr(schema, node.name))
+        for line, following in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                name = line.target.id
+                documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                assert documented or dataclasses.is_dataclass(hints[name]), f"{node.name}.{name}"
+
+
+def test_influence_knobs_have_the_promised_names() -> None:
+    promised = (
+        "enable hessian_mode output_function accepted_rejected_scope contrastive_agg hessian_source module_name_filter"
+        " max_modules projection_dim_factor max_proj_vector_sum max_hessian_dim max_tokens_per_response"
+        " grad_offload_to_cpu force_gpu_compute profile_timing max_prompts_per_step reg_lambda exclude_self_response"
+        " credit write_every fsync"
+    )
+    keys = set(schema_keys(Config))
+    assert {f"trainer.influence_trace.{name}" for name in promised.split()} <= keys
