@@ -236,7 +236,7 @@ def check_together(config: Config) -> None:
 
 def looks_local(path: str) -> bool:
     """Not of the form `name` or `owner/name`, which may be on the hub."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.startswith(("models/", "runs/"))
+    return path.startswith((".", "/", "~", "models/", "runs/")) or path.count("/") > 1
 
 
 def check_algorithm(config: Config) -> None:

@@ -35,11 +35,7 @@ class DatasetTask:
         if config.validation:
             self._validation = self._load(config.validation, "data.validation")
         else:
-            held_out = round(len(train) * config.validation_fraction)
-            random.Random("held out").shuffle(
-                train
-            )  # not the run's seed: every seed validates on the same rows
-            self._validation, train = train[:held_out], train[held_out:]
+            self._validation, train = hold_out(train, config.validation_fraction)
         self._train = train
         self._order: list[int] = []
         self._epoch = 0
