@@ -11,6 +11,7 @@ from gradtrace import __version__
 
 # name: (module with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
 COMMANDS = {
+    "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
     "view": ("gradtrace.viewer.view", "look at runs in the browser: curves, groups, token heat maps"),
     "train": ("gradtrace.training.command", "train a policy; without arguments, the demo"),
     "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gradtrace.trace.schema import KINDS
@@ -17,10 +18,15 @@ QUIET_SECONDS = 180.0
 """A run without a final summary that wrote nothing for this long has probably stopped."""
 
 
-def run_news(served: ServedRun, metrics_from: int, newest: Mapping[str, float]) -> dict[str, Any]:
-    """`newest`: by kind of trace, the time of the last manifest line that the page knows."""
+def run_news(
+    served: ServedRun, metrics_from: int, metrics_file: int, newest: Mapping[str, float]
+) -> dict[str, Any]:
+    """`metrics_file`: the inode that `metrics_from` counts in (a resumed run has a new file). `newest`: by kind of
+    trace, the time of the last manifest line that the page knows."""
     run = served.run
-    rows, offset = run.metrics(metrics_from)
+    inode = _inode(run.path / "metrics.jsonl")
+    rows, offset = run.metrics(metrics_from if metrics_file == inode else 0)
+    is_continued = metrics_file == inode and metrics_from <= offset
     written = last_activity(run.path)
     return {
         "id": served.id,
@@ -28,13 +34,20 @@ def run_news(served: ServedRun, metrics_from: int, newest: Mapping[str, float]) 
         "state": state_of(run.summary, written),
         "total_steps": _total_steps(run.config),
         "written": written,
-        "metrics": {"rows": rows, "from": offset if metrics_from > offset else metrics_from, "to": offset},
+        "metrics": {"rows": rows, "continued": is_continued, "to": offset, "file": inode},
         "traces": {kind: _trace_news(served, kind, newest.get(kind, 0.0)) for kind in KINDS},
         "description": describe(run.config),
         "enabled": {kind: _enabled(run.config, kind) for kind in KINDS},
         "problems": [str(problem) for problem in run.problems],
         "vocabulary_problem": served.vocabulary.problem,
     }
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
 
 
 def _trace_news(served: ServedRun, kind: str, after: float) -> dict[str, Any]:
@@ -96,7 +109,8 @@ def describe(config: Mapping[str, Any]) -> str:
         parts.append(f"lr {rate:g}" if isinstance(rate, float) else f"lr {rate}")
     influence = _dig(config, "trainer.influence_trace")
     if isinstance(influence, Mapping) and influence.get("enable"):
-        words = [f"{str(influence.get('credit', 'position')).replace('_', '-')} credit"]
+        credit = str(influence.get("credit", "position")).replace("_", "-")
+        words = ["position and loss-term credit" if credit == "both" else f"{credit} credit"]
         if influence.get("hessian_mode") == "inverse":
             words.append(f"{influence.get('hessian_source', 'response')} curvature")
         scope = {"per_prompt": "own group", "all_selected": "all selected responses"}

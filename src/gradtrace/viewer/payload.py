@@ -96,14 +96,16 @@ def miniature_columns(view: StepView, g: int) -> int:
 
 
 def miniatures(view: StepView, credit: str) -> bytes:
-    """For every group in order: float32[responses, columns], the strongest influence in each piece of a response."""
+    """For every group in order: float32[responses, columns], the strongest influence in each piece of a
+    response, accepted responses first."""
     values = view.channel(f"influence_{credit}")
     pictures = []
     for g, members in enumerate(view.members):
         columns = miniature_columns(view, g)
         longest = max((int(view.layout["length"][r]) for r in members), default=0)
         picture = np.full((len(members), columns), np.nan, np.float32)
-        for line, r in enumerate(members):
+        accepted_first = sorted(members, key=lambda r: not view.response_value("accepted", r))
+        for line, r in enumerate(accepted_first):
             if values is not None:
                 picture[line] = _strongest(values[view.tokens(r)], columns, longest)
         pictures.append(picture)
@@ -256,7 +258,9 @@ def pairwise_column(view: StepView, g: int, target: int) -> bytes | None:
     for r, theirs in zip(view.members[g], traced, strict=True):
         line = np.full(int(view.layout["length"][r]), np.nan, np.float32)
         block = view.influence.pairwise(theirs) if view.influence is not None and theirs is not None else None
-        where = np.flatnonzero(block.members == goal) if block is not None and goal is not None else []
+        where: np.ndarray = np.empty(0, np.int64)
+        if block is not None and goal is not None:
+            where = np.flatnonzero(block.members == goal)
         if block is not None and len(where):
             line[:] = block.scores[:, where[0]]
         columns.append(line)

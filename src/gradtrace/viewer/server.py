@@ -197,7 +197,8 @@ def runs(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
 
 def news(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
     newest = {kind: _number(request, kind) for kind in KINDS}
-    return as_json(run_news(_run(catalog, request), int(_number(request, "metrics")), newest))
+    offset, file = int(_number(request, "metrics")), int(_number(request, "metrics_file"))
+    return as_json(run_news(_run(catalog, request), offset, file, newest))
 
 
 def step(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:

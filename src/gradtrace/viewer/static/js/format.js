@@ -17,24 +17,24 @@ export function signed(value, decimals = 2) {
 }
 
 /** Influence has no natural size: the decimals follow the largest value in view, and tiny or huge scales use exponents. */
-export function numberStyle(top) {
+export function numberStyle(top, digits = 3) {
   const size = Math.abs(top);
   const exponential = size > 0 && (size < 1e-3 || size >= 1e6);
-  const decimals = size > 0 ? Math.max(0, Math.min(6, 2 - Math.floor(Math.log10(size)))) : 2;
+  const decimals = size > 0 ? Math.max(0, Math.min(6, digits - 1 - Math.floor(Math.log10(size)))) : 2;
   const plain = (value) => {
     if (!Number.isFinite(value)) return MISSING;
     if (!exponential) return fixed(value, decimals);
-    return value === 0 ? "0" : (value < 0 ? MINUS : "") + exponent(Math.abs(value));
+    return value === 0 ? "0" : (value < 0 ? MINUS : "") + exponent(Math.abs(value), digits - 1);
   };
   const withSign = (value) => {
     if (!Number.isFinite(value) || !exponential) return signed(value, decimals);
-    return value === 0 ? "0" : (value < 0 ? MINUS : "+") + exponent(Math.abs(value));
+    return value === 0 ? "0" : (value < 0 ? MINUS : "+") + exponent(Math.abs(value), digits - 1);
   };
   return { plain, signed: withSign };
 }
 
-function exponent(value) {
-  return value.toExponential(2).replace("e-", "e" + MINUS).replace("e+", "e");
+function exponent(value, decimals = 2) {
+  return value.toExponential(decimals).replace("e-", "e" + MINUS).replace("e+", "e");
 }
 
 /** For numbers of unknown size, such as metrics: about four significant digits. */

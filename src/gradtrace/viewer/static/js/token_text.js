@@ -60,7 +60,7 @@ function endOfBrokenRun(entries, start) {
 }
 
 function splitRun(run) {
-  if (run.length === 1) return [{ text: "", lead: hexOf(run[0].bytes).replaceAll(" ", ""), split: true }];
+  if (run.length === 1) return [{ text: "", lead: `⟨${hexOf(run[0].bytes).replaceAll(" ", "")}⟩`, split: true }];
   const pieces = run.map(() => ({ text: "", lead: "", split: true }));
   const owner = run.flatMap((entry, index) => Array.from(entry.bytes, () => index));
   const bytes = run.flatMap((entry) => Array.from(entry.bytes));

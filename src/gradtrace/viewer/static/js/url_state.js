@@ -23,8 +23,8 @@ function change(parameters, changes) {
 
 export class UrlState {
   constructor() {
-    // A notebook cell may refuse changes of its address; then the state lives here until the page is closed.
-    this.fallback = null;
+    // In a notebook cell "#/…" would lead to the notebook's own address: the state then lives here.
+    this.fallback = location.protocol === "about:" ? "" : null;
   }
 
   read() {

@@ -37,7 +37,7 @@ export class Dock {
     const high = Math.max(0, ...finite(values));
     const low = Math.min(0, ...finite(values));
     const range = high - low || 1;
-    const style = numberStyle(Math.max(high, -low));
+    const style = numberStyle(Math.max(high, -low), 2);
     const zero = BAR_TOP + BAR_AREA * (high / range);
     const bars = element("div", "bars");
     for (const accepted of [true, false]) {

@@ -14,7 +14,7 @@ export function promptSection(group, credit) {
   const pieces = piecesOf(group.prompt);
   for (const [position, entry] of group.prompt.entries()) {
     if (entry.special) text.append(element("span", "special", visibleText(entry)), " ");
-    else text.append(pieces[position].lead && !pieces[position].text ? `⟨${pieces[position].lead}⟩` : pieces[position].text);
+    else text.append(pieces[position].lead.startsWith("⟨") ? pieces[position].lead : pieces[position].text);
   }
   text.addEventListener("copy", (event) => {
     if (String(getSelection()).trim() !== text.textContent.trim()) return; // a part: the browser's own text is right

@@ -44,7 +44,7 @@ function unitLine(channel, credit) {
 function ends(channel, top, perResponse) {
   if (perResponse) return CHANNELS[channel].signed ? ["−p99", "0", "+p99 of each response"] : ["0", "", "p99 of each response"];
   if (!(top > 0)) return ["", "no values", ""];
-  const style = numberStyle(top);
+  const style = numberStyle(top, 2);
   if (CHANNELS[channel].signed) return [style.signed(-top), "0", style.signed(top)];
   if (channel === "log_prob") return ["0", "", `${style.plain(-top)} nats`];
   return ["0", "", `${style.plain(top)} nats`];

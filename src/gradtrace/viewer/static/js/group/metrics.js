@@ -6,7 +6,7 @@ import { hexOf } from "../token_text.js";
 
 /** [{name, text, share, tone}]: share 0…1 and tone (a colour variable) make a small bar. */
 export function tokenMetrics(group, token, context) {
-  const { response, tops } = context;
+  const { response, tops, credit: shown } = context;
   const lines = [];
   const entropy = group.values("entropy")?.[token];
   if (Number.isFinite(entropy)) {
@@ -18,9 +18,9 @@ export function tokenMetrics(group, token, context) {
     const shown = probability >= 0.01 ? fixed(probability, 2) : probability.toExponential(0);
     lines.push({ name: "log-prob", text: `${fixed(logProb, 3)} (p ${shown})` });
   }
-  for (const credit of group.credits) {
+  for (const credit of [...group.credits].sort((a) => (a === shown ? -1 : 1))) {
     const value = group.values("influence", credit)[token];
-    const name = group.credits.length > 1 ? `influence, ${CREDIT_NAMES[credit]}` : "influence";
+    const name = credit === shown ? "influence" : `by ${CREDIT_NAMES[credit]}`;
     if (!Number.isFinite(value)) {
       lines.push({ name, text: "not captured" });
       continue;

@@ -42,7 +42,7 @@ export class PairwiseInfluence {
   /** float32[tokens of the group]: what every token does to one response. */
   async onResponse(target) {
     if (!this.columns.has(target)) {
-      this.columns.set(target, this.source.floats(`${this.path}/pairwise/on/${target}`));
+      this.columns.set(target, this.source.isLive ? this.source.floats(`${this.path}/pairwise/on/${target}`) : this.assemble(target));
     }
     try {
       return await this.columns.get(target);
@@ -50,6 +50,18 @@ export class PairwiseInfluence {
       this.columns.delete(target);
       throw error;
     }
+  }
+
+  /** The same from the blocks: a report holds no second copy. */
+  async assemble(target) {
+    const values = new Float32Array(this.group.size).fill(NaN);
+    const width = this.members.length;
+    const column = this.members.findIndex((member) => member.response === target);
+    for (const response of this.group.responses) {
+      const block = column >= 0 ? await this.block(response.index) : null;
+      for (let position = 0; block && position < response.length; position++) values[response.start + position] = block[position * width + column];
+    }
+    return values;
   }
 }
 

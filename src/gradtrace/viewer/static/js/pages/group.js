@@ -47,7 +47,7 @@ class GroupPage {
     Object.assign(this, { context, group, pairwise, url });
     this.title = `group ${group.structure.group}, step ${group.structure.step}`;
     this.hints = GROUP_HINTS;
-    this.tail = group.pairwise ? "Click a token: its influence on each response. Click r0: what every token does to it." : "";
+    this.tail = group.pairwise ? "Click a token or r0 to see what influences what." : "";
     this.abort = new AbortController();
     this.readState();
     this.node = element("div");
@@ -300,7 +300,7 @@ class GroupPage {
     this.showLegends();
     this.tops = this.metricTops();
     const values = group.values("influence", this.credit);
-    this.sumStyle = numberStyle(values ? Math.max(...group.responses.map((response) => sizeOver(values, response) / 4)) : 1);
+    this.sumStyle = numberStyle(values ? Math.max(...group.responses.map((response) => sizeOver(values, response) / 4)) : 1, 2);
     if (this.selected === null) for (const row of this.rows) showSums(row, this.credit, this.sumStyle);
     this.drawOverview();
   }
@@ -373,7 +373,7 @@ class GroupPage {
 
   tokenContext(token) {
     const response = this.group.responses[this.group.responseOfToken[token]];
-    const context = { response, tops: this.tops };
+    const context = { response, tops: this.tops, credit: this.credit };
     if (this.targetValues) {
       const style = numberStyle(largestTop(this.colourings[1]));
       context.targetEffect = { name: `on ${this.group.responses[this.target].name}`, text: style.signed(this.targetValues[token]) };

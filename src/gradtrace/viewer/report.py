@@ -1,0 +1,240 @@
+"""One HTML file of a run to send to a colleague: curves, a few steps, chosen groups. It opens anywhere, offline.
+
+gradtrace report runs/demo                           → demo-report.html, groups chosen by their influence
+gradtrace report runs/demo -o report.html --steps 3 40 --groups 12 7
+gradtrace report runs/a runs/b                       the curves of b laid over those of a
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.atomic import atomic_write
+from gradtrace.trace.reader import StepUnreadableError
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.viewer import payload
+from gradtrace.viewer.bundle import single_page
+from gradtrace.viewer.catalog import RunCatalog, ServedRun, is_run
+from gradtrace.viewer.news import run_news
+from gradtrace.viewer.step_view import StepView
+
+DEFAULT_GROUPS = 6
+PAIRWISE_BUDGET = 24 << 20
+"""Bytes of effects between single tokens and responses; groups beyond it come without them."""
+POINTS_BUDGET = 4 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the run; further ones are laid over its curves"
+    )
+    parser.add_argument("-o", "--output", help="file to write (default: NAME-report.html)")
+    parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
+    parser.add_argument(
+        "--steps", nargs="+", type=int, metavar="STEP", help="default: first and last scored step"
+    )
+    parser.add_argument(
+        "--groups", nargs="+", type=int, metavar="GROUP", help="the same groups of every step"
+    )
+    parser.add_argument(
+        "--max-groups",
+        type=int,
+        default=DEFAULT_GROUPS,
+        help="groups of each step, those with most influence",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradtrace.viewer.view import chosen_runs
+
+    paths = chosen_runs(args.runs, Path(args.runs_dir))
+    output = Path(args.output or f"{paths[0].resolve().name}-report.html")
+    report = make_report(paths, steps=args.steps, groups=args.groups, max_groups=args.max_groups)
+    try:
+        atomic_write(output, report.page.encode("utf-8", "replace"))
+    except OSError as error:
+        raise GradtraceError(f"cannot write {output}: {error.strerror}") from error
+    for remark in report.remarks:
+        print(remark)
+    print(f"{output}: {len(report.page) / 1e6:.1f} MB, {report.groups} groups of {report.steps} steps")
+    return 0
+
+
+@dataclass
+class Report:
+    page: str
+    """A complete HTML document."""
+    steps: int
+    groups: int
+    remarks: list[str]
+    """What was left out, and why."""
+    height: int = 760
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the page in a frame that can run its own script and reach nothing else."""
+        source = html.escape(self.page, quote=True)
+        return (
+            f'<iframe srcdoc="{source}" sandbox="allow-scripts" width="100%" height="{self.height}" '
+            'style="border: 1px solid #8884; border-radius: 4px" title="gradtrace report"></iframe>'
+        )
+
+
+def show(
+    run: Any, *, steps: list[int] | None = None, groups: list[int] | None = None, height: int = 760
+) -> Report:
+    """A run inside a notebook: `gradtrace.show("runs/demo")` as the last line of a cell.
+
+    `run`: a path, or what `open_run` returned."""
+    path = Path(getattr(run, "path", run))
+    if not is_run(path):
+        raise GradtraceError(f"no run at {path}")
+    report = make_report([path], steps=steps, groups=groups)
+    report.height = height
+    return report
+
+
+def make_report(
+    paths: list[Path],
+    *,
+    steps: list[int] | None = None,
+    groups: list[int] | None = None,
+    max_groups: int = DEFAULT_GROUPS,
+) -> Report:
+    catalog = RunCatalog(paths, None)
+    served = [each for each in (catalog.get(run_id) for run_id in range(len(paths))) if each is not None]
+    collected = _Collected()
+    first = served[0]
+    chosen = steps if steps is not None else _interesting_steps(catalog, first)
+    for step in chosen:
+        _add_step(collected, catalog, first, step, groups, max_groups)
+    for each in served:
+        news = run_news(each, 0, 0, {})
+        if news["state"] in ("live", "quiet"):
+            news["state"] = "stopped"  # a report does not go on
+        for trace in news["traces"].values():
+            kept = [entry for entry in trace["steps"] if each is first and entry["step"] in collected.steps]
+            trace["steps"], trace["count"] = kept, len(kept)
+        collected.json[f"runs/{each.id}/news"] = news
+    collected.json["runs"] = {
+        "runs": [_listed(each, collected) for each in served],
+        "default": [each.id for each in served],
+        "skipped": [],
+    }
+    data = payload.json_bytes({"json": collected.json, "floats": collected.floats})
+    page = single_page(data, f"{first.name} · gradtrace report")
+    return Report(page, len(collected.steps), collected.groups, collected.remarks)
+
+
+class _Collected:
+    def __init__(self) -> None:
+        self.json: dict[str, Any] = {}
+        self.floats: dict[str, str] = {}
+        self.steps: list[int] = []
+        self.groups = 0
+        self.pairwise_bytes = 0
+        self.remarks: list[str] = []
+
+    def add_floats(self, path: str, data: bytes) -> None:
+        self.floats[path] = base64.b64encode(data).decode()
+
+
+def _listed(served: ServedRun, collected: _Collected) -> dict[str, Any]:
+    news = collected.json[f"runs/{served.id}/news"]
+    return {
+        "id": served.id,
+        "name": served.name,
+        "state": news["state"],
+        "traced_steps": len(collected.steps) if served.id == 0 else 0,
+        "written": news["written"],
+    }
+
+
+def _interesting_steps(catalog: RunCatalog, served: ServedRun) -> list[int]:
+    """The first and the last step with a scored group; without any, the last traced one."""
+    scored: list[int] = []
+    numbers = served.run.steps(INFLUENCE_TRACE)
+    for candidates in (numbers, reversed(numbers)):
+        for step in candidates:
+            view = _readable(catalog, served, step)
+            if view is not None and any(view.status(g) == GroupStatus.SCORED for g in range(view.n_groups)):
+                scored.append(step)
+                break
+    if scored:
+        return sorted(set(scored))
+    return (served.run.steps(ENTROPY_TRACE) or numbers)[-1:]
+
+
+def _readable(catalog: RunCatalog, served: ServedRun, step: int) -> StepView | None:
+    try:
+        return catalog.step_view(served, step)
+    except StepUnreadableError:
+        return None
+
+
+def _add_step(
+    collected: _Collected,
+    catalog: RunCatalog,
+    served: ServedRun,
+    step: int,
+    groups: list[int] | None,
+    max_groups: int,
+) -> None:
+    view = catalog.step_view(served, step)
+    if view is None:
+        raise GradtraceError(
+            f"{served.name} has no trace of step {step}; `gradtrace trace` lists what there is"
+        )
+    base = f"runs/{served.id}/steps/{step}"
+    table = payload.step_payload(view, served.vocabulary)
+    collected.steps.append(step)
+    collected.json[base] = table
+    collected.json[f"{base}/tokens"] = payload.points_payload(view, served.vocabulary)
+    for credit in view.credits or ["position"]:
+        points = payload.points(view, credit, served.vocabulary)
+        if len(points) <= POINTS_BUDGET:
+            collected.add_floats(f"{base}/points?credit={credit}", points)
+        collected.add_floats(f"{base}/miniatures?credit={credit}", payload.miniatures(view, credit))
+    if f"{base}/points?credit={(view.credits or ['position'])[0]}" not in collected.floats:
+        del collected.json[f"{base}/tokens"]
+        collected.remarks.append(f"step {step}: its tokens page is left out, it would be too large")
+    for g in groups if groups is not None else _strongest_groups(table, max_groups):
+        if not 0 <= g < view.n_groups:
+            raise GradtraceError(f"step {step} has groups 0 to {view.n_groups - 1}, not {g}")
+        _add_group(collected, view, served, f"{base}/groups/{g}", g)
+
+
+def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
+    """Groups by the sum of their |influence|; unscored ones only if there is no other."""
+
+    def strength(group: dict[str, Any]) -> float:
+        sums = group.get("influence_position") or group.get("influence_loss_term") or {}
+        return float(sums.get("positive", 0.0) + sums.get("negative", 0.0))
+
+    ranked = sorted(table["groups"], key=lambda group: -strength(group))
+    scored = [group["group"] for group in ranked if group["status"] == "scored"]
+    return sorted((scored or [group["group"] for group in ranked])[:count])
+
+
+def _add_group(collected: _Collected, view: StepView, served: ServedRun, path: str, g: int) -> None:
+    structure = payload.group_payload(view, g, served.vocabulary)
+    blocks = {}
+    if structure["pairwise"] is not None:
+        found = {r: payload.pairwise_block(view, g, r) for r in range(len(view.members[g]))}
+        blocks = {r: block for r, block in found.items() if block is not None}
+    size = sum(len(block) for block in blocks.values())
+    if collected.pairwise_bytes + size > PAIRWISE_BUDGET:
+        structure["pairwise"] = None
+        blocks = {}
+        collected.remarks.append(f"{path}: effects on single responses are left out, they would be too large")
+    collected.pairwise_bytes += sum(len(block) for block in blocks.values())
+    collected.json[path] = structure
+    collected.add_floats(f"{path}/tokens", payload.group_tokens(view, g, served.vocabulary))
+    for r, block in blocks.items():
+        collected.add_floats(f"{path}/pairwise/{r}", block)
+    collected.groups += 1

@@ -1,0 +1,285 @@
+"""A sample run on disk: drawn numbers, made to agree with one another as those of a real trace do.
+
+A token's score is the contrast of its effects on the responses, and position scores plus the prompt's part sum to
+the loss-term scores.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.schema import (
+    ENTROPY_TRACE,
+    INFLUENCE_TRACE,
+    SIGN_STATEMENT,
+    GroupStatus,
+    Selection,
+    ragged,
+)
+from gradtrace.trace.token_text import Flag, Rules, TokenBytes
+from gradtrace.trace.writer import TraceWriter
+from gradtrace.viewer.sample import prose
+from gradtrace.viewer.sample.groups import (
+    SYMBOLS,
+    SampleGroup,
+    arithmetic_group,
+    full_prose_vocabulary,
+    prose_group,
+)
+
+CONFIG = """\
+recipe: demo
+model: {{path: ''}}
+task: {{name: {task}}}
+data: {{train_batch_size: {prompts}}}
+rollout: {{n: {responses}, temperature: 1.0}}
+algorithm: {{advantage: grpo, policy_loss: ppo}}
+actor: {{optim: {{lr: 0.0002}}}}
+trainer:
+  total_steps: {steps}
+  entropy_trace: {{enable: true}}
+  influence_trace: {{enable: {influence}, credit: both, hessian_mode: inverse, hessian_source: response,
+    accepted_rejected_scope: per_prompt, contrastive_agg: mean}}
+"""
+
+
+def influence_of(group: SampleGroup, rng: np.random.Generator) -> dict[str, Any]:
+    """Scores and effects that agree: position [T], loss_term [T], pairwise [T, n] per response, prompt's part [R]."""
+    accepted = accepted_of(group)
+    scores: dict[str, Any] = {"position": [], "loss_term": [], "pairwise": [], "prompt": []}
+    for index, response in enumerate(group.responses):
+        length = len(response.own)
+        later = np.zeros(length)
+        weight = 0.10
+        for shift in range(1, 24):  # what flows through a position also serves the tokens after it
+            later[: max(0, length - shift)] += weight * response.own[shift:]
+            weight *= 0.72
+        wanted = 0.62 * response.own + later + rng.normal(size=length) * 0.006
+        effects = _effects(wanted, accepted, index, rng)
+        position = effects[:, accepted].mean(1) - effects[:, ~accepted].mean(1)
+        scores["position"].append(position)
+        scores["loss_term"].append(response.own)
+        scores["pairwise"].append(effects)
+        scores["prompt"].append(float(response.own.sum() - position.sum()))
+    return scores
+
+
+def _effects(wanted: np.ndarray, accepted: np.ndarray, own: int, rng: np.random.Generator) -> np.ndarray:
+    """float32[T, n]: effects on each response whose contrast (mean of accepted minus mean of rejected) is `wanted`."""
+    n = len(accepted)
+    size = wanted[:, None]
+    share = 0.25 + 0.9 * rng.random((len(wanted), n))
+    share[:, own] += 0.9
+    effects = np.where(accepted, 0.5, -0.5) * size * share + rng.normal(size=(len(wanted), n)) * (
+        0.004 + 0.12 * np.abs(size)
+    )
+    missing = (wanted - (effects[:, accepted].mean(1) - effects[:, ~accepted].mean(1))) / 2
+    return (effects + np.where(accepted, 1, -1) * missing[:, None]).astype(np.float32)
+
+
+def accepted_of(group: SampleGroup) -> np.ndarray:
+    rewards = np.array([response.reward for response in group.responses])
+    return (rewards == rewards.max(initial=-np.inf)) & group.mixed
+
+
+def advantages_of(group: SampleGroup) -> np.ndarray:
+    rewards = np.array([response.reward for response in group.responses])
+    if not group.mixed:
+        return np.zeros(len(rewards))
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
+
+def _layout(groups: list[SampleGroup], rows: list[int]) -> dict[str, Any]:
+    """The columns that both traces share."""
+    responses = [response for group in groups for response in group.responses]
+    prompt_ids, prompt_offsets = ragged([group.prompt for group in groups])
+    expected_ids, expected_offsets = ragged([group.expected for group in groups])
+    token_id, token_offsets = ragged([response.ids for response in responses])
+    empty = np.empty(0)
+    return {
+        "group_id": np.arange(len(groups)),
+        "prompt_ids": prompt_ids, "prompt_offsets": prompt_offsets,
+        "expected_ids": expected_ids, "expected_offsets": expected_offsets,
+        "group": np.repeat(np.arange(len(groups)), [len(group.responses) for group in groups]),
+        "row": np.array(rows, dtype=np.int64),
+        "reward": np.array([response.reward for response in responses]),
+        "finished": np.ones(len(responses), bool),
+        "first_wrong": np.array([response.first_wrong for response in responses], dtype=np.int64),
+        "advantage": np.concatenate([advantages_of(group) for group in groups]) if responses else empty,
+        "accepted": np.concatenate([accepted_of(group) for group in groups]) if responses else empty.astype(bool),
+        "optimizer_step": np.zeros(len(responses), np.int64),
+        "token_id": token_id, "token_offsets": token_offsets,
+        "entropy": np.concatenate([r.entropy for r in responses]) if responses else empty,
+        "log_prob": np.concatenate([r.log_prob for r in responses]) if responses else empty,
+    }  # fmt: skip
+
+
+class SampleRun:
+    """A run folder that grows by one step with every `write_step`."""
+
+    def __init__(
+        self, path: Path, task: str = "arithmetic", *, seed: int = 0, groups: int = 32, responses: int = 8,
+        total_steps: int = 40, influence: bool = True, at_least: int = 0,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.task = task
+        self.seed = seed
+        self.groups = groups
+        self.responses = responses
+        self.total_steps = total_steps
+        self.influence = influence
+        self.at_least = at_least
+        self.vocabulary = full_prose_vocabulary()
+        self.files = RunFiles(path)
+        self.files.write_config(
+            CONFIG.format(
+                task=task,
+                prompts=groups,
+                responses=responses,
+                steps=total_steps,
+                influence=str(influence).lower(),
+            )
+        )
+        if task == "arithmetic":
+            flags = [Flag.SPECIAL if symbol.startswith("<") else 0 for symbol in SYMBOLS]
+            self.files.write_token_bytes(TokenBytes([symbol.encode() for symbol in SYMBOLS], flags, Rules()))
+        else:
+            self.files.write_token_bytes(self.vocabulary.token_bytes())
+        self.entropy_writer = TraceWriter(path, ENTROPY_TRACE, on_error="raise")
+        self.influence_writer = TraceWriter(path, INFLUENCE_TRACE, on_error="raise") if influence else None
+        self.last_entropy: float | None = None
+
+    def sample_groups(self, step: int) -> list[SampleGroup]:
+        rng = np.random.default_rng([self.seed, step])
+        progress = min(1.0, (step - 1) / max(1, self.total_steps - 1))
+        if self.task == "arithmetic":
+            return [arithmetic_group(rng, progress, self.responses) for _ in range(self.groups)]
+        prompts = [prose.PROMPT, *prose.OTHER_PROMPTS]
+        rates = rng.permutation([0.45, 0.8, 0.3, 0.55, 0.0, 1.0, 0.15, 0.7])
+        rates[0] = 0.4
+        return [
+            prose_group(
+                rng, self.vocabulary, self.responses, prompts[g % 8], float(rates[g % 8]), self.at_least
+            )
+            for g in range(self.groups)
+        ]
+
+    def write_step(self, step: int, groups: list[SampleGroup] | None = None) -> None:
+        """One more step of metrics and traces; returns when it is on disk."""
+        rng = np.random.default_rng([self.seed, step, 1])
+        groups = self.sample_groups(step) if groups is None else groups
+        rows = list(range(sum(len(group.responses) for group in groups)))
+        meta = {"task": self.task, "temperature": 1.0}
+        self.entropy_writer.write(step, _layout(groups, rows), meta)
+        self.entropy_writer.flush()
+        if self.influence_writer is not None:
+            self.influence_writer.write(step, influence_columns(groups, rng), {**meta, **INFLUENCE_META})
+            self.influence_writer.flush()
+        self.files.log(step, self.metrics(groups, rng))
+
+    def metrics(self, groups: list[SampleGroup], rng: np.random.Generator) -> dict[str, float]:
+        responses = [response for group in groups for response in group.responses]
+        mixed = [group for group in groups if group.mixed]
+        entropy = float(np.mean(np.concatenate([response.entropy for response in responses])))
+        measured = entropy - self.last_entropy if self.last_entropy is not None else -0.003
+        self.last_entropy = entropy
+        tracing = (
+            0.02 + 0.06 * len(mixed) / len(groups) + 0.004 * abs(rng.normal()) if self.influence else 0.0
+        )
+        rest = 0.46 + 0.02 * abs(rng.normal())
+        numbers = {
+            "critic/rewards/mean": float(np.mean([response.reward for response in responses])),
+            "actor/entropy": entropy,
+            "actor/grad_norm": float(0.4 + 0.3 * rng.random()),
+            "response_length/mean": float(np.mean([len(response.ids) for response in responses])),
+            "timing_s/step": rest + tracing,
+            "timing_s/gen": 0.6 * rest,
+            "timing_s/update_actor": 0.3 * rest + tracing,
+            "entropy_probe/delta_h_measured": measured,
+            "entropy_probe/delta_h_predicted": 0.85 * measured + 0.0008 * rng.normal(),
+        }
+        if self.influence:
+            traced = sum(len(group.responses) for group in mixed)
+            numbers |= {
+                "timing_s/influence_total": tracing,
+                "influence_trace/selected_responses": traced,
+                "influence_trace/selected_prompts": len(mixed),
+                "influence_trace/uid_total": len(groups),
+                "influence_trace/uid_mixed": len(mixed),
+                "influence_trace/uid_constant": len(groups) - len(mixed),
+                "influence_trace/rows_emitted": sum(len(r.ids) for group in mixed for r in group.responses),
+            }
+        return numbers
+
+    def finish(self) -> None:
+        self.close()
+        self.files.write_summary({"state": "finished", "steps": self.total_steps})
+
+    def close(self) -> None:
+        self.entropy_writer.close()
+        if self.influence_writer is not None:
+            self.influence_writer.close()
+
+
+INFLUENCE_META = {
+    "credit": ["position", "loss_term"],
+    "pairwise_credit": "position",
+    "hessian_mode": "inverse",
+    "hessian_source": "response",
+    "contrastive_agg": "mean",
+    "accepted_rejected_scope": "per_prompt",
+    "output_function": "training_loss",
+    "exclude_self_response": False,
+    "sign": SIGN_STATEMENT,
+}
+
+
+def influence_columns(groups: list[SampleGroup], rng: np.random.Generator) -> dict[str, Any]:
+    """The influence trace of a step: responses of mixed groups only, all groups with their status."""
+    traced = [g for g, group in enumerate(groups) if group.mixed]
+    firsts = np.cumsum([0, *(len(group.responses) for group in groups)])
+    rows = [int(firsts[g]) + i for g in traced for i in range(len(groups[g].responses))]
+    kept = [group if group.mixed else SampleGroup(group.prompt, [], group.expected) for group in groups]
+    columns = _layout(kept, rows)
+    scores = [influence_of(groups[g], rng) for g in traced]
+    blocks = [block for score in scores for block in score["pairwise"]]
+    starts = np.cumsum([0, *(len(groups[g].responses) for g in traced)])
+    members = [
+        np.arange(starts[k], starts[k + 1])
+        for k, g in enumerate(traced)
+        for _ in range(len(groups[g].responses))
+    ]
+    member_list, member_offsets = ragged(members)
+    flat, offsets = ragged([block.reshape(-1) for block in blocks], dtype="float32")
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([v for score in scores for v in score[name]] or [np.empty(0)])
+
+    return columns | {
+        "group_status": np.array([GroupStatus.SCORED if g.mixed else GroupStatus.CONSTANT_REWARD for g in groups]),
+        "selection": np.full(len(rows), int(Selection.SELECTED)),
+        "prompt_influence": np.array([p for score in scores for p in score["prompt"]]),
+        "captured": np.ones(len(columns["token_id"]), bool),
+        "influence_position": joined("position"),
+        "influence_loss_term": joined("loss_term"),
+        "pairwise_member": member_list, "pairwise_member_offsets": member_offsets,
+        "pairwise": flat, "pairwise_offsets": offsets,
+    }  # fmt: skip
+
+
+def write_sample_runs(folder: Path) -> list[Path]:
+    """What `--demo` shows: two runs of the arithmetic task to compare, and one with long answers."""
+    runs = [
+        SampleRun(folder / "sample-arithmetic", seed=1, total_steps=30),
+        SampleRun(folder / "sample-arithmetic-other-seed", seed=2, total_steps=30),
+        SampleRun(folder / "sample-long-answers", "prose", seed=3, groups=8, responses=16, total_steps=6),
+    ]
+    for run in runs:
+        for step in range(1, run.total_steps + 1):
+            run.write_step(step)
+        run.finish()
+    return [run.path for run in runs]

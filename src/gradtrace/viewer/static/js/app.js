@@ -1,0 +1,322 @@
+// The application: which run, page, step and group the address names, and keeping them up to date.
+
+import { Chrome } from "./chrome.js";
+import { element, emptyState } from "./dom.js";
+import { openGroupPage } from "./pages/group.js";
+import { openRunPage } from "./pages/run.js";
+import { openStepPage } from "./pages/step.js";
+import { openTokensPage } from "./pages/tokens.js";
+import { RunHistory } from "./run_history.js";
+import { applyTheme, flipTheme } from "./theme.js";
+import { UrlState } from "./url_state.js";
+
+const PAGES = { run: openRunPage, step: openStepPage, group: openGroupPage, tokens: openTokensPage };
+/** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
+const CARRIED = ["run", "with", "step", "group", "view", "left", "right", "scale", "credit", "order", "spaces", "smooth", "chart"];
+const LIVE_POLL = 2000;
+const QUIET_POLL = 10000;
+const SLOW_LOAD = 200;
+
+export class App {
+  constructor(source) {
+    this.source = source;
+    this.url = new UrlState();
+    this.histories = new Map();
+    this.runs = [];
+    this.ticket = 0;
+    this.page = null;
+  }
+
+  async start() {
+    this.chrome = new Chrome({
+      move: (page, direction) => this.move(page, direction),
+      hrefOfRun: (run) => this.url.href("run", ["with", "smooth", "chart"], { run: run.name }),
+      toggleOverlay: (name, on) => this.toggleOverlay(name, on),
+      toggleTheme: () => this.toggleTheme(),
+      refreshRuns: () => this.refreshRuns().catch(() => null),
+    });
+    applyTheme(() => this.page?.retheme?.());
+    addEventListener("hashchange", () => this.render());
+    addEventListener("keydown", (event) => this.onKey(event));
+    document.addEventListener("click", (event) => this.followLink(event));
+    try {
+      await this.refreshRuns();
+    } catch (error) {
+      return this.showFailure(error);
+    }
+    await this.render();
+    if (this.source.isLive) this.pollLater();
+  }
+
+  async refreshRuns() {
+    const { runs, default: chosen } = await this.source.json("runs");
+    this.runs = runs;
+    this.defaultRuns = chosen;
+    if (this.context) this.showBar(this.context);
+  }
+
+  /* ---------- which run, step, group ---------- */
+
+  async history(run) {
+    if (!this.histories.has(run.id)) {
+      const history = new RunHistory(this.source, run.id, run.name);
+      await history.refresh();
+      this.histories.set(run.id, history);
+    }
+    return this.histories.get(run.id);
+  }
+
+  async resolve() {
+    const { page } = this.url.read();
+    const named = this.url.get("run");
+    const open = this.runs.find((run) => run.name === named) ?? (named === null ? this.runs.find((run) => run.id === this.defaultRuns[0]) : null);
+    if (!open) return { page, run: null, named };
+    const withNames = this.url.read().parameters.has("with") ? this.url.getAll("with") : this.defaultOverlays(open);
+    const others = withNames.map((name) => this.runs.find((run) => run.name === name)).filter((run) => run && run.id !== open.id);
+    const [run, ...overlays] = await Promise.all([open, ...others].map((each) => this.history(each)));
+    return {
+      page: page in PAGES ? page : "run", run, overlays, step: this.resolveStep(run), group: this.url.number("group"),
+      source: this.source, url: this.url, announce: (text) => this.chrome.announce(text), fail: (error) => this.showFailure(error),
+      go: (target, changes) => this.go(target, changes), href: (target, changes) => this.url.href(target, CARRIED, changes),
+      groups: this.source.groupsOf(run.id, this.resolveStep(run)),
+    };
+  }
+
+  /** Several runs named on the command line are compared from the start. */
+  defaultOverlays(open) {
+    if (!this.defaultRuns.includes(open.id)) return [];
+    return this.defaultRuns.filter((id) => id !== open.id).map((id) => this.runs.find((run) => run.id === id)?.name);
+  }
+
+  /** The step in the address, else the newest one with influence, else the newest one. */
+  resolveStep(run) {
+    const asked = this.url.number("step");
+    if (asked !== null) return asked;
+    const influence = [...run.traces.influence_trace.steps.keys()];
+    const steps = influence.length ? influence : run.tracedSteps;
+    return steps.length ? Math.max(...steps) : null;
+  }
+
+  /** The group in the address, else the first one that was scored. */
+  async resolveGroup(context) {
+    if (context.group !== null) return;
+    const { groups } = await this.source.json(`runs/${context.run.id}/steps/${context.step}`);
+    const there = context.groups ? groups.filter((group) => context.groups.includes(group.group)) : groups;
+    context.group = (there.find((group) => group.status === "scored") ?? there[0])?.group ?? 0;
+  }
+
+  /* ---------- drawing ---------- */
+
+  async render() {
+    const ticket = ++this.ticket;
+    const loading = setTimeout(() => ticket === this.ticket && this.show({ node: element("p", "loading", "Loading …"), title: "loading" }), SLOW_LOAD);
+    let page;
+    let context = null;
+    try {
+      context = await this.resolve();
+      page = await this.makePage(context);
+    } catch (error) {
+      page = failurePage(error, context);
+    }
+    clearTimeout(loading);
+    if (ticket !== this.ticket) return;
+    if (context?.run) {
+      this.context = context;
+      this.showBar(context);
+    }
+    this.show(page);
+  }
+
+  async makePage(context) {
+    if (!context.run) return noRunPage(context.named);
+    const { page, run, step } = context;
+    if (page !== "run") {
+      if (step === null) return noTracePage(run);
+      if (!run.tracedSteps.includes(step)) return untracedStepPage(run, step, this.source.isLive, (changes) => context.href(page, changes));
+      if (page === "group") await this.resolveGroup(context);
+    }
+    const make = await PAGES[page](context);
+    return make();
+  }
+
+  show(page) {
+    this.page?.destroy?.();
+    this.page = page;
+    this.chrome.main.replaceChildren(page.node);
+    scrollTo(0, 0);
+    this.chrome.showHints(page.hints ?? [], page.tail);
+    document.title = `${page.title}${this.context ? ` · ${this.context.run.name}` : ""} · gradtrace`;
+    page.mounted?.();
+  }
+
+  showBar(context) {
+    const { run, page, step, group } = context;
+    const href = (target) => this.url.href(target, CARRIED, { step, group, run: run.name });
+    const tabs = [
+      { page: "run", label: "Run", href: href("run") },
+      { page: "step", label: step === null ? "Step" : `Step ${step}`, href: href("step"), stepper: this.neighbours("step", context) },
+      { page: "group", label: group === null ? "Group" : `Group ${group}`, href: href("group"), stepper: this.neighbours("group", context) },
+      { page: "tokens", label: "Tokens", href: href("tokens"), stepper: this.neighbours("step", context) },
+    ];
+    for (const tab of tabs) tab.current = tab.page === page;
+    this.chrome.showBar(tabs, run, this.runs, context.overlays.map((each) => each.name));
+  }
+
+  showFailure(error) {
+    this.show(failurePage(error, this.context));
+  }
+
+  toggleTheme() {
+    flipTheme();
+    this.page?.retheme?.();
+  }
+
+  /* ---------- moving about ---------- */
+
+  go(page, changes = {}) {
+    this.open(this.url.href(page, CARRIED, changes));
+  }
+
+  open(hash) {
+    if (this.url.fallback === null) {
+      location.hash = hash;
+      return;
+    }
+    this.url.fallback = hash;
+    this.render();
+  }
+
+  /** Links inside a sandboxed frame cannot change its address. */
+  followLink(event) {
+    const link = event.target.closest?.("a[href^='#/']");
+    if (!link || this.url.fallback === null) return;
+    event.preventDefault();
+    this.open(link.getAttribute("href"));
+  }
+
+  /** The step or group before and after this one; undefined at the ends. */
+  neighbours(what, { run, step, group, groups }) {
+    const traced = run.traces.entropy_trace.steps.get(step) ?? run.traces.influence_trace.steps.get(step);
+    const all = what === "step" ? run.tracedSteps : groups ?? Array.from({ length: traced?.groups ?? 0 }, (_, index) => index);
+    const here = what === "step" ? step : group;
+    return { previous: all.findLast((each) => each < here), next: all.find((each) => each > here) };
+  }
+
+  move(page, direction) {
+    if (!this.context?.run) return;
+    const what = page === "group" ? "group" : "step";
+    const next = this.neighbours(what, this.context)[direction < 0 ? "previous" : "next"];
+    if (next !== undefined) this.go(this.context.page === "run" ? "step" : this.context.page, { [what]: next });
+  }
+
+  toggleOverlay(name, on) {
+    const names = new Set(this.context.overlays.map((each) => each.name));
+    if (on) names.add(name);
+    else names.delete(name);
+    // An empty value says "none": otherwise the runs of the command line would come back.
+    const { page, parameters } = this.url.read();
+    parameters.delete("with");
+    for (const each of names.size ? names : [" "]) parameters.append("with", each);
+    this.url.write(`#/${page}?${parameters}`);
+    this.render();
+  }
+
+  onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || this.chrome.dialog?.open) return;
+    if (event.target.matches?.("input, select, textarea")) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    const isControl = event.target.matches?.("button, a, [role=radio]");
+    if (isControl && ["Enter", " "].includes(event.key)) return;
+    if (this.frameKey(event.key) || this.page?.key?.(event)) event.preventDefault();
+  }
+
+  frameKey(key) {
+    const search = document.querySelector("main input[type=search]");
+    const actions = {
+      t: () => this.toggleTheme(),
+      "?": () => this.chrome.showHelp(this.page?.hints ?? []),
+      "[": () => this.move("step", -1),
+      "]": () => this.move("step", 1),
+      h: () => this.context?.page === "group" && this.move("group", -1),
+      l: () => this.context?.page === "group" && this.move("group", 1),
+      "/": () => search?.focus(),
+    };
+    if (!actions[key]) return false;
+    actions[key]();
+    return true;
+  }
+
+  /* ---------- staying up to date ---------- */
+
+  pollLater() {
+    const live = this.context?.run && [this.context.run, ...this.context.overlays].some((run) => run.isLive);
+    setTimeout(() => this.poll(), document.hidden ? QUIET_POLL : live ? LIVE_POLL : QUIET_POLL);
+  }
+
+  async poll() {
+    const { context } = this;
+    try {
+      if (!context?.run) await this.refreshUntilRun();
+      else {
+        const changed = await Promise.all([context.run, ...context.overlays].map((run) => run.refresh()));
+        if (this.context === context && changed.includes(true)) this.onNews(context);
+        this.chrome.showLive(context.run);
+      }
+    } catch {
+      this.chrome.showLive(context?.run, true);
+    }
+    this.pollLater();
+  }
+
+  async refreshUntilRun() {
+    await this.refreshRuns();
+    if (this.runs.length) await this.render();
+  }
+
+  onNews(context) {
+    this.showBar(context);
+    if (this.page?.update) this.page.update();
+    else if (this.page?.waiting) this.render();
+  }
+}
+
+/* ---------- pages that say why there is nothing ---------- */
+
+function failurePage(error, context) {
+  const unreadable = error.status === 422;
+  const title = unreadable ? `Step ${context?.step ?? ""} cannot be read` : error.status === 404 ? "Not there" : "Something went wrong";
+  const rest = unreadable ? "The other steps are not affected. Use [ and ] to go to them." : "";
+  if (error.status === undefined) console.error(error);
+  return { node: emptyState(title, String(error.message), rest), title: "problem" };
+}
+
+function noRunPage(named) {
+  const text = named ? `There is no run called “${named}” here.` : "There is no run here yet. `gradtrace train` makes one.";
+  return { node: emptyState("No run", text), title: "no run", waiting: true };
+}
+
+function noTracePage(run) {
+  const { entropy_trace: entropy, influence_trace: influence } = run.enabled;
+  if (entropy === false && influence === false) {
+    return { node: emptyState("Tracing was off in this run", "Start it with trainer.entropy_trace.enable=true trainer.influence_trace.enable=true to see its tokens."), title: "no trace", waiting: true };
+  }
+  const text = run.isLive ? "The first step is still being written. This page opens by itself when it is there." : "This run has no traced step.";
+  return { node: emptyState("No traced step yet", text), title: "no trace", waiting: true };
+}
+
+function untracedStepPage(run, step, isServer, href) {
+  const before = run.tracedSteps.findLast((each) => each < step);
+  const after = run.tracedSteps.find((each) => each > step);
+  const links = element("p");
+  for (const near of [before, after]) {
+    if (near === undefined) continue;
+    const link = element("a", "link-button", `step ${near}`);
+    link.href = href({ step: near });
+    links.append(link, " ");
+  }
+  const ahead = run.isLive && step > run.lastStep;
+  const text = !isServer ? `This report does not hold step ${step}. It holds:` : ahead ? `Step ${step} has not been written yet; this page opens by itself when it is.` : `Step ${step} was not traced (write_every), or its trace is still being written. The nearest traced steps:`;
+  return { node: emptyState(`No trace of step ${step}`, text, links), title: `step ${step}`, waiting: true };
+}

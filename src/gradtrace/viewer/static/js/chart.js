@@ -1,0 +1,152 @@
+// A line chart over training steps: several runs, one crosshair shared by all charts of the page.
+
+import { element, setAttributes, svgElement } from "./dom.js";
+import { general } from "./format.js";
+
+const HEIGHT = 184;
+const MARGIN = { left: 46, right: 8, top: 10, bottom: 20 };
+
+/** Exponential smoothing of [{step, value}]. */
+export function smoothed(points, weight) {
+  let average = points[0]?.value ?? 0;
+  return points.map(({ step, value }) => {
+    average = average * weight + value * (1 - weight);
+    return { step, value: average };
+  });
+}
+
+/** Round numbers that cover low…high, about `count` of them. */
+export function ticksBetween(low, high, count = 4) {
+  if (!(high > low)) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
+  const first = Math.floor(low / step + 1e-9);
+  const last = Math.ceil(high / step - 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(12)));
+}
+
+function wholeTicks(low, high) {
+  return ticksBetween(low, high, 5).filter((tick) => Number.isInteger(tick) && tick >= low && tick <= high);
+}
+
+export class Chart {
+  /** spec: {title, unit, lines: [{label, dashed, points(run)}], includesZero, why} */
+  constructor(spec) {
+    this.spec = spec;
+    this.values = element("span", "values");
+    this.svg = svgElement("svg", { role: "img", "aria-label": `${spec.title}, ${spec.unit}` });
+    this.empty = element("p", "chart-empty");
+    const header = element("header", "", element("h3", "", spec.title), element("span", "unit", spec.unit), this.values);
+    this.node = setAttributes(element("section", "chart", header, this.svg, this.empty), { "data-chart": spec.key });
+  }
+
+  /** runs: open one first. smooth: 0…1. domain: {from, to} of steps. */
+  draw(runs, smooth, domain) {
+    this.domain = domain;
+    this.width = this.svg.getBoundingClientRect().width || 400;
+    this.curves = this.collect(runs, smooth);
+    const all = this.curves.flatMap((curve) => [...curve.points, ...curve.raw].map((point) => point.value));
+    this.svg.replaceChildren();
+    const isEmpty = all.length === 0;
+    this.empty.textContent = isEmpty ? this.spec.why(runs[0]) : "";
+    this.svg.classList.toggle("blank", isEmpty);
+    if (isEmpty) return this.values.replaceChildren();
+    const low = Math.min(...all, ...(this.spec.includesZero ? [0] : []));
+    const high = Math.max(...all, ...(this.spec.includesZero ? [0] : []));
+    this.ticks = ticksBetween(low, high);
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
+    this.drawAxes();
+    for (const curve of [...this.curves].reverse()) this.drawCurve(curve);
+    if (this.spec.note) {
+      this.svg.append(svgElement("text", { x: this.width - MARGIN.right, y: HEIGHT - MARGIN.bottom - 8, class: "axis", "text-anchor": "end" }, this.spec.note(runs[0])));
+    }
+    this.cross = svgElement("g");
+    this.svg.append(this.cross);
+    this.point(null);
+  }
+
+  collect(runs, smooth) {
+    const curves = [];
+    runs.forEach((run, index) => {
+      for (const line of this.spec.lines) {
+        if (line.dashed && index > 0) continue; // a second kind of line for every run is illegible
+        const raw = line.points(run);
+        curves.push({ run, index, line, points: smooth ? smoothed(raw, smooth) : raw, raw: smooth && !line.dashed && this.spec.lines.length === 1 ? raw : [] });
+      }
+    });
+    return curves;
+  }
+
+  x(step) {
+    const { from, to } = this.domain;
+    return MARGIN.left + ((step - from) / Math.max(1, to - from)) * (this.width - MARGIN.left - MARGIN.right);
+  }
+
+  y(value) {
+    const [low, high] = [this.ticks[0], this.ticks.at(-1)];
+    return MARGIN.top + ((high - value) / (high - low)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  }
+
+  /** The step under a pointer, whole. */
+  stepAt(clientX) {
+    const { from, to } = this.domain;
+    const box = this.svg.getBoundingClientRect();
+    const share = (clientX - box.left - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
+    return Math.max(from, Math.min(to, Math.round(from + share * (to - from))));
+  }
+
+  drawAxes() {
+    for (const tick of this.ticks) {
+      const y = this.y(tick);
+      this.svg.append(svgElement("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y, y2: y, class: tick === 0 ? "grid zero" : "grid" }));
+      this.svg.append(svgElement("text", { x: MARGIN.left - 7, y: y + 3.5, class: "axis", "text-anchor": "end" }, tick === 0 ? "0" : shortTick(tick, this.ticks)));
+    }
+    const steps = wholeTicks(this.domain.from, this.domain.to);
+    steps.forEach((step, index) => {
+      const anchor = index === steps.length - 1 && this.x(step) > this.width - 30 ? "end" : "middle";
+      this.svg.append(svgElement("text", { x: this.x(step), y: HEIGHT - 4, class: "axis", "text-anchor": anchor }, String(step)));
+    });
+  }
+
+  drawCurve({ index, line, points, raw }) {
+    const path = (data) => data.map(({ step, value }, i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`).join("");
+    const kind = `line run-${index % 6}${line.dashed ? " dashed" : ""}`;
+    if (raw.length > 1) this.svg.append(svgElement("path", { d: path(raw), class: `${kind} raw` }));
+    if (points.length === 1) this.svg.append(svgElement("circle", { cx: this.x(points[0].step), cy: this.y(points[0].value), r: 2.5, class: `dot run-${index % 6}` }));
+    else this.svg.append(svgElement("path", { d: path(points), class: kind }));
+  }
+
+  /** Show the values of a step; null shows the last ones and no crosshair. */
+  point(step) {
+    if (!this.curves?.length || !this.cross) return;
+    this.cross.replaceChildren();
+    this.values.replaceChildren();
+    for (const curve of this.curves) {
+      const found = step === null ? curve.points.at(-1) : curve.points.find((point) => point.step === step);
+      const text = `${curve.line.label ? `${curve.line.label} ` : ""}${found ? (this.spec.format ?? general)(found.value) : "–"}`;
+      this.values.append(element(curve.index === 0 && !curve.line.dashed ? "b" : "span", curve.line.dashed ? "dim" : `run-${curve.index % 6}`, text));
+    }
+    if (step === null) return;
+    const x = this.x(step);
+    this.cross.append(svgElement("line", { x1: x, x2: x, y1: MARGIN.top - 4, y2: HEIGHT - MARGIN.bottom, class: "crosshair" }));
+    for (const curve of [...this.curves].reverse()) {
+      const found = curve.points.find((point) => point.step === step);
+      if (found) this.cross.append(svgElement("circle", { cx: x, cy: this.y(found.value), r: curve.line.dashed ? 2.5 : 4, class: `dot run-${curve.index % 6}` }));
+    }
+    const flag = svgElement("g", { class: "step-flag" });
+    const label = String(step);
+    const half = 8 + 3.4 * label.length;
+    flag.append(svgElement("rect", { x: x - half, y: HEIGHT - 16, width: 2 * half, height: 15, rx: 2 }), svgElement("text", { x, y: HEIGHT - 5 }, label));
+    this.cross.append(flag);
+  }
+}
+
+/** Ticks share their number of decimals. */
+function shortTick(tick, ticks) {
+  const step = Math.abs(ticks[1] - ticks[0]);
+  if (step < 1e-4 || Math.abs(tick) >= 1e5) return tick.toExponential(1).replace("-", "−").replace("+", "");
+  let decimals = 0;
+  while (decimals < 6 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-9) decimals += 1;
+  return tick.toFixed(decimals).replace("-", "−");
+}

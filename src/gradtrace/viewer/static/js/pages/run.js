@@ -1,0 +1,237 @@
+// The run page: curves over training, several runs laid over one another, and the last steps as a table.
+
+import { Chart } from "../chart.js";
+import { nextOf, searchBox, segmentedControl } from "../controls.js";
+import { append, button, element, emptyState, fact, setAttributes, svgElement } from "../dom.js";
+import { fixed, general, MISSING, signed } from "../format.js";
+import { MAIN_CHARTS, metricChart, overheadOf } from "../run_charts.js";
+
+const SMOOTHING = ["0", "0.6", "0.85"];
+const TABLE_STEPS = 8;
+const MOST_NAMES = 60;
+
+export async function openRunPage(context) {
+  return () => new RunPage(context);
+}
+
+class RunPage {
+  constructor(context) {
+    Object.assign(this, { context, run: context.run, runs: [context.run, ...context.overlays], url: context.url });
+    this.title = "run";
+    this.hints = [["← →", "step"], ["↵", "open step"], ["m", "smoothing"], ["/", "metric"]];
+    this.smooth = this.url.choice("smooth", SMOOTHING, "0.6");
+    this.step = this.url.number("x");
+    this.node = element("div");
+    this.facts = element("div", "facts");
+    this.subtitle = element("p", "sub");
+    const title = element("div", "title", element("h1", "", this.run.name), this.subtitle);
+    this.notices = element("div");
+    this.node.append(element("div", "head", title, this.facts), this.notices);
+    this.keys = element("div", "keys");
+    this.grid = element("div", "charts");
+    this.table = element("table", "fixed recent");
+    this.picker = element("section", "metric-picker");
+    this.node.append(this.keys, this.grid, this.table, this.picker);
+    this.makeCharts();
+    this.listen();
+  }
+
+  makeCharts() {
+    this.added = this.url.getAll("chart");
+    this.charts = [...MAIN_CHARTS, ...this.added.map(metricChart)].map((spec) => new Chart(spec));
+    this.grid.replaceChildren(...this.charts.map((chart) => chart.node));
+  }
+
+  mounted() {
+    this.update();
+    let width = this.grid.clientWidth;
+    this.resize = new ResizeObserver(() => {
+      if (this.grid.clientWidth === width) return;
+      width = this.grid.clientWidth;
+      this.draw();
+    });
+    this.resize.observe(this.grid);
+  }
+
+  /** Everything that changes when a step is added. */
+  update() {
+    this.subtitle.textContent = this.run.description;
+    this.showFacts();
+    this.showNotices();
+    this.showKeys();
+    this.draw();
+    this.showTable();
+    this.showPicker();
+  }
+
+  showFacts() {
+    const last = (name, count = 5) => {
+      const values = this.run.series(name).slice(-count).map((point) => point.value);
+      return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : NaN;
+    };
+    const overheads = this.run.series("influence overhead", overheadOf).slice(-5);
+    const overhead = overheads.reduce((sum, point) => sum + point.value, 0) / overheads.length;
+    const facts = [
+      [fixed(last("critic/rewards/mean"), 2), "reward, last 5"],
+      [fixed(last("actor/entropy"), 3), "entropy, nats"],
+      [overheads.length ? `+${fixed(100 * overhead, 0)} %` : MISSING, "tracing overhead"],
+      [Number.isFinite(last("timing_s/step")) ? `${fixed(last("timing_s/step"), 2)} s` : MISSING, "per step"],
+    ];
+    this.facts.replaceChildren(...facts.map(([value, label]) => fact(value, label)));
+  }
+
+  showNotices() {
+    const notices = [];
+    if (!this.run.rows.size) {
+      const waiting = this.run.isLive ? "The first step is still running; the curves appear by themselves." : "metrics.jsonl has no line.";
+      notices.push(emptyState("No metrics yet", waiting));
+    }
+    for (const problem of this.run.problems ?? []) notices.push(element("p", "notice problem", `Left out: ${problem}`));
+    this.notices.replaceChildren(...notices);
+  }
+
+  showKeys() {
+    this.keys.replaceChildren();
+    this.runs.forEach((run, index) => {
+      const sample = svgElement("svg", { width: 22, height: 8, "aria-hidden": "true" }, svgElement("path", { d: "M0 4H22", class: `line run-${index % 6}` }));
+      const key = element("span", "key", sample, element("span", "mono", run.name), element("span", "dim", run.stateLine()));
+      this.keys.append(key);
+    });
+    const control = segmentedControl({
+      label: "Smoothing", value: this.smooth, onChange: (value) => this.setSmoothing(value),
+      options: SMOOTHING.map((value) => ({ value, label: value === "0" ? "off" : value })),
+    });
+    append(this.keys, element("span", "grow"), element("span", "key dim wide-only", "Hover to read a step in all charts, click to open it"), control);
+    this.smoothing = control;
+  }
+
+  setSmoothing(value) {
+    this.smooth = value;
+    this.smoothing.select(value);
+    this.url.update({ smooth: value });
+    this.draw();
+  }
+
+  /** Steps on the x axis: to the planned end once half of it is done. */
+  get domain() {
+    const steps = this.runs.flatMap((run) => run.metricSteps);
+    const last = Math.max(1, ...steps);
+    const total = this.run.totalSteps ?? 0;
+    const to = this.run.isLive && total > last && last * 2 >= total ? total : last;
+    return { from: Math.min(1, ...steps), to: Math.max(to, 2) };
+  }
+
+  draw() {
+    for (const chart of this.charts) chart.draw(this.runs, Number(this.smooth), this.domain);
+    this.point(this.step);
+  }
+
+  point(step) {
+    this.step = step;
+    for (const chart of this.charts) chart.point(step);
+  }
+
+  listen() {
+    const chartOf = (event) => {
+      const node = event.target.closest?.(".chart");
+      return node && this.charts.find((chart) => chart.node === node && chart.curves?.length);
+    };
+    this.grid.addEventListener("pointermove", (event) => {
+      const chart = chartOf(event);
+      if (chart) this.point(chart.stepAt(event.clientX));
+    });
+    this.grid.addEventListener("pointerleave", () => this.point(null));
+    this.grid.addEventListener("click", (event) => {
+      const chart = chartOf(event);
+      if (chart) this.openStep(chart.stepAt(event.clientX));
+    });
+  }
+
+  openStep(step) {
+    if (step <= this.run.lastStep) this.context.go("step", { step });
+  }
+
+  showTable() {
+    const columns = [
+      ["Reward", (row) => fixed(row["critic/rewards/mean"], 3)],
+      ["Entropy", (row) => fixed(row["actor/entropy"], 3)],
+      ["Length", (row) => fixed(row["response_length/mean"], 1)],
+      ["Mixed groups", (row) => ratio(row["influence_trace/uid_mixed"], row["influence_trace/uid_total"])],
+      ["Δ entropy, measured", (row) => signed(row["entropy_probe/delta_h_measured"], 4)],
+      ["predicted", (row) => signed(row["entropy_probe/delta_h_predicted"], 4)],
+      ["Tracing", (row) => (overheadOf(row) === undefined ? MISSING : `+${fixed(100 * overheadOf(row), 1)} %`)],
+    ];
+    const head = element("tr", "", element("th", "", "Step"), ...columns.map(([name]) => element("th", "number", name)), element("th", "", ""));
+    const body = element("tbody");
+    for (const step of this.run.metricSteps.slice(-TABLE_STEPS).reverse()) {
+      const row = this.run.rows.get(step);
+      const traced = this.run.tracedSteps.includes(step);
+      const link = element("a", "", String(step));
+      link.href = this.context.href("step", { step });
+      const remark = traced ? "" : this.run.isLive && step === this.run.lastStep ? "trace being written" : "not traced";
+      const line = element("tr", "opens", element("td", "", link), ...columns.map(([, value]) => element("td", "number", value(row))), element("td", "dim", remark));
+      line.addEventListener("click", () => this.openStep(step));
+      body.append(line);
+    }
+    const caption = setAttributes(element("caption", "visually-hidden", "The last steps of this run"), {});
+    this.table.replaceChildren(caption, element("thead", "", head), body);
+    this.table.hidden = !body.children.length;
+  }
+
+  /** Any metric of the run as a further chart. */
+  showPicker() {
+    const known = this.picker.querySelector("input")?.value ?? "";
+    const names = element("div", "names");
+    const list = (filter) => {
+      const matching = this.run.metricNames.filter((name) => name.toLowerCase().includes(filter.toLowerCase()));
+      names.replaceChildren(...matching.slice(0, MOST_NAMES).map((name) => this.metricToggle(name)));
+      if (matching.length > MOST_NAMES) names.append(element("span", "dim", `and ${matching.length - MOST_NAMES} more`));
+    };
+    if (this.picker.contains(document.activeElement)) return;
+    const box = searchBox("Find a metric", "Find a metric to chart", known, list);
+    this.picker.replaceChildren(element("h2", "", "All metrics"), element("div", "controls", box, element("span", "dim", "Choose metrics to chart them above.")), names);
+    list(known);
+    this.picker.hidden = !this.run.metricNames.length;
+  }
+
+  metricToggle(name) {
+    const isShown = this.added.includes(name);
+    const toggle = button(isShown ? "metric on" : "metric", name, () => {
+      this.url.update({ chart: isShown ? this.added.filter((each) => each !== name) : [...this.added, name] });
+      this.makeCharts();
+      this.draw();
+      this.showPicker();
+    });
+    const last = this.run.series(name).at(-1);
+    return setAttributes(append(toggle, element("span", "dim", last ? general(last.value) : MISSING)), { "aria-pressed": String(isShown) });
+  }
+
+  key(event) {
+    const move = (direction) => {
+      const { from, to } = this.domain;
+      const start = this.step ?? (direction > 0 ? from - 1 : Math.min(to, this.run.lastStep) + 1);
+      this.point(Math.max(from, Math.min(to, start + direction)));
+      this.url.update({ x: this.step });
+      const rewards = this.run.rows.get(this.step)?.["critic/rewards/mean"];
+      this.context.announce(`step ${this.step}, reward ${fixed(rewards, 3)}`);
+    };
+    const actions = {
+      ArrowRight: () => move(1),
+      ArrowLeft: () => move(-1),
+      Enter: () => this.step !== null && this.openStep(this.step),
+      m: () => this.setSmoothing(nextOf(SMOOTHING, this.smooth)),
+      Escape: () => this.point(null),
+    };
+    if (!actions[event.key]) return false;
+    actions[event.key]();
+    return true;
+  }
+
+  destroy() {
+    this.resize?.disconnect();
+  }
+}
+
+function ratio(part, whole) {
+  return whole === undefined ? MISSING : `${part} / ${whole}`;
+}

@@ -1,0 +1,284 @@
+// The tokens page: a leaderboard of distinct tokens beside entropy × influence; brushing one filters the other.
+
+import { CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
+import { searchBox, segmentedControl } from "../controls.js";
+import { button, element, setAttributes } from "../dom.js";
+import { count, fixed, MISSING, numberStyle } from "../format.js";
+import { Scatter } from "../scatter.js";
+import { occurrencesOf, tokenStatistics } from "../token_statistics.js";
+import { readVocabulary, visibleText } from "../token_text.js";
+
+const LEAST_SEEN = ["1", "4", "32"];
+const BOTH_ENDS = 11;
+const MOST_ROWS = 60;
+const MOST_OCCURRENCES = 24;
+
+const COLUMNS = [
+  { key: "text", title: "Token", up: true },
+  { key: "count", title: "Count", number: true },
+  { key: "mean", title: "Mean influence", number: true, up: true },
+  { key: "bar", title: "", fixed: true },
+  { key: "entropy", title: "Mean entropy, nats" },
+  { key: "size", title: "Σ |influence|", number: true },
+];
+
+export async function openTokensPage(context) {
+  const { source, run, step, url } = context;
+  const path = `runs/${run.id}/steps/${step}`;
+  const structure = await source.json(`${path}/tokens`);
+  const credit = url.choice("credit", structure.credits.length ? structure.credits : ["position"]);
+  const points = readPoints(structure, await source.floats(`${path}/points?credit=${credit}`));
+  return () => new TokensPage(context, path, structure, credit, points);
+}
+
+function readPoints(structure, floats) {
+  const size = floats.length / 3;
+  const starts = [];
+  let start = 0;
+  for (const response of structure.responses) {
+    starts.push(start);
+    start += response.length;
+  }
+  const responseAt = (token) => {
+    let [low, high] = [0, starts.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (starts[middle] <= token) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  };
+  const isAccepted = Uint8Array.from({ length: size }, (_, at) => structure.responses[responseAt(at * structure.stride)].accepted);
+  return {
+    token: floats.subarray(0, size), entropy: floats.subarray(size, 2 * size), influence: floats.subarray(2 * size),
+    accepted: (at) => isAccepted[at] === 1,
+    place: (at) => {
+      const index = responseAt(at * structure.stride);
+      const { group, response } = structure.responses[index];
+      return { group, response, position: at * structure.stride - starts[index] };
+    },
+  };
+}
+
+class TokensPage {
+  constructor(context, path, structure, credit, points) {
+    Object.assign(this, { context, path, structure, credit, points, url: context.url });
+    this.title = `tokens, step ${structure.step}`;
+    this.hints = [["drag", "brush"], ["esc", "clear"], ["[ ]", "step"], ["/", "filter"]];
+    this.vocabulary = readVocabulary(structure.vocabulary);
+    this.texts = this.vocabulary.map((entry) => visibleText(entry));
+    this.hasInfluence = structure.credits.length > 0;
+    this.sort = this.url.choice("sort", COLUMNS.filter((column) => !column.fixed).map((column) => column.key), this.hasInfluence ? "mean" : "entropy");
+    this.ascending = this.url.get("dir") ? this.url.get("dir") === "up" : Boolean(COLUMNS.find((column) => column.key === this.sort).up);
+    this.least = this.url.choice("min", LEAST_SEEN, "4");
+    this.query = this.url.get("q") ?? "";
+    this.opened = this.url.number("token");
+    this.brush = readBrush(this.url.get("brush"));
+    this.node = element("div");
+    this.build();
+  }
+
+  build() {
+    const { structure } = this;
+    const distinct = new Set(this.points.token).size;
+    const sample = structure.stride > 1 ? ` A regular sample of them is shown: one in ${structure.stride}.` : "";
+    const where = this.hasInfluence ? `in ${structure.scored_groups} scored groups` : `in ${structure.scored_groups} groups, none of them scored`;
+    const sub = `Step ${structure.step}, ${count(structure.total)} response tokens ${where}, ${count(distinct)} distinct.${sample}`;
+    this.node.append(element("div", "head", element("div", "title", element("h1", "", "Tokens"), element("p", "sub", sub))));
+    for (const problem of structure.problems) this.node.append(element("p", "notice problem", problem));
+    if (!this.hasInfluence) this.node.append(element("p", "strip notice", "No influence in this step: no group was mixed, or the influence trace was off. Counts and entropy are shown."));
+    this.node.append(this.makeControls());
+    this.headRow = element("tr");
+    this.body = element("tbody");
+    for (const column of COLUMNS) this.headRow.append(this.headCell(column));
+    const table = element("div", "", element("table", "", element("thead", "", this.headRow), this.body));
+    this.line = element("div", "brush-line");
+    this.fields = element("div", "brush-fields");
+    this.scatter = new Scatter(this.points, (brush) => this.setBrush(brush));
+    this.node.append(element("div", "tokens-page", table, element("div", "scatter", this.line, this.scatter.node, this.fields)));
+  }
+
+  makeControls() {
+    const box = searchBox("Filter tokens", "Filter tokens by their text", this.query, (value) => {
+      this.query = value;
+      this.url.update({ q: value || null });
+      this.list();
+    });
+    const controls = element("div", "controls strip", box, segmentedControl({
+      label: "Seen at least", value: this.least, options: LEAST_SEEN.map((value) => ({ value, label: value })),
+      onChange: (value) => {
+        this.least = value;
+        this.url.update({ min: value });
+        this.list();
+      },
+    }));
+    if (this.structure.credits.length > 1) {
+      controls.append(segmentedControl({
+        label: "Credit", value: this.credit, hint: CREDIT_HINT, options: this.structure.credits.map((value) => ({ value, label: CREDIT_NAMES[value] })),
+        onChange: (credit) => {
+          this.url.update({ credit, brush: null });
+          this.context.go("tokens", { credit, q: this.query, sort: this.sort, min: this.least });
+        },
+      }));
+    }
+    controls.append(element("span", "grow"), element("span", "dim wide-only", "Drag on the plot to restrict the table. Click a token to see where it stands."));
+    return controls;
+  }
+
+  headCell(column) {
+    const cell = element("th", `c-${column.key}${column.number ? " number" : ""}`);
+    cell.column = column;
+    if (column.fixed) return cell;
+    cell.append(button("", column.title, () => {
+      this.ascending = this.sort === column.key ? !this.ascending : Boolean(column.up);
+      this.sort = column.key;
+      this.url.update({ sort: this.sort, dir: this.ascending ? "up" : "down" });
+      this.list();
+    }));
+    return cell;
+  }
+
+  mounted() {
+    this.scatter.draw(this.brush);
+    this.list();
+    let width = this.scatter.node.clientWidth;
+    this.resize = new ResizeObserver(() => {
+      if (this.scatter.node.clientWidth === width) return;
+      width = this.scatter.node.clientWidth;
+      this.scatter.draw();
+    });
+    this.resize.observe(this.scatter.node);
+  }
+
+  setBrush(brush) {
+    this.brush = brush;
+    this.url.update({ brush: brush ? [...brush.entropy, ...brush.influence].map((value) => Number(value.toPrecision(4))).join("_") : null });
+    this.scatter.draw(brush);
+    this.list();
+  }
+
+  /* ---------- the table ---------- */
+
+  list() {
+    for (const cell of this.headRow.children) setAttributes(cell, { "aria-sort": cell.column.key === this.sort ? (this.ascending ? "ascending" : "descending") : null });
+    const everything = tokenStatistics(this.points, (at) => this.scatter.contains(at));
+    const query = this.query.toLowerCase();
+    const matches = ({ index, count: seen }) => seen >= Number(this.least) && (!query || this.texts[index].toLowerCase().includes(query) || (this.vocabulary[index].text ?? "").toLowerCase().includes(query));
+    const entries = everything.filter(matches).sort((a, b) => this.compare(a, b));
+    const tops = { mean: Math.max(1e-12, ...entries.map((entry) => Math.abs(entry.mean) || 0)), entropy: Math.max(1e-12, ...entries.map((entry) => entry.entropy || 0)), size: Math.max(1e-12, ...entries.map((entry) => entry.size)) };
+    this.body.replaceChildren(...this.visibleRows(entries, tops));
+    this.showBrushLine(everything.reduce((sum, entry) => sum + entry.count, 0));
+    this.showFields();
+  }
+
+  compare(a, b) {
+    const key = (entry) => (this.sort === "text" ? this.texts[entry.index] : entry[this.sort]);
+    const [x, y] = [key(a), key(b)];
+    if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y);
+    const order = x < y ? -1 : x > y ? 1 : a.index - b.index;
+    return this.ascending ? order : -order;
+  }
+
+  /** By mean influence both ends matter, so the middle is folded. */
+  visibleRows(entries, tops) {
+    if (!entries.length) return [wideRow("dim", this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.")];
+    const fold = this.sort === "mean" && entries.length > 2 * BOTH_ENDS + 8;
+    const first = fold ? entries.slice(0, BOTH_ENDS) : entries.slice(0, MOST_ROWS);
+    const rows = first.flatMap((entry) => this.rowsOf(entry, tops));
+    if (fold) {
+      rows.push(wideRow("between", `${count(entries.length - 2 * BOTH_ENDS)} tokens in between`));
+      rows.push(...entries.slice(-BOTH_ENDS).flatMap((entry) => this.rowsOf(entry, tops)));
+    } else if (entries.length > MOST_ROWS) rows.push(wideRow("between", `${count(entries.length - MOST_ROWS)} more; filter to see them`));
+    return rows;
+  }
+
+  rowsOf(entry, tops) {
+    const isOpen = this.opened === this.vocabulary[entry.index].id;
+    const chip = setAttributes(button("link-button", element("span", "token-chip", this.texts[entry.index]), () => this.toggle(entry.index)), { "aria-expanded": String(isOpen) });
+    const bar = element("i", entry.mean < 0 ? "n4" : "p4");
+    bar.style.width = `${(50 * Math.abs(entry.mean)) / tops.mean}%`;
+    const entropyBar = element("i", "bar-fill e4");
+    entropyBar.style.width = `${(100 * entry.entropy) / tops.entropy}%`;
+    const row = element(
+      "tr", "opens", element("td", "c-text", chip), element("td", "c-count number", count(entry.count)),
+      element("td", "c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)), element("td", "c-bar", Number.isFinite(entry.mean) ? element("span", "diverging", bar) : ""),
+      element("td", "c-entropy", Number.isFinite(entry.entropy) ? element("div", "with-bar", element("b", "", fixed(entry.entropy, 2)), element("span", "", entropyBar)) : MISSING),
+      element("td", "c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING),
+    );
+    row.addEventListener("click", (event) => !event.target.closest("button") && this.toggle(entry.index));
+    return isOpen ? [row, this.occurrenceRow(entry.index)] : [row];
+  }
+
+  toggle(index) {
+    const { id } = this.vocabulary[index];
+    this.opened = this.opened === id ? null : id;
+    this.url.update({ token: this.opened });
+    this.list();
+  }
+
+  occurrenceRow(index) {
+    const { total, shown } = occurrencesOf(this.points, index, (at) => this.scatter.contains(at), MOST_OCCURRENCES);
+    const row = wideRow("occurrences", total > shown.length ? `The strongest ${shown.length} of ${count(total)}: ` : "Where it stands: ");
+    const style = numberStyle(this.scatter.top);
+    for (const { group, response, position, influence } of shown) {
+      const link = element("a", "", `group ${group}, r${response} at ${position}${Number.isFinite(influence) ? `  ${style.signed(influence)}` : ""}`);
+      link.href = this.context.href("group", { group, sel: `${response}.${position}` });
+      row.firstChild.append(link);
+    }
+    return row;
+  }
+
+  /* ---------- the brush in words and fields ---------- */
+
+  showBrushLine(chosen) {
+    if (!this.brush) return this.line.replaceChildren(element("span", "dim", `All ${count(chosen)} tokens`));
+    const { entropy, influence } = this.brush;
+    const style = numberStyle(this.scatter.top, 2);
+    const words = `entropy ${fixed(entropy[0], 2)} to ${fixed(entropy[1], 2)} nats, influence ${style.signed(influence[0])} to ${style.signed(influence[1])}`;
+    this.line.replaceChildren(element("b", "", `${count(chosen)} tokens`), element("span", "mid", words), button("link-button", "clear", () => this.setBrush(null)));
+  }
+
+  /** The brush without a pointer. */
+  showFields() {
+    if (this.fields.contains(document.activeElement)) return;
+    const { horizontal, vertical } = this.scatter;
+    const shown = this.brush ?? { entropy: [horizontal.low, horizontal.high], influence: [vertical.low, vertical.high] };
+    const field = (axis, end, label) => {
+      const input = setAttributes(element("input"), { type: "number", step: "any", "aria-label": `${axis} ${label}` });
+      input.value = Number(shown[axis][end].toPrecision(3));
+      input.addEventListener("change", () => {
+        const next = { entropy: [...shown.entropy], influence: [...shown.influence] };
+        next[axis][end] = Number(input.value);
+        input.blur();
+        this.setBrush(next);
+      });
+      return input;
+    };
+    this.fields.replaceChildren("entropy", field("entropy", 0, "from"), "to", field("entropy", 1, "to"), "influence", field("influence", 0, "from"), "to", field("influence", 1, "to"));
+  }
+
+  retheme() {
+    this.scatter.draw();
+  }
+
+  key(event) {
+    if (event.key !== "Escape" || !this.brush) return false;
+    this.setBrush(null);
+    return true;
+  }
+
+  destroy() {
+    this.resize?.disconnect();
+  }
+}
+
+function wideRow(className, text) {
+  return element("tr", className, setAttributes(element("td", "", text), { colspan: COLUMNS.length }));
+}
+
+/** "0.9_2.9_-0.4_0.4" → a brush, or null. */
+function readBrush(text) {
+  const numbers = (text ?? "").split("_").map(Number);
+  if (numbers.length !== 4 || !numbers.every(Number.isFinite)) return null;
+  return { entropy: numbers.slice(0, 2), influence: numbers.slice(2) };
+}

@@ -1,0 +1,73 @@
+// Which curves the run page draws, from which metrics, and why one may be empty.
+
+import { fixed, signed } from "./format.js";
+
+const off = (what, key) => (run) => (run.enabled?.[key] === false ? `${what} was off: trainer.${key}.enable=true turns it on` : run.isLive ? "nothing written yet" : `this run logged no ${what}`);
+const notLogged = (metric) => (run) => (run.isLive ? "nothing written yet" : `this run logged no ${metric}`);
+
+function single(key, title, unit, metric, options = {}) {
+  return { key, title, unit, lines: [{ label: "", points: (run) => run.series(metric) }], why: notLogged(metric), ...options };
+}
+
+/** Share of the step's responses that went into the influence trace. */
+function selectedShare(run) {
+  return run.series("share of responses selected", (row) => {
+    const responses = run.traces.entropy_trace.steps.get(row.step)?.responses;
+    const selected = row["influence_trace/selected_responses"];
+    if (responses && selected !== undefined) return selected / responses;
+    const [mixed, total] = [row["influence_trace/uid_mixed"], row["influence_trace/uid_total"]];
+    return total ? mixed / total : undefined;
+  });
+}
+
+/** Time of tracing over the time of everything else. */
+export function overheadOf(row) {
+  const total = row["timing_s/influence_total"] ?? sumOf(row, "timing_s/influence_");
+  const step = row["timing_s/step"];
+  return total > 0 && step > total ? total / (step - total) : undefined;
+}
+
+function sumOf(row, prefix) {
+  return Object.entries(row).reduce((sum, [name, value]) => (name.startsWith(prefix) && typeof value === "number" ? sum + value : sum), 0);
+}
+
+const percent = (value) => `${fixed(100 * value, 1)} %`;
+
+/** How well the probe predicted: Pearson's r over all steps. */
+function correlationText(run) {
+  const measured = new Map(run.series("entropy_probe/delta_h_measured").map((point) => [point.step, point.value]));
+  const pairs = run.series("entropy_probe/delta_h_predicted").filter((point) => measured.has(point.step)).map((point) => [point.value, measured.get(point.step)]);
+  if (pairs.length < 3) return "";
+  const mean = (index) => pairs.reduce((sum, pair) => sum + pair[index], 0) / pairs.length;
+  const [a, b] = [mean(0), mean(1)];
+  const sum = (f) => pairs.reduce((total, [x, y]) => total + f(x - a, y - b), 0);
+  return `, r = ${fixed(sum((x, y) => x * y) / Math.sqrt(sum((x) => x * x) * sum((_, y) => y * y)), 2)}`;
+}
+
+export const MAIN_CHARTS = [
+  single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: (value) => fixed(value, 3) }),
+  single("entropy", "Entropy", "nats per token", "actor/entropy", { includesZero: true, format: (value) => fixed(value, 3) }),
+  single("length", "Response length", "tokens", "response_length/mean", { format: (value) => fixed(value, 1) }),
+  {
+    key: "selected", title: "Responses selected", unit: "share in mixed groups", includesZero: true, format: percent,
+    lines: [{ label: "", points: selectedShare }], why: off("influence trace", "influence_trace"),
+  },
+  {
+    key: "overhead", title: "Influence overhead", unit: "of the step's other time", includesZero: true, format: percent,
+    lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }], why: off("influence trace", "influence_trace"),
+  },
+  {
+    key: "entropy-change", title: "Entropy change", unit: "nats per step", includesZero: true, format: (value) => signed(value, 4),
+    lines: [
+      { label: "", points: (run) => run.series("entropy_probe/delta_h_measured") },
+      { label: "pred.", dashed: true, points: (run) => run.series("entropy_probe/delta_h_predicted") },
+    ],
+    note: (run) => `solid measured, dashed predicted${correlationText(run)}`,
+    why: off("entropy probe", "entropy_probe"),
+  },
+];
+
+/** A chart of any metric, by its name. */
+export function metricChart(name) {
+  return single(name, name, "", name);
+}

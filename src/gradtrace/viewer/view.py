@@ -1,0 +1,169 @@
+"""Look at a run in the browser: curves, prompt groups, token heat maps of entropy and influence.
+
+    gradtrace view                      the latest run in ./runs, live while it is still training
+    gradtrace view runs/a runs/b        compare runs; every other run in ./runs can be added on the page
+    gradtrace view --demo               sample data, no training needed
+    gradtrace view --no-open --port 7007
+
+Works offline and serves this machine only. On a remote machine, run it there and use the printed `ssh -L` line
+on your own. To serve other machines directly name an address; visitors then need the token in the printed link:
+
+    gradtrace view --host 0.0.0.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import webbrowser
+from pathlib import Path
+
+from gradtrace.errors import GradtraceError
+
+DEFAULT_PORT = 6180
+PORTS_TO_TRY = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="run folders or names in --runs-dir; default: the latest"
+    )
+    parser.add_argument(
+        "--runs-dir", default="runs", help="folder whose runs are listed on the page (default: runs)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to serve; other than loopback needs the token"
+    )
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}; the next free one if taken"
+    )
+    parser.add_argument("--token", help="ask visitors for this token; made up when --host is not loopback")
+    parser.add_argument("--no-open", action="store_true", help="do not open the browser")
+    parser.add_argument("--demo", action="store_true", help="show generated sample runs")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.demo:
+        return serve(args)
+    from gradtrace.viewer.sample import write_sample_runs
+
+    with tempfile.TemporaryDirectory(prefix="gradtrace-demo-") as folder:
+        print("writing sample runs …", flush=True)
+        args.runs = [str(path) for path in write_sample_runs(Path(folder))[:1]]
+        args.runs_dir = folder
+        return serve(args)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Until Ctrl-C."""
+    import uvicorn
+
+    from gradtrace.viewer.catalog import RunCatalog
+    from gradtrace.viewer.security import access_for
+    from gradtrace.viewer.server import create_app
+
+    runs_dir = Path(args.runs_dir)
+    catalog = RunCatalog(chosen_runs(args.runs, runs_dir), runs_dir if runs_dir.is_dir() else None)
+    for line in catalog.skipped:
+        print(f"left out: {line}", file=sys.stderr)
+    listener = bind(args.host, args.port)
+    port = listener.getsockname()[1]
+    if port != args.port:
+        print(f"port {args.port} is taken, using {port}")
+    access = access_for(args.host, port, args.token)
+    url = address(args.host, port, access.token)
+    print(f"gradtrace view: {url}")
+    print(
+        f"from another machine: ssh -L {port}:localhost:{port} {getpass.getuser()}@{socket.gethostname()}",
+        end="",
+    )
+    print(f"   then open {address('localhost', port, access.token)}")
+    print("Ctrl-C ends it.", flush=True)
+    if not args.no_open:
+        threading.Thread(target=open_browser, args=(url, port), daemon=True).start()
+    config = uvicorn.Config(
+        create_app(catalog, access),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=20,
+        limit_concurrency=256,
+        h11_max_incomplete_event_size=16 * 1024,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def chosen_runs(names: list[str], runs_dir: Path) -> list[Path]:
+    """The runs to show first: those named (a path, or a name in `runs_dir`), else the latest."""
+    from gradtrace.viewer.catalog import is_run, latest_run
+
+    if not names:
+        latest = latest_run(runs_dir)
+        if latest is None:
+            raise GradtraceError(
+                f"no run in {runs_dir}/ yet. `gradtrace train` makes one; `gradtrace view --demo` shows sample data; "
+                "--runs-dir looks elsewhere"
+            )
+        return [latest]
+    paths = []
+    for name in names:
+        candidates = [Path(name), runs_dir / name]
+        found = next((path for path in candidates if is_run(path)), None)
+        if found is None:
+            raise GradtraceError(f"no run at {candidates[0]} nor at {candidates[1]}")
+        paths.append(found)
+    return paths
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on `port`, or on the next free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in range(port, min(port + PORTS_TO_TRY, 65536)) if port else (0,):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, candidate))
+        except socket.gaierror as error:
+            raise GradtraceError(f"{host} is no address of this machine: {error.strerror}") from error
+        except PermissionError as error:
+            raise GradtraceError(
+                f"port {candidate} needs privileges; take one above 1023 with --port"
+            ) from error
+        except OSError as error:
+            listener.close()
+            if "assign" in str(error):
+                raise GradtraceError(f"{host} is no address of this machine") from error
+            continue
+        listener.listen(128)
+        return listener
+    raise GradtraceError(f"ports {port} to {port + PORTS_TO_TRY - 1} are all taken; choose one with --port")
+
+
+def address(host: str, port: int, token: str | None) -> str:
+    """The link to open. Bound to every interface, the machine's name is what others can reach."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    name = f"[{name}]" if ":" in name else name
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+
+
+def open_browser(url: str, port: int) -> None:
+    """Once the server answers, and only where a browser can appear (not a text browser in this terminal)."""
+    shows_windows = not sys.platform.startswith("linux") or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    )
+    if not shows_windows:
+        return
+    for _ in range(100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.05)
+    webbrowser.open(url)
