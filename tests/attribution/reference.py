@@ -46,7 +46,9 @@ def position_gradients(
     for response in range(len(batch)):
         calls: list[tuple[str, Tensor, Tensor]] = []
         handles = [
-            module.register_forward_hook(lambda m, a, y, name=name: calls.append((name, a[0], y)))
+            module.register_forward_hook(
+                lambda m, a, y, name=name, calls=calls: calls.append((name, a[0], y))
+            )
             for name, module in modules.items()
         ]
         total = token_terms(model, batch, response).sum()

@@ -115,7 +115,7 @@ def test_a_nan_gradient_costs_its_group_and_no_other(model: nn.Module, streamed:
     batch = random_responses()
     clean = engine_scores(model, batch, exact_config(), labels_at_capture=streamed)
     batch.weights[4] = torch.full_like(batch.weights[4], torch.nan)
-    with pytest.warns(UserWarning, match="response 4 .* not finite"):
+    with pytest.warns(UserWarning, match=r"response 4 .* not finite"):
         trace = engine_scores(
             model, batch, exact_config(), labels_at_capture=streamed, splits=[[0, 1, 2], [3, 4, 5]]
         )
@@ -137,7 +137,7 @@ def test_a_backward_pass_that_fires_no_hook_is_an_error_that_says_why(model: nn.
     with InfluenceTracer(model) as tracer:
         with tracer.capture(response=torch.arange(3), tokens=batch.padded([0, 1, 2])[2]):
             loss.backward()
-        with pytest.raises(AttributionError, match="no hook .* fired"):
+        with pytest.raises(AttributionError, match=r"no hook .* fired"):
             tracer.score(accepted=batch.accepted, group=batch.group)
 
 

@@ -21,11 +21,10 @@ def problem(
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     # Factors with decaying spectra, as real ones have.
-    u = random(calls * tokens, k_out) * torch.logspace(0, -1.5, k_out, dtype=torch.float64)
-    v = random(calls * tokens, k_in) * torch.logspace(0, -1.5, k_in, dtype=torch.float64)
-    token = torch.arange(tokens).repeat(calls) if calls > 1 else None
-    gradients = random(n, k_out, k_in)
-    rows = TokenRows(u.to(dtype), v.to(dtype), tokens, token)
+    u = random(2, calls * tokens, k_out) * torch.logspace(0, -1.5, k_out, dtype=torch.float64)
+    v = random(2, calls * tokens, k_in) * torch.logspace(0, -1.5, k_in, dtype=torch.float64)
+    gradients = random(2, n, k_out, k_in)  # two scopes side by side
+    rows = TokenRows(u.to(dtype), v.to(dtype), tokens)
     return gradients.to(dtype), rows
 
 
@@ -37,10 +36,9 @@ def solve(gradients: torch.Tensor, rows: TokenRows, source: str, solver: str, re
         source=source,
         solver=solver,
         reg_lambda=reg_lambda,
-        columns=len(gradients),
         ranks=Ranks(),
     )
-    weights = torch.eye(len(gradients), dtype=gradients.dtype)
+    weights = torch.eye(gradients.shape[1], dtype=gradients.dtype)
     return curvature.directions(weights), curvature.token_scores(weights), curvature.kernel()
 
 
@@ -82,7 +80,7 @@ def test_float32_solvers_agree_to_a_thousandth(solver: str) -> None:
 
 
 def test_a_module_without_gradient_solves_to_zero() -> None:
-    gradients, rows = torch.zeros(3, 2, 2), TokenRows(torch.zeros(5, 2), torch.zeros(5, 2), 5)
+    gradients, rows = torch.zeros(1, 3, 2, 2), TokenRows(torch.zeros(1, 5, 2), torch.zeros(1, 5, 2), 5)
     for source, solver in (("response", "auto"), ("token", "gram"), ("token", "cg"), ("token", "dense")):
         for part in solve(gradients, rows, source, solver, 0.0):
             assert torch.equal(part, torch.zeros_like(part))
@@ -109,6 +107,5 @@ def test_gram_refuses_a_group_that_is_split_over_ranks() -> None:
             source="token",
             solver="gram",
             reg_lambda=0.0,
-            columns=2,
             ranks=ranks,
         )

@@ -21,22 +21,20 @@ class Part:
     positions: Tensor | None
     """long[rows]: the flat position of each row; None when the module saw every position, in order."""
 
-    def find(self, flat: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """(which of these flat positions this call saw, their rows), both long; `total` is B·S."""
+    def rows_of(self, flat: Tensor, total: int) -> Tensor:
+        """Rows of these flat positions (any shape); −1 for −1 and for what the module did not see."""
         if self.positions is None:
-            return torch.arange(len(flat)), flat
-        lookup = torch.full((total,), -1, dtype=torch.long)
+            return flat
+        lookup = torch.full((total + 1,), -1, dtype=torch.long)  # the last entry answers for −1
         lookup[self.positions] = torch.arange(len(self.positions))
-        rows = lookup[flat]
-        seen = (rows >= 0).nonzero().squeeze(-1)
-        return seen, rows[seen]
+        return lookup[flat]
 
 
 @dataclass(eq=False)
 class Capture:
     layout: Layout
     positions: dict[str, Tensor]
-    """Modules that see only some positions (an output head on the response alone): name → long flat positions."""
+    """Modules that see only some positions (an output head on the response alone): name → flat positions."""
     parts: dict[Block, list[Part]] = field(default_factory=dict)
 
     def add(self, block: Block, site: Site, u: Tensor, v: Tensor) -> None:
@@ -68,52 +66,38 @@ class Capture:
             f" some positions, pass positions={{{site.name!r}: long[…]}} to capture()"
         )
 
-    def gradient(self, block: Block, response: int) -> Tensor:
-        """[k_out, k_in]: Σ over all positions of the response, its prompt's included, of u vᵀ."""
-        total = self.layout.response.numel()
-        flat = self.layout.positions_of(response)
-        gradient = None
-        for part in self.parts[block]:
-            _, rows = part.find(flat, total)
-            product = part.u[rows].T @ part.v[rows]
-            gradient = product if gradient is None else gradient + product
-        assert gradient is not None
-        return gradient
-
     def gradients(self, block: Block, responses: list[int]) -> Tensor:
-        """[n, k_out, k_in]."""
-        parts = self.parts[block]
-        if self.layout.row_response is None or any(part.positions is not None for part in parts):
-            return torch.stack([self.gradient(block, response) for response in responses])
+        """[n, k_out, k_in]: per response Σ u vᵀ over all its positions, its prompt's included."""
+        parts = [self._gradients_of(part, responses) for part in self.parts[block]]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _gradients_of(self, part: Part, responses: list[int]) -> Tensor:
+        if self.layout.row_response is None or part.positions is not None:
+            total = self.layout.response.numel()
+            products = []
+            for response in responses:
+                rows = part.rows_of(self.layout.positions_of(response), total)
+                rows = rows[rows >= 0]
+                products.append(part.u[rows].T @ part.v[rows])
+            return torch.stack(products)
         batch, length = self.layout.shape
-        row_of = {int(r): row for row, r in enumerate(self.layout.row_response.tolist())}
-        rows = torch.tensor([row_of[response] for response in responses])
-        everything = len(rows) == batch and bool((rows == torch.arange(batch)).all())
-        total = None
-        for part in parts:
-            u, v = part.u.view(batch, length, -1), part.v.view(batch, length, -1)
-            if not everything:
-                u, v = u[rows], v[rows]
-            product = torch.bmm(u.transpose(1, 2), v)
-            total = product if total is None else total + product
-        assert total is not None
-        return total
+        u, v = part.u.view(batch, length, -1), part.v.view(batch, length, -1)
+        rows = self.layout.rows_of(responses)
+        if len(rows) != batch or not torch.equal(rows, torch.arange(batch)):
+            u, v = u[rows], v[rows]
+        return torch.bmm(u.transpose(1, 2), v)
 
-    def tokens(self, block: Block, response: int, limit: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Factors of the response's first `limit` tokens (0 = all): u, v, and each row's token index.
-
-        The index is None when there is one row per token, in order.
-        """
-        flat = self.layout.tokens_of(response)
-        if limit:
-            flat = flat[:limit]
-        parts = self.parts[block]
-        if len(parts) == 1 and parts[0].positions is None:
-            return parts[0].u[flat], parts[0].v[flat], None
-        u, v, token = [], [], []
-        for part in parts:
-            seen, rows = part.find(flat, self.layout.response.numel())
-            u.append(part.u[rows])
-            v.append(part.v[rows])
-            token.append(seen)
-        return torch.cat(u), torch.cat(v), torch.cat(token)
+    def tokens(self, block: Block, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors at the flat positions [S, T] (−1 = none, gives zeros): u [S, P, T, k_out], v [S, P, T, k_in] for
+        the P calls of the module."""
+        us, vs = [], []
+        for part in self.parts[block]:
+            rows = part.rows_of(flat, self.layout.response.numel())
+            missing = rows < 0
+            u, v = part.u[rows.clamp(min=0)], part.v[rows.clamp(min=0)]
+            if bool(missing.any()):
+                u = u.masked_fill(missing[..., None].to(u.device), 0.0)
+                v = v.masked_fill(missing[..., None].to(v.device), 0.0)
+            us.append(u)
+            vs.append(v)
+        return torch.stack(us, 1), torch.stack(vs, 1)

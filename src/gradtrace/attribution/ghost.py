@@ -90,7 +90,8 @@ class GhostProduct:
             self._open.add(block, site, *sides(block, site, gradient, x))
             part = self._open.parts.pop(block)[0]
             weight = self._weights[block].to(part.u)
-            products = TokenRows(part.u, part.v, len(part.u)).contract(weight[None]).squeeze(1)
+            rows = TokenRows(part.u[None], part.v[None], len(part.u))
+            products = rows.contract(weight[None, None]).flatten()
             if site in self._biases:
                 products = products + part.u @ self._biases[site].to(part.u)
         response = self._open.layout.response

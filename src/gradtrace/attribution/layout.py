@@ -88,10 +88,7 @@ class Layout:
 
     @cached_property
     def token_counts(self) -> dict[int, int]:
-        counts = dict.fromkeys(self.responses, 0)
-        found, number = self.token_response.unique(return_counts=True)
-        counts.update(zip(found.tolist(), number.tolist(), strict=True))
-        return counts
+        return {response: len(self.tokens_of(response)) for response in self.responses}
 
     def positions_of(self, response: int) -> Tensor:
         """long: all flat positions of a response, prompt included."""
@@ -99,11 +96,14 @@ class Layout:
             self._positions[response] = (self.response == response).nonzero().squeeze(-1)
         return self._positions[response]
 
-    def tokens_of(self, response: int) -> Tensor:
-        """long[T_r]: flat positions that predict the response's tokens, in order."""
-        if response not in self._tokens:
-            self._tokens[response] = self.token_position[self.token_response == response]
-        return self._tokens[response]
+    def tokens_of(self, response: int, limit: int = 0) -> Tensor:
+        """long: flat positions that predict the response's (first `limit`) tokens, in order."""
+        tokens = self._tokens.get(response, self.token_position[:0])
+        return tokens[:limit] if limit else tokens
+
+    def rows_of(self, responses: list[int]) -> Tensor:
+        """long[n]: the batch rows of these responses, in a padded batch."""
+        return torch.tensor([self._rows[response] for response in responses])
 
     @cached_property
     def _positions(self) -> dict[int, Tensor]:
@@ -111,4 +111,10 @@ class Layout:
 
     @cached_property
     def _tokens(self) -> dict[int, Tensor]:
-        return {}
+        found, counts = self.token_response.unique_consecutive(return_counts=True)
+        return dict(zip(found.tolist(), self.token_position.split(counts.tolist()), strict=True))
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        assert self.row_response is not None
+        return {response: row for row, response in enumerate(self.row_response.tolist())}

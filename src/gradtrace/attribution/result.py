@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from gradtrace.attribution.config import InfluenceConfig
+from gradtrace.attribution.scopes import ScopeBatch
 
 SIGN = (
     "positive: a step along this token's gradient helps the accepted responses against the rejected ones;"
@@ -29,9 +33,9 @@ class InfluenceTrace:
     """[R]: position-credit scores of everything but the captured tokens (the prompt's positions), summed."""
     response_kernel: Tensor
     """[R, R]: g_rᵀ H⁻¹ g_s; NaN where r and s are not in one scope."""
-    skipped: dict[int, str]
+    skipped: dict[int, str] = field(default_factory=dict)
     """Groups that have no scores: id → constant_reward, not_captured, non_finite or other_rank."""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
     """Counters and timings, named as in the logs."""
     credit: str = "position"
     _pairwise: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)
@@ -65,3 +69,50 @@ class InfluenceTrace:
     def captured(self, response: int) -> Tensor:
         """bool[T_r]: tokens that have a score."""
         return ~torch.isnan(self.position_scores[response])
+
+
+def assemble(
+    batches: list[ScopeBatch],
+    lengths: Mapping[int, int],
+    responses: int,
+    loss_terms: Mapping[int, Tensor],
+    config: InfluenceConfig,
+) -> InfluenceTrace:
+    """The scores of all scopes, back in the order of the responses. `lengths`: tokens of this rank's responses."""
+    like = next((batch.kernel for batch in batches if batch.kernel is not None), torch.zeros(0))
+    position = [like.new_empty(0) for _ in range(responses)]
+    loss_term = [like.new_empty(0) for _ in range(responses)]
+    rest = like.new_zeros(responses)
+    kernel = like.new_full((responses, responses), torch.nan)
+    pairwise: dict[int, tuple[list[int], Tensor]] = {}
+    for batch in batches:
+        if batch.kernel is None or batch.position is None:
+            continue
+        # Of response r as a whole, by linearity: what all its positions together do to the contrast.
+        through = (batch.kernel * batch.contrast.to(batch.kernel)).sum(2)
+        for index, (scope, counts) in enumerate(zip(batch.scopes, batch.tokens, strict=True)):
+            members = torch.tensor(scope.members)
+            if counts:
+                kernel[members[:, None], members] = batch.kernel[index]
+            start = 0
+            for response, count in counts.items():
+                own = slice(start, start + count)
+                start += count
+                position[response] = like.new_full((lengths[response],), torch.nan)
+                position[response][:count] = batch.position[index, own]
+                whole = through[index, scope.members.index(response)]
+                if config.response_reduction == "mean":
+                    whole = whole * max(lengths[response], 1)
+                rest[response] = whole - batch.position[index, own].sum()
+                if batch.pairwise is not None:
+                    pairwise[response] = (scope.members, batch.pairwise[index, own])
+                if response in loss_terms:
+                    loss_term[response] = loss_terms[response]
+    return InfluenceTrace(
+        position_scores=position,
+        loss_term_scores=loss_term if config.wants_loss_term else None,
+        rest_scores=rest,
+        response_kernel=kernel,
+        credit=config.credit,
+        _pairwise=pairwise,
+    )

@@ -1,12 +1,13 @@
 """Applying H⁻¹ of one module without forming H.
 
-Everything here is about one block and one scope: n response gradients M [n, k_out, k_in] and T tokens with
-factors U, V. Right-hand sides are always combinations of response gradients, given by their weights W [m, n]:
-q_j = Σ_r W_jr M_r. Each curvature answers three questions about Z_j = H⁻¹ q_j:
+Everything here is about one block and S scopes of n responses each, side by side: response gradients M
+[S, n, k_out, k_in] and factors U, V of T tokens per scope. Right-hand sides are always combinations of response
+gradients, given by their weights W [S, m, n]: q_j = Σ_r W_jr M_r. Each curvature answers three questions about
+Z_j = H⁻¹ q_j:
 
-- `directions(W)` [m, k_out, k_in]: Z itself,
-- `token_scores(W)` [T, m]: g_t · Z_j,
-- `kernel()` [n, n]: M_r · H⁻¹ M_s.
+- `directions(W)` [S, m, k_out, k_in]: Z itself,
+- `token_scores(W)` [S, T, m]: g_t · Z_j,
+- `kernel()` [S, n, n]: M_r · H⁻¹ M_s.
 
 Identities used: (GᵀG+λI)⁻¹Gᵀ = Gᵀ(GGᵀ+λI)⁻¹ for the small systems, Woodbury for the directions of `gram`,
 conjugate gradients on H·X = Uᵀ diag(u_tᵀXv_t) V + λX where neither T nor D is small.
@@ -14,7 +15,7 @@ conjugate gradients on H·X = Uᵀ diag(u_tᵀXv_t) V + λX where neither T nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,61 +28,76 @@ MAX_DENSE_DIM = 2048
 """`auto` forms a D×D matrix only up to this D (32 MB in float64)."""
 MAX_GRAM_TOKENS = 12_288
 """… and a T×T matrix only up to this T (600 MB in float32)."""
-CG_EXPECTED_ITERATIONS = 40
+CG_EXPECTED_ITERATIONS = 100
 CG_MAX_ITERATIONS = 1000
+FACTORING = 3
+"""A multiplication inside a Cholesky factorisation takes about so many times that of one in a matmul."""
 CHUNK_ELEMENTS = 1 << 24
 """Bound on the intermediate of one contraction (64 MB in float32)."""
 
 
 @dataclass(eq=False)
 class TokenRows:
-    """Factors of the tokens of a scope that live on this rank."""
+    """Factors of the tokens of S scopes that live on this rank; tokens that are padding have zero factors."""
 
     u: Tensor
-    """[rows, k_out]"""
+    """[S, P·T, k_out]: a module called P times in a pass has P rows per token, row p·T + t belonging to token t."""
     v: Tensor
-    """[rows, k_in]"""
+    """[S, P·T, k_in]"""
     count: int
-    """T: the number of tokens."""
-    token: Tensor | None = None
-    """long[rows]: the token of each row when a module was called more than once; None means row = token."""
+    """T"""
+
+    @property
+    def calls(self) -> int:
+        return self.u.shape[1] // self.count if self.count else 1
 
     def contract(self, x: Tensor) -> Tensor:
-        """[m, k_out, k_in] → [T, m]: u_tᵀ X_j v_t."""
-        columns, k_out, k_in = x.shape
-        scores = self.u.new_empty(len(self.u), columns)
-        flat = x.permute(1, 0, 2).reshape(k_out, columns * k_in)
-        step = max(1, CHUNK_ELEMENTS // max(1, columns * k_in))
-        for start in range(0, len(self.u), step):
-            rows = slice(start, start + step)
-            left = (self.u[rows] @ flat).view(-1, columns, k_in)
-            scores[rows] = torch.bmm(left, self.v[rows, :, None]).squeeze(-1)
+        """[S, m, k_out, k_in] → [S, T, m]: u_tᵀ X_j v_t."""
+        scopes, columns, k_out, k_in = x.shape
+        scores = self.u.new_empty(scopes, self.u.shape[1], columns)
+        flat = x.permute(0, 2, 1, 3).reshape(scopes, k_out, columns * k_in)
+        for rows in self._chunks(columns * k_in):
+            left = torch.bmm(self.u[:, rows], flat).view(scopes, -1, columns, k_in)
+            scores[:, rows] = torch.matmul(left, self.v[:, rows, :, None]).squeeze(-1)
         return self._to_tokens(scores)
 
     def accumulate(self, weights: Tensor) -> Tensor:
-        """[T, m] → [m, k_out, k_in]: Σ_t w_tj u_t v_tᵀ."""
-        rows = weights if self.token is None else weights[self.token]
-        return torch.stack([(self.u * rows[:, j, None]).T @ self.v for j in range(rows.shape[1])])
+        """[S, T, m] → [S, m, k_out, k_in]: Σ_t w_tj u_t v_tᵀ."""
+        by_row = weights.repeat(1, self.calls, 1)
+        scopes, _, columns = weights.shape
+        k_out, k_in = self.u.shape[2], self.v.shape[2]
+        total = self.u.new_zeros(scopes, columns * k_out, k_in)
+        for rows in self._chunks(columns * k_out):
+            weighted = (by_row[:, rows, :, None] * self.u[:, rows, None, :]).flatten(2)
+            total.baddbmm_(weighted.transpose(1, 2), self.v[:, rows])
+        return total.view(scopes, columns, k_out, k_in)
 
     def gram(self) -> Tensor:
-        """[T, T]: g_t · g_s = (u_t · u_s)(v_t · v_s)."""
-        gram = (self.u @ self.u.T).mul_(self.v @ self.v.T)
-        return gram if self.token is None else self._to_tokens(self._to_tokens(gram).T.contiguous())
+        """[S, T, T]: g_t · g_s = (u_t · u_s)(v_t · v_s)."""
+        gram = torch.bmm(self.u, self.u.transpose(1, 2)).mul_(torch.bmm(self.v, self.v.transpose(1, 2)))
+        if self.calls == 1:
+            return gram
+        return gram.view(-1, self.calls, self.count, self.calls, self.count).sum((1, 3))
 
     def trace(self) -> Tensor:
-        """Σ_t |g_t|²."""
-        if self.token is None:
-            return (self.u.square().sum(1) * self.v.square().sum(1)).sum()
-        return self.explicit().square().sum()
+        """[S]: Σ_t |g_t|²."""
+        if self.calls == 1:
+            return (self.u.square().sum(2) * self.v.square().sum(2)).sum(1)
+        return self.explicit().square().sum((1, 2))
 
     def explicit(self) -> Tensor:
-        """[T, D]: the gradients themselves."""
-        return self._to_tokens(torch.einsum("to,ti->toi", self.u, self.v).flatten(1))
+        """[S, T, D]: the gradients themselves."""
+        return self._to_tokens(torch.einsum("sto,sti->stoi", self.u, self.v).flatten(2))
+
+    def _chunks(self, width: int) -> Iterator[slice]:
+        """Slices of the rows that keep an intermediate of this width within bounds."""
+        step = max(1, CHUNK_ELEMENTS // max(1, width * len(self.u)))
+        return (slice(start, start + step) for start in range(0, self.u.shape[1], step))
 
     def _to_tokens(self, rows: Tensor) -> Tensor:
-        if self.token is None:
+        if self.calls == 1:
             return rows
-        return rows.new_zeros(self.count, rows.shape[1]).index_add_(0, self.token, rows)
+        return rows.view(len(rows), self.calls, self.count, -1).sum(1)
 
 
 class Curvature:
@@ -94,8 +110,9 @@ class Curvature:
         self.tokens = tokens
 
     def combine(self, weights: Tensor) -> Tensor:
-        """q = W M: [m, k_out, k_in]."""
-        return torch.tensordot(weights, self.gradients, dims=1)
+        """q = W M: [S, m, k_out, k_in]."""
+        scopes, _, k_out, k_in = self.gradients.shape
+        return torch.matmul(weights, self.gradients.flatten(2)).view(scopes, -1, k_out, k_in)
 
     def directions(self, weights: Tensor) -> Tensor:
         return self.combine(weights)
@@ -104,8 +121,8 @@ class Curvature:
         return self.tokens.contract(self.directions(weights))
 
     def kernel(self) -> Tensor:
-        everything = torch.eye(len(self.gradients), dtype=self.gradients.dtype, device=self.gradients.device)
-        return self.gradients.flatten(1) @ self.directions(everything).flatten(1).T
+        everything = torch.eye(self.gradients.shape[1]).to(self.gradients)
+        return products(self.gradients, self.directions(everything))
 
 
 class ResponseCurvature(Curvature):
@@ -115,18 +132,16 @@ class ResponseCurvature(Curvature):
 
     def __init__(self, gradients: Tensor, tokens: TokenRows, reg_lambda: float) -> None:
         super().__init__(gradients, tokens)
-        flat = gradients.flatten(1)
-        self.gram = flat @ flat.T
-        damping = damping_of(reg_lambda, self.gram.diagonal().sum(), flat.shape[1])
+        self.gram = products(gradients, gradients)
         # n×n, so float64 costs nothing and keeps λ = 0.1·tr/D visible beside the largest eigenvalue.
-        system = self.gram.double() + torch.diag(damping.double().expand(len(flat)))
+        system = damped(self.gram.double(), reg_lambda, gradients[0, 0].numel())[0]
         self.inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(system)[0]).to(gradients.dtype)
 
     def directions(self, weights: Tensor) -> Tensor:
-        return self.combine(weights @ self.inverse)
+        return self.combine(torch.matmul(weights, self.inverse))
 
     def kernel(self) -> Tensor:
-        return self.gram @ self.inverse
+        return torch.bmm(self.gram, self.inverse)
 
 
 class TokenGramCurvature(Curvature):
@@ -136,23 +151,20 @@ class TokenGramCurvature(Curvature):
 
     def __init__(self, gradients: Tensor, tokens: TokenRows, reg_lambda: float) -> None:
         super().__init__(gradients, tokens)
-        system = tokens.gram()
-        self.damping = damping_of(reg_lambda, system.diagonal().sum(), gradients[0].numel())
-        system.diagonal().add_(self.damping)
+        system, self.damping = damped(tokens.gram(), reg_lambda, gradients[0, 0].numel())
         self.factor = cholesky(system)
-        self.cross = tokens.contract(gradients)  # [T, n]: g_t · M_r
+        self.cross = tokens.contract(gradients)  # [S, T, n]: g_t · M_r
 
     def token_scores(self, weights: Tensor) -> Tensor:
-        return torch.cholesky_solve(self.cross @ weights.T, self.factor)
+        return torch.cholesky_solve(torch.matmul(self.cross, weights.mT), self.factor)
 
     def directions(self, weights: Tensor) -> Tensor:
         removed = self.tokens.accumulate(self.token_scores(weights))
-        return (self.combine(weights) - removed) / self.damping
+        return (self.combine(weights) - removed) / self.damping[:, None, None, None]
 
     def kernel(self) -> Tensor:
-        flat = self.gradients.flatten(1)
-        explained = self.cross.T @ torch.cholesky_solve(self.cross, self.factor)
-        return (flat @ flat.T - explained) / self.damping
+        explained = torch.bmm(self.cross.mT, torch.cholesky_solve(self.cross, self.factor))
+        return (products(self.gradients, self.gradients) - explained) / self.damping[:, None, None]
 
 
 class DenseCurvature(Curvature):
@@ -164,16 +176,15 @@ class DenseCurvature(Curvature):
         self, gradients: Tensor, tokens: TokenRows, reg_lambda: float, source: str, ranks: Ranks
     ) -> None:
         super().__init__(gradients, tokens)
-        rows = gradients.flatten(1) if source == "response" else tokens.explicit()
-        hessian = rows.T @ rows
+        rows = gradients.flatten(2) if source == "response" else tokens.explicit()
+        hessian = torch.bmm(rows.mT, rows)
         if source == "token":
             ranks.sum(hessian)
-        hessian.diagonal().add_(damping_of(reg_lambda, hessian.diagonal().sum(), len(hessian)))
-        self.factor = cholesky(hessian)
+        self.factor = cholesky(damped(hessian, reg_lambda, hessian.shape[-1])[0])
 
     def directions(self, weights: Tensor) -> Tensor:
         combined = self.combine(weights)
-        return torch.cholesky_solve(combined.flatten(1).T, self.factor).T.reshape(combined.shape)
+        return torch.cholesky_solve(combined.flatten(2).mT, self.factor).mT.reshape(combined.shape)
 
 
 class TokenCGCurvature(Curvature):
@@ -185,56 +196,66 @@ class TokenCGCurvature(Curvature):
         super().__init__(gradients, tokens)
         self.ranks = ranks
         trace = ranks.sum(tokens.trace())
-        self.damping = damping_of(reg_lambda, trace, gradients[0].numel())
-        self.iterations = 0
+        self.damping = damping_of(reg_lambda, trace, gradients[0, 0].numel())[:, None, None, None]
 
     def _product(self, x: Tensor) -> Tensor:
         product = self.tokens.accumulate(self.tokens.contract(x))
         return self.ranks.sum(product).add_(x * self.damping)
 
     def directions(self, weights: Tensor) -> Tensor:
-        solution, self.iterations = conjugate_gradients(self._product, self.combine(weights))
-        return solution
+        return conjugate_gradients(self._product, self.combine(weights))
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """[S, n, …], [S, m, …] → [S, n, m]: inner products."""
+    return torch.bmm(a.flatten(2), b.flatten(2).mT)
 
 
 def damping_of(reg_lambda: float, trace: Tensor, dim: int) -> Tensor:
-    """λ: as given, or a tenth of the mean eigenvalue. Never 0, so that an all-zero module solves to zero."""
+    """λ [S]: as given, or a tenth of the mean eigenvalue. Never 0: an all-zero module solves to zero."""
     damping = torch.full_like(trace, reg_lambda) if reg_lambda > 0 else 0.1 * trace / dim
-    return damping.clamp(min=torch.finfo(trace.dtype).tiny * 1e6)
+    return damping.clamp(min=1e-32)
+
+
+def damped(matrix: Tensor, reg_lambda: float, dim: int) -> tuple[Tensor, Tensor]:
+    """(matrix + λI, λ) of [S, k, k]; the trace of `matrix` is that of H, and D = `dim`."""
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    damping = damping_of(reg_lambda, diagonal.sum(1), dim)
+    return matrix + torch.diag_embed(damping[:, None].expand_as(diagonal)), damping
 
 
 def cholesky(matrix: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed) and bool(torch.isfinite(matrix).all()):
+    if bool(failed.any()) and bool(torch.isfinite(matrix).all()):
         raise AttributionError(
-            f"the regularised Hessian of size {len(matrix)} is not positive definite in {matrix.dtype}: raise"
+            f"the regularised Hessian of size {matrix.shape[-1]} is not positive definite in {matrix.dtype}: raise"
             " reg_lambda (or leave it at 0 for the automatic value)"
         )
     return factor
 
 
-def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor) -> tuple[Tensor, int]:
-    """Solves H X_j = target_j for all j at once, to the working precision. Returns X and the iterations used."""
+def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor) -> Tensor:
+    """Solves H X = target for all right-hand sides [S, m, …] at once, to about the working precision."""
     shape = target.shape
-    residual = target.flatten(1).clone()
+    residual = target.flatten(2).clone()
     solution = torch.zeros_like(residual)
     search = residual.clone()
-    squared = residual.square().sum(1)
-    tolerance = 1e-12 if target.dtype == torch.float64 else 1e-6
+    squared = residual.square().sum(2)
+    tolerance = 1e-12 if target.dtype == torch.float64 else 1e-5
     goal = squared * tolerance**2
-    for iteration in range(CG_MAX_ITERATIONS):
+    for _ in range(CG_MAX_ITERATIONS):
         active = squared > goal
         if not bool(active.any()):
-            return solution.view(shape), iteration
-        image = product(search.view(shape)).flatten(1)
-        curvature = (search * image).sum(1)
+            break
+        image = product(search.view(shape)).flatten(2)
+        curvature = (search * image).sum(2)
         step = torch.where(active, squared / curvature.clamp(min=torch.finfo(target.dtype).tiny), 0.0)
-        solution += step[:, None] * search
-        residual -= step[:, None] * image
-        renewed = residual.square().sum(1)
-        search = residual + torch.where(active, renewed / squared, 0.0)[:, None] * search
+        solution += step[..., None] * search
+        residual -= step[..., None] * image
+        renewed = residual.square().sum(2)
+        search = residual + torch.where(active, renewed / squared, 0.0)[..., None] * search
         squared = renewed
-    return solution.view(shape), CG_MAX_ITERATIONS
+    return solution.view(shape)
 
 
 def cheapest_token_solver(tokens: int, k_out: int, k_in: int, columns: int, split: bool) -> str:
@@ -242,11 +263,10 @@ def cheapest_token_solver(tokens: int, k_out: int, k_in: int, columns: int, spli
     dim = k_out * k_in
     costs = {"cg": CG_EXPECTED_ITERATIONS * 2 * tokens * dim * columns}
     if dim <= MAX_DENSE_DIM:
-        costs["dense"] = tokens * dim**2 + dim**3 // 3
+        costs["dense"] = tokens * dim**2 + FACTORING * dim**3 // 3
     if not split and tokens <= MAX_GRAM_TOKENS:
-        costs["gram"] = (
-            tokens**2 * (k_out + k_in) + tokens**3 // 3 + tokens**2 * columns + tokens * dim * columns
-        )
+        products = tokens**2 * (k_out + k_in + columns) + tokens * dim * columns
+        costs["gram"] = products + FACTORING * tokens**3 // 3
     return min(costs, key=lambda name: costs[name])
 
 
@@ -258,16 +278,15 @@ def make_curvature(
     source: str,
     solver: str,
     reg_lambda: float,
-    columns: int,
     ranks: Ranks,
 ) -> Curvature:
-    """`ranks` are those the scope is split over; `columns` is how many right-hand sides will be asked for."""
+    """`ranks` are those that the scopes are split over."""
     if mode == "identity":
         return Curvature(gradients, tokens)
     if source == "response" and solver != "dense":
         return ResponseCurvature(gradients, tokens, reg_lambda)
     if solver == "auto":
-        k_out, k_in = gradients.shape[1:]
+        _, columns, k_out, k_in = gradients.shape
         solver = cheapest_token_solver(tokens.count, k_out, k_in, columns, ranks.size > 1)
         # Ranks hold different numbers of tokens and must still agree.
         solver = ranks.gather(solver)[0]

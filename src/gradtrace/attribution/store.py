@@ -15,42 +15,35 @@ class StoredFactors:
     gradient: Tensor
     """[k_out, k_in]: the response's gradient, summed over all its positions."""
     u: Tensor
-    """[rows, k_out]: of the captured tokens."""
+    """[P, T_r, k_out]: of the captured tokens, for each of the module's P calls."""
     v: Tensor
-    """[rows, k_in]"""
-    token: Tensor | None
-    """long[rows]: the token of each row; None means row = token."""
-
-    @staticmethod
-    def empty(gradients: Tensor) -> StoredFactors:
-        """Of a module that received no gradient. `gradients` [n, k_out, k_in] gives sizes and type."""
-        _, k_out, k_in = gradients.shape
-        nowhere = torch.empty(0, dtype=torch.long)
-        return StoredFactors(
-            gradients[0], gradients.new_empty(0, k_out), gradients.new_empty(0, k_in), nowhere
-        )
+    """[P, T_r, k_in]"""
 
 
-def join_rows(
-    factors: list[tuple[Tensor, Tensor, Tensor | None]], counts: list[int], members: list[int], like: Tensor
-) -> tuple[TokenRows, Tensor]:
-    """Factors of several responses as one table, and the member index of each token.
+def join(stored: list[list[tuple[StoredFactors | None, int]]], width: int, like: Tensor) -> TokenRows:
+    """Per scope the factors and token counts of its responses, as one table padded to `width` tokens.
 
-    `counts` are the captured tokens of each response, `members` their indices in the scope.
+    None stands for a response in whose pass the module received no gradient. `like` [.., k_out, k_in] gives
+    sizes, type and device.
     """
-    owner = torch.repeat_interleave(
-        torch.tensor(members, dtype=torch.long), torch.tensor(counts, dtype=torch.long)
-    )
-    if not factors:
-        _, k_out, k_in = like.shape
-        return TokenRows(like.new_empty(0, k_out), like.new_empty(0, k_in), 0), owner
-    u = torch.cat([factor[0] for factor in factors])
-    v = torch.cat([factor[1] for factor in factors])
-    if all(token is None for _, _, token in factors):
-        return TokenRows(u, v, sum(counts)), owner
-    starts = torch.tensor([0, *counts]).cumsum(0).tolist()
-    token = [
-        start + (torch.arange(len(factor[0])) if factor[2] is None else factor[2])
-        for start, factor in zip(starts, factors, strict=False)
-    ]
-    return TokenRows(u, v, sum(counts), torch.cat(token).to(u.device)), owner
+    k_out, k_in = like.shape[-2:]
+    present = [factors for scope in stored for factors, _ in scope if factors is not None]
+    calls = max((len(factors.u) for factors in present), default=1)
+    u = like.new_zeros(len(stored), calls, width, k_out)
+    v = like.new_zeros(len(stored), calls, width, k_in)
+    for index, scope in enumerate(stored):
+        start = 0
+        for factors, count in scope:
+            if factors is not None:
+                u[index, : len(factors.u), start : start + count] = factors.u
+                v[index, : len(factors.v), start : start + count] = factors.v
+            start += count
+    return TokenRows(u.flatten(1, 2), v.flatten(1, 2), width)
+
+
+def padded(lists: list[Tensor], width: int) -> Tensor:
+    """long[S, width] from S lists of positions; −1 where there is none."""
+    table = torch.full((len(lists), width), -1, dtype=torch.long)
+    for row, values in enumerate(lists):
+        table[row, : len(values)] = values
+    return table

@@ -16,12 +16,14 @@ from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.factors import FactorHooks, sides
+from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.layout import Layout
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
-from gradtrace.attribution.result import InfluenceTrace
-from gradtrace.attribution.scopes import Labels, Scope, build_scopes
-from gradtrace.attribution.store import StoredFactors, join_rows
+from gradtrace.attribution.result import InfluenceTrace, assemble
+from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
+from gradtrace.attribution.solvers import TokenRows
+from gradtrace.attribution.store import StoredFactors, join, padded
 from gradtrace.attribution.tangent import Method, directional_derivative
 
 Terms = Callable[[list[int]], Tensor]
@@ -54,13 +56,14 @@ class InfluenceTracer:
         self.ranks = Ranks(process_group)
         self._hooks = FactorHooks(self.blocks, self._receive)
         self._open: Capture | None = None
+        self._whole: list[ScopeBatch] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget everything captured since the last `score()`."""
         self._labels: Labels | None = None
         self._scopes: list[Scope] = []
-        self._scope_of: dict[int, Scope] = {}
+        self._batches: list[ScopeBatch] = []
         self._skipped: dict[int, str] = {}
         self._stored: dict[Block, dict[int, StoredFactors]] = {block: {} for block in self.blocks}
         self._token_counts: dict[int, int] = {}
@@ -115,20 +118,22 @@ class InfluenceTracer:
         self._check_responses(layout)
         self._open = Capture(layout, dict(positions or {}))
         self._captures += 1
+        self._plan(layout)
         try:
             yield
             for block in list(self._open.parts):
                 self._finish_block(block)
             self._token_counts.update(layout.token_counts)
+            self._batches += self._whole
         finally:
             self._open = None
+            self._whole = []
             self._hooks.forget_calls()
 
     def _set_labels(self, labels: Labels) -> None:
         if self._labels is None:
             self._labels = labels
             self._scopes, self._skipped = build_scopes(labels, self.config)
-            self._scope_of = {response: scope for scope in self._scopes for response in scope.members}
         elif not self._labels.same_as(labels):
             raise AttributionError(
                 "accepted, group or advantages differ from those given before; call score() or reset() between batches"
@@ -146,6 +151,24 @@ class InfluenceTracer:
                 f"response id {layout.responses[-1]} is out of range: accepted has {len(self._labels)} entries"
             )
 
+    def _plan(self, layout: Layout) -> None:
+        """Which scopes this micro-batch holds whole (scored inside the pass), and which responses to store."""
+        present = set(layout.responses)
+        whole = [scope for scope in self._scopes if present.issuperset(scope.members)]
+        captured = {response: self._captured(count) for response, count in layout.token_counts.items()}
+        self._whole = batches_of(whole, layout.token_counts, captured, self.config)
+        limit = self.config.max_tokens_per_response
+        self._whole_positions = [
+            padded(
+                [torch.cat([layout.tokens_of(r, limit) for r in scope.members]) for scope in batch.scopes],
+                batch.width,
+            )
+            for batch in self._whole
+        ]
+        scored = {response for scope in whole for response in scope.members}
+        wanted = present if self._labels is None else {r for scope in self._scopes for r in scope.members}
+        self._to_store = sorted((present & wanted) - scored)
+
     def _receive(self, block: Block, site: Site, gradient: Tensor, x: Tensor) -> None:
         """Called inside the backward pass for every call of a traced module."""
         if self._open is None:
@@ -153,58 +176,45 @@ class InfluenceTracer:
         started = time.perf_counter()
         self._fired.add(block)
         # The pass may run under autocast; factors are never rounded to half precision.
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False), self._timed(gradient):
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             self._open.add(block, site, *sides(block, site, gradient, x))
             if self._hooks.calls[block] == 1:  # known to be the only call: nothing more will come for it
                 self._finish_block(block)
+            if self.config.profile_timing and gradient.is_cuda:
+                torch.cuda.synchronize(gradient.device)
         self._capture_seconds += time.perf_counter() - started
 
-    @contextmanager
-    def _timed(self, tensor: Tensor) -> Iterator[None]:
-        yield
-        if self.config.profile_timing and tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-
     def _finish_block(self, block: Block) -> None:
-        """All factors of this module are here: score the groups that are whole, store the rest."""
-        assert self._open is not None
-        layout = self._open.layout
-        present = set(layout.responses)
-        wanted = present if self._labels is None else {r for r in present if r in self._scope_of}
-        whole: set[int] = set()
-        for scope in self._scopes:
-            if present.issuperset(scope.members):
-                self._score_whole(block, scope)
-                whole.update(scope.members)
-        for response in sorted(wanted - whole):
-            self._store(block, response)
-        del self._open.parts[block]
-
-    def _score_whole(self, block: Block, scope: Scope) -> None:
-        capture, members = self._open, scope.members
-        assert capture is not None
-        counts = capture.layout.token_counts
-        gradients = self._reduce(capture.gradients(block, members), [counts[r] for r in members])
-        factors = [capture.tokens(block, r, self.config.max_tokens_per_response) for r in members]
-        rows, owner = join_rows(
-            factors, [self._captured(counts[r]) for r in members], list(range(len(members))), like=gradients
-        )
-        scope.add(block, gradients, rows, members, owner, Ranks())
-
-    def _store(self, block: Block, response: int) -> None:
+        """All factors of this module are here: score the scopes that are whole, store the rest."""
         capture = self._open
         assert capture is not None
-        u, v, token = capture.tokens(block, response, self.config.max_tokens_per_response)
-        gradient = capture.gradient(block, response)
-        if self.config.grad_offload_to_cpu:
-            gradient, u, v = gradient.cpu(), u.cpu(), v.cpu()
-        self._stored[block][response] = StoredFactors(gradient, u, v, token)
+        for batch, positions in zip(self._whole, self._whole_positions, strict=True):
+            members = batch.members
+            gradients = capture.gradients(block, members)
+            gradients = self._reduced(gradients, [capture.layout.token_counts[r] for r in members])
+            u, v = capture.tokens(block, positions)
+            rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
+            batch.add(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows, Ranks())
+        if self._to_store:
+            self._store(block, capture)
+        del capture.parts[block]
+
+    def _store(self, block: Block, capture: Capture) -> None:
+        limit = self.config.max_tokens_per_response
+        gradients = capture.gradients(block, self._to_store)
+        for response, gradient in zip(self._to_store, gradients, strict=True):
+            u, v = (
+                side[0] for side in capture.tokens(block, capture.layout.tokens_of(response, limit)[None])
+            )
+            if self.config.grad_offload_to_cpu:
+                gradient, u, v = gradient.cpu(), u.cpu(), v.cpu()
+            self._stored[block][response] = StoredFactors(gradient.clone(), u, v)
 
     def _captured(self, tokens: int) -> int:
         limit = self.config.max_tokens_per_response
         return min(tokens, limit) if limit else tokens
 
-    def _reduce(self, gradients: Tensor, token_counts: list[int]) -> Tensor:
+    def _reduced(self, gradients: Tensor, token_counts: list[int]) -> Tensor:
         """Response gradients as `response_reduction` wants them."""
         if self.config.response_reduction == "sum":
             return gradients
@@ -245,7 +255,10 @@ class InfluenceTracer:
                 self._score_stored(owners)
                 solved = time.perf_counter()
                 loss_terms = self._loss_terms(terms, method) if terms and self.config.wants_loss_term else {}
-            trace = self._collect(owners, loss_terms)
+            self._drop_non_finite()
+            trace = assemble(self._batches, self._token_counts, len(self._labels), loss_terms, self.config)
+            trace.skipped = self._all_skipped()
+            trace.metrics = self._metrics(len(owners))
             trace.metrics["timing_s/influence_capture"] = self._capture_seconds
             trace.metrics["timing_s/influence_score"] = solved - started
             trace.metrics["timing_s/influence_loss_term"] = time.perf_counter() - solved
@@ -306,82 +319,71 @@ class InfluenceTracer:
     def _score_stored(self, owners: dict[int, int]) -> None:
         """Scopes that no single micro-batch held whole."""
         me = 0 if self.ranks.size == 1 else dist.get_rank(self.ranks.group)
+        done = {id(scope) for batch in self._batches for scope in batch.scopes}
         mine, split = [], []
         for scope in self._scopes:
             ranks = {owners.get(response) for response in scope.members}
             if None in ranks:
-                self._skip(scope, "not_captured")
+                self._skipped |= dict.fromkeys(scope.groups, "not_captured")
             elif len(ranks) > 1:
                 split.append(scope)
-            elif me in ranks and not scope.complete:
+            elif me in ranks and id(scope) not in done:
                 mine.append(scope)
+        captured = {response: self._captured(count) for response, count in self._token_counts.items()}
+        whole = batches_of(mine, self._lengths, captured, self.config)
+        shared = batches_of(split, self._lengths, captured, self.config)
         for block in self.blocks:
-            for scope in mine:
-                if block in self._fired:
-                    self._score_scope(block, scope, self._member_gradients(block, scope), Ranks())
-            for scope, gradients in zip(split, self._shared_gradients(block, split), strict=True):
-                self._score_scope(block, scope, gradients, self.ranks)
+            if block in self._fired:
+                for batch in whole:
+                    self._score_batch(block, batch, self._gradients(block, batch.members), Ranks())
+            for batch in shared:
+                # Only these travel: the response gradients of scopes that are split over ranks.
+                gradients = self.ranks.sum(self._gradients(block, batch.members))
+                self._score_batch(block, batch, gradients, self.ranks)
             self._stored[block].clear()
+        self._batches += whole + shared
 
-    def _member_gradients(self, block: Block, scope: Scope) -> Tensor:
-        stored = self._stored[block]
-        return torch.stack([self._to_compute(stored[response].gradient) for response in scope.members])
-
-    def _shared_gradients(self, block: Block, scopes: list[Scope]) -> list[Tensor]:
-        """Gradients of all members of scopes that are split over ranks: only these travel, once per module."""
-        if not scopes:
-            return []
-        reference = next(iter(self._stored[block].values()), None)
-        parameter = self.blocks[0].sites[0].module.weight
-        device = parameter.device if reference is None else self._to_compute(reference.gradient).device
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        members = [response for scope in scopes for response in scope.members]
-        gradients = torch.zeros(len(members), block.k_out, block.k_in, dtype=dtype, device=device)  # type: ignore[arg-type]
+    def _gradients(self, block: Block, members: list[int]) -> Tensor:
+        """[len(members), k_out, k_in]; zero for those of other ranks, and where the module had no gradient."""
+        weight = self.blocks[0].sites[0].module.weight
+        assert isinstance(weight, Tensor)
+        on_host = self.config.grad_offload_to_cpu and not self.config.force_gpu_compute
+        gradients = torch.zeros(
+            len(members),
+            block.k_out,
+            block.k_in,
+            dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32,
+            device="cpu" if on_host else weight.device,
+        )
         for index, response in enumerate(members):
             if response in self._stored[block]:
-                gradients[index] = self._to_compute(self._stored[block][response].gradient)
-        return list(self.ranks.sum(gradients).split([len(scope.members) for scope in scopes]))
+                gradients[index] = self._stored[block][response].gradient
+        return gradients
 
-    def _score_scope(self, block: Block, scope: Scope, gradients: Tensor, ranks: Ranks) -> None:
-        local = [response for response in scope.members if response in self._token_counts]
-        nothing = StoredFactors.empty(gradients)
-        factors = [self._stored[block].get(response, nothing) for response in local]
-        rows, owner = join_rows(
-            [(self._to_compute(kept.u), self._to_compute(kept.v), kept.token) for kept in factors],
-            [self._captured(self._token_counts[response]) for response in local],
-            [scope.members.index(response) for response in local],
-            like=gradients,
-        )
-        reduced = self._reduce(gradients, [self._lengths[response] for response in scope.members])
-        scope.add(block, reduced, rows, local, owner, ranks)
-
-    def _to_compute(self, tensor: Tensor) -> Tensor:
-        """Offloaded factors go back to the model's device only if asked to."""
-        if self.config.grad_offload_to_cpu and self.config.force_gpu_compute:
-            return tensor.to(self.blocks[0].sites[0].module.weight.device)  # type: ignore[arg-type]
-        return tensor
-
-    def _skip(self, scope: Scope, reason: str) -> None:
-        for group in scope.groups:
-            self._skipped[group] = reason
-
-    # ---------------------------------------------------------------- results
+    def _score_batch(self, block: Block, batch: ScopeBatch, gradients: Tensor, ranks: Ranks) -> None:
+        stored = self._stored[block]
+        factors = [[(stored.get(r), count) for r, count in counts.items()] for counts in batch.tokens]
+        reduced = self._reduced(gradients, [self._lengths[response] for response in batch.members])
+        rows = join(factors, batch.width, like=gradients)
+        batch.add(block, reduced.unflatten(0, (len(batch.scopes), -1)), rows, ranks)
 
     def _loss_terms(self, terms: Terms, method: Method) -> dict[int, Tensor]:
         """Response → [T_r]: the derivative of every token's own term along the direction its score is about."""
         scores: dict[int, Tensor] = {}
-        for scope in self._scored_scopes():
-            if self.config.exclude_self_response:  # every response has a direction of its own
-                parts = [(scope.members.index(response), [response]) for response in scope.local]
-            else:
-                parts = [(0, scope.local)]
-            for row, responses in parts:
-                direction = {
-                    block.parameter_name: block.weight_direction(found[row])
-                    for block, found in scope.directions.items()
-                }
-                scores.update(self._terms_along(direction, responses, terms, method))
-            scope.directions.clear()
+        for batch in self._batches:
+            for index, (scope, counts) in enumerate(zip(batch.scopes, batch.tokens, strict=True)):
+                local = list(counts)
+                if self.config.exclude_self_response:  # every response has a direction of its own
+                    parts = [(scope.members.index(response), [response]) for response in local]
+                else:
+                    parts = [(0, local)] if local else []
+                for row, responses in parts:
+                    direction = {
+                        block.parameter_name: block.weight_direction(found[index, row])
+                        for block, found in batch.directions.items()
+                    }
+                    scores |= self._terms_along(direction, responses, terms, method)
+            batch.directions.clear()
         return scores
 
     def _terms_along(
@@ -397,103 +399,53 @@ class InfluenceTracer:
             )
         return dict(zip(responses, values.split(lengths), strict=True))
 
-    def _scored_scopes(self) -> list[Scope]:
-        return [
-            scope
-            for scope in self._scopes
-            if scope.kernel is not None and scope.local and scope.groups[0] not in self._skipped
-        ]
-
     def _drop_non_finite(self) -> None:
-        for scope in self._scored_scopes():
-            found = scope.non_finite()
-            if found is not None:
-                module, responses = found
-                self._skip(scope, "non_finite")
-                warnings.warn(
-                    f"group {scope.groups[0]} has no scores: the gradient of response {responses[0]} in {module} is"
-                    " not finite",
-                    stacklevel=4,
-                )
+        """A scope with a bad gradient has no scores; it is skipped with a warning that names the place."""
+        for batch in self._batches:
+            for index, scope in enumerate(batch.scopes):
+                found = batch.non_finite(index)
+                if found is not None:
+                    module, responses = found
+                    self._skipped |= dict.fromkeys(scope.groups, "non_finite")
+                    batch.tokens[index] = {}
+                    warnings.warn(
+                        f"group {scope.groups[0]} has no scores: the gradient of response {responses[0]} in {module}"
+                        " is not finite",
+                        stacklevel=3,
+                    )
 
-    def _collect(self, owners: dict[int, int], loss_terms: dict[int, Tensor]) -> InfluenceTrace:
+    def _all_skipped(self) -> dict[int, str]:
+        here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
+        elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
+        return dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
+
+    def _metrics(self, captured: int) -> dict[str, float]:
         assert self._labels is not None
-        total = len(self._labels)
-        self._drop_non_finite()
-        scored = self._scored_scopes()
-        for scope in self._scopes:
-            if scope not in scored:
-                for group in scope.groups:
-                    self._skipped.setdefault(group, "other_rank")
-        like = next((scope.kernel for scope in scored if scope.kernel is not None), torch.zeros(0))
-        position = [like.new_empty(0) for _ in range(total)]
-        rest = like.new_zeros(total)
-        kernel = like.new_full((total, total), torch.nan)
-        pairwise: dict[int, tuple[list[int], Tensor]] = {}
-        for scope in scored:
-            assert scope.position is not None and scope.kernel is not None
-            members = torch.tensor(scope.members)
-            kernel[members[:, None], members] = scope.kernel
-            captured = [self._captured(self._token_counts[response]) for response in scope.local]
-            through = (scope.kernel * scope.contrast.to(scope.kernel)).sum(1)
-            starts = torch.tensor([0, *captured]).cumsum(0).tolist()
-            for response, start, count in zip(scope.local, starts, captured, strict=False):
-                length = self._token_counts[response]
-                position[response] = like.new_full((length,), torch.nan)
-                position[response][:count] = scope.position[start : start + count]
-                whole = through[scope.members.index(response)]
-                if self.config.response_reduction == "mean":
-                    whole = whole * max(length, 1)
-                rest[response] = whole - scope.position[start : start + count].sum()
-                if scope.pairwise is not None:
-                    pairwise[response] = (scope.members, scope.pairwise[start : start + count])
-        return InfluenceTrace(
-            position_scores=position,
-            loss_term_scores=self._loss_term_list(position, loss_terms),
-            rest_scores=rest,
-            response_kernel=kernel,
-            skipped=self._skipped,
-            metrics=self._metrics(scored, owners),
-            credit=self.config.credit,
-            _pairwise=pairwise,
-        )
-
-    def _loss_term_list(self, position: list[Tensor], loss_terms: dict[int, Tensor]) -> list[Tensor] | None:
-        if not self.config.wants_loss_term:
-            return None
-        scored = {response for scope in self._scored_scopes() for response in scope.local}
-        return [
-            loss_terms[response] if response in scored else scores.new_empty(0)
-            for response, scores in enumerate(position)
-        ]
-
-    def _metrics(self, scored: list[Scope], owners: dict[int, int]) -> dict[str, float]:
-        assert self._labels is not None
-        mixed = len(self._labels.mixed_groups())
-        total = len(self._labels.groups())
-        solvers: dict[str, int] = {}
-        for scope in scored:
-            for name, number in scope.solvers.items():
-                solvers[name] = solvers.get(name, 0) + number
-        rows = sum(len(scope.position) for scope in scored if scope.position is not None)
-        metrics = {
-            "influence_trace/selected_responses": sum(len(scope.local) for scope in scored),
-            "influence_trace/selected_prompts": sum(len(scope.groups) for scope in scored),
+        mixed, total = len(self._labels.mixed_groups()), len(self._labels.groups())
+        tokens = [counts for batch in self._batches for counts in batch.tokens if counts]
+        reasons = list(self._skipped.values())
+        metrics: dict[str, float] = {
+            "influence_trace/selected_responses": sum(len(counts) for counts in tokens),
+            "influence_trace/selected_prompts": sum(
+                len(scope.groups)
+                for batch in self._batches
+                for scope, counts in zip(batch.scopes, batch.tokens, strict=True)
+                if counts
+            ),
             "influence_trace/uid_total": total,
             "influence_trace/uid_constant": total - mixed,
             "influence_trace/uid_mixed": mixed,
-            "influence_trace/rows_emitted": rows,
+            "influence_trace/rows_emitted": sum(sum(counts.values()) for counts in tokens),
             "influence_trace/debug_captures": self._captures,
             "influence_trace/debug_modules": len(self.blocks),
             "influence_trace/debug_modules_fired": len(self._fired),
-            "influence_trace/debug_responses_captured": len(owners),
-            "influence_trace/debug_groups_not_captured": count_of(self._skipped, "not_captured"),
-            "influence_trace/debug_groups_non_finite": count_of(self._skipped, "non_finite"),
+            "influence_trace/debug_responses_captured": captured,
+            "influence_trace/debug_groups_not_captured": reasons.count("not_captured"),
+            "influence_trace/debug_groups_non_finite": reasons.count("non_finite"),
             "influence_trace/debug_bytes_moved": self.ranks.bytes_moved,
         }
-        metrics |= {f"influence_trace/debug_solver_{name}": number for name, number in solvers.items()}
+        for batch in self._batches:
+            for name, number in batch.solvers.items():
+                key = f"influence_trace/debug_solver_{name}"
+                metrics[key] = metrics.get(key, 0) + number
         return {name: float(value) for name, value in metrics.items()}
-
-
-def count_of(skipped: dict[int, str], reason: str) -> int:
-    return sum(1 for value in skipped.values() if value == reason)

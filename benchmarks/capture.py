@@ -1,0 +1,133 @@
+"""What capture costs: forward and backward with the tracer scoring every q, k, v, o, gate, up and down projection
+inside the backward pass (inverse Hessian of responses, pairwise scores, projection factor 32), against without.
+
+And loss-term credit of all tokens of a batch: one forward-mode pass against one backward pass per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import alternate, emit, load_smollm2, parse_arguments, seconds, tiny_model
+from gradtrace.attribution import InfluenceConfig, InfluenceTracer, directional_derivative
+
+MODULES = (r"\.(q|k|v|o|gate|up|down)_proj$",)
+
+
+class Batch:
+    """Random responses: groups of `n`, every sequence prompt + response tokens long."""
+
+    def __init__(self, vocabulary: int, groups: int, n: int, prompt: int, response: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        rows = groups * n
+        self.ids = torch.randint(0, vocabulary, (rows, prompt + response), generator=generator)
+        self.tokens = torch.zeros(self.ids.shape, dtype=torch.bool)
+        self.tokens[:, prompt:] = True
+        self.group = torch.arange(groups).repeat_interleave(n)
+        self.accepted = torch.arange(rows) % 2 == 0
+        self.advantages = self.accepted.float()[:, None] * 2 - 1
+        self.response = torch.arange(rows)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        logits = model(input_ids=self.ids, use_cache=False).logits[:, :-1]
+        scores = -nn.functional.cross_entropy(
+            logits.flatten(0, 1), self.ids[:, 1:].flatten(), reduction="none"
+        )
+        return -(scores.view(len(self.ids), -1) * self.tokens[:, 1:] * self.advantages).sum()
+
+
+def capture_overhead(model: nn.Module, batch: Batch, rounds: int) -> tuple[float, dict[str, Any]]:
+    tracer = InfluenceTracer(model, InfluenceConfig(module_name_filter=MODULES, projection_dim_factor=32))
+    traces = []
+
+    def plain() -> None:
+        model.zero_grad()
+        batch.loss(model).backward()
+
+    def traced() -> None:
+        model.zero_grad()
+        with tracer.capture(
+            response=batch.response, tokens=batch.tokens, accepted=batch.accepted, group=batch.group
+        ):
+            batch.loss(model).backward()
+        traces.append(tracer.score())
+
+    def plain_without_hooks() -> None:
+        with tracer._hooks.paused():
+            plain()
+
+    timing = alternate(traced, plain_without_hooks, rounds)
+    tracer.close()
+    rows = traces[-1].metrics["influence_trace/rows_emitted"]
+    return timing.ratio, timing.detail() | {"tokens_scored": rows, "modules": len(tracer.blocks)}
+
+
+def loss_term_speedup(
+    model: nn.Module, vocabulary: int, tokens: int, sample: int
+) -> tuple[float, dict[str, Any]]:
+    """T backward passes are timed on `sample` of the tokens, spread evenly, and multiplied up."""
+    batch = Batch(vocabulary, 1, 1, 16, tokens)
+    direction = {
+        name: torch.randn_like(p) for name, p in model.named_parameters() if p.dim() == 2 and "proj" in name
+    }
+    parameters = [dict(model.named_parameters())[name] for name in direction]
+
+    def terms() -> Tensor:
+        logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]
+        scores = -nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none"
+        )
+        return scores[batch.tokens[:, 1:].flatten()]
+
+    values = terms()
+    chosen = torch.linspace(0, tokens - 1, sample).long().tolist()
+    derivatives = []
+
+    def backward_passes() -> None:
+        derivatives.clear()
+        for token in chosen:
+            gradients = torch.autograd.grad(values[token], parameters, retain_graph=True)
+            products = [(g * direction[n]).sum() for n, g in zip(direction, gradients, strict=True)]
+            derivatives.append(torch.stack(products).sum())
+
+    result: list[Tensor] = []
+
+    def forward_mode() -> None:
+        result[:] = [directional_derivative(model, terms, direction)]
+
+    forward_mode()
+    ours = min(seconds(forward_mode) for _ in range(3))
+    theirs = seconds(backward_passes) * tokens / sample
+    error = (result[0][chosen] - torch.stack(derivatives)).norm() / torch.stack(derivatives).norm()
+    detail = {
+        "theirs_s": theirs,
+        "ours_s": ours,
+        "tokens": tokens,
+        "timed_tokens": sample,
+        "relative_error": float(error),
+    }
+    return theirs / ours, detail
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(__doc__, arguments)
+    ratios: dict[str, float] = {}
+    detail: dict[str, Any] = {}
+    tiny = tiny_model()
+    batch = Batch(18, 4, 8, 10, 18)
+    ratios["overhead_capture_tiny"], detail["capture_tiny"] = capture_overhead(tiny, batch, 10)
+    ratios["speedup_loss_term_256_tiny"], detail["loss_term_tiny"] = loss_term_speedup(tiny, 18, 256, 256)
+    smollm2, _ = load_smollm2()
+    batch = Batch(49152, 1, 8, 64, 64 if args.quick else 128)
+    rounds = 2 if args.quick else 5
+    ratios["overhead_capture_smollm2"], detail["capture_smollm2"] = capture_overhead(smollm2, batch, rounds)
+    sample = 8 if args.quick else 32
+    ratios["speedup_loss_term_256"], detail["loss_term"] = loss_term_speedup(smollm2, 49152, 256, sample)
+    emit("capture", ratios, detail)
+
+
+if __name__ == "__main__":
+    main()
