@@ -169,7 +169,7 @@ def test_a_filter_that_matches_nothing_shows_what_there_is(model: nn.Module) -> 
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
-    with pytest.raises(AttributionError, match="no nn.Linear"):
+    with pytest.raises(AttributionError, match=r"no nn\.Linear"):
         InfluenceTracer(nn.Embedding(3, 3))
 
 

@@ -1,0 +1,163 @@
+"""Check the installation and, with --model, whether gradient reaches the layers that would be traced.
+
+examples:
+  gradtrace doctor                                     versions, devices, threads
+  gradtrace doctor --model runs/demo/policy            one small forward and backward pass through the model
+  gradtrace doctor --model Qwen/Qwen2.5-0.5B --filter down_proj --projection-dim-factor 64
+                                                       which layers match, and the memory a batch would need
+
+Exit code 0: everything can be traced. 1: something was found, and its cause is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from gradtrace import __version__
+from gradtrace.errors import GradtraceError
+
+PACKAGES = (
+    ("torch", "transformers", "numpy", "safetensors", "hydra-core", "pyarrow", "starlette"),
+    ("peft", "trl", "verl", "ray", "math-verify", "pandas", "wandb", "tensorboard", "trackio"),
+)
+SHOWN_LAYERS = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a transformers model: a folder, or a name on the hub")
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        help="module_name_filter: a regular expression; may be repeated",
+    )
+    parser.add_argument("--projection-dim-factor", type=int, default=32, help="0 = exact (default: 32)")
+    parser.add_argument("--responses", type=int, default=64, help="for the memory estimate (default: 64)")
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="tokens per response, for the estimate (default: 512)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console()
+    _show_installation(console)
+    if args.model is None:
+        return 0
+    return _check_model(console, args)
+
+
+def _show_installation(console: Any) -> None:
+    import torch
+    from rich.table import Table
+
+    table = Table(
+        title=f"gradtrace {__version__} on Python {platform.python_version()}", title_justify="left"
+    )
+    table.add_column("package")
+    table.add_column("version")
+    for package in PACKAGES[0]:
+        table.add_row(package, _version(package) or "[red]missing[/red]")
+    for package in PACKAGES[1]:
+        table.add_row(package, _version(package) or "[dim]not installed (optional)[/dim]")
+    console.print(table)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            console.print(
+                f"device   cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            )
+    else:
+        console.print("device   CPU only (no CUDA device is visible to torch)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    console.print(f"threads  torch uses {torch.get_num_threads()} of {cores} cores")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_model(console: Any, args: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from gradtrace.attribution.config import InfluenceConfig
+    from gradtrace.attribution.diagnose import check_gradient_flow
+    from gradtrace.attribution.memory import estimate_memory
+    from gradtrace.attribution.modules import select_blocks
+
+    model = _load(args.model)
+    config = InfluenceConfig(
+        module_name_filter=tuple(args.filter), projection_dim_factor=args.projection_dim_factor
+    )
+    with console.status("one small forward and backward pass …"):
+        report = check_gradient_flow(model, lambda: _small_loss(model), config)
+    if report.layers:
+        table = Table(title=f"gradient flow of {args.model}", title_justify="left")
+        for column in ("layer", "weight", "traced as", "rows", "|output gradient|"):
+            table.add_column(column, justify="left" if column == "layer" else "right", overflow="fold")
+        for layer in report.layers[:SHOWN_LAYERS]:
+            state = f"{layer.rows}" if layer.rows else "[red]0[/red]"
+            table.add_row(
+                layer.name,
+                "{} × {}".format(*layer.shape),
+                "{} × {}".format(*layer.projected),
+                state,
+                f"{layer.gradient_norm:.2e}",
+            )
+        if len(report.layers) > SHOWN_LAYERS:
+            table.add_row(f"… and {len(report.layers) - SHOWN_LAYERS} more", "", "", "", "")
+        console.print(table)
+    for problem in report.problems:
+        console.print(f"[red]problem[/red]  {problem}", highlight=False, soft_wrap=True)
+    if not report.healthy:
+        return 1
+    tokens = args.responses * args.tokens
+    memory = estimate_memory(select_blocks(model, config), config, args.responses, tokens, whole_groups=False)
+    console.print(
+        f"memory   {args.responses} responses × {args.tokens} tokens: {_size(memory.stored_factors)} of stored factors"
+        f" (none where micro-batches hold whole groups), {_size(memory.scores)} of scores,"
+        f" {_size(memory.projections)} of projections, {_size(memory.working)} while scoring",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"[green]healthy[/green]  all {len(report.layers)} selected layers can be traced")
+    return 0
+
+
+def _load(path: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if os.sep in path and not Path(path).exists() and path.startswith((".", "/", "runs", "models")):
+        raise GradtraceError(f"there is no model at {path}; give a folder with config.json, or a hub name")
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise GradtraceError(f"{path} cannot be loaded as a causal language model: {error}") from error
+
+
+def _small_loss(model: Any) -> Any:
+    """The mean log-prob loss of a few random tokens: enough to see where gradient goes."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.get_text_config().vocab_size, (2, 16), generator=generator)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def _size(number: int) -> str:
+    value = float(number)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
