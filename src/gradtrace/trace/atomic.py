@@ -61,6 +61,15 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path, fsync: bool = False) -> None:
+    """`path` and its parents; with `fsync`, those that are new survive a power cut."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    if fsync:
+        for folder in new:
+            fsync_directory(folder.parent)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete temporary files that a killed process left in `folder`."""
     for leftover in folder.glob(f".*{TEMPORARY}"):
@@ -75,7 +84,7 @@ def atomic_directory(path: Path, fsync: bool = False) -> Iterator[Path]:
     """A folder to fill; on success it becomes `path` (which must not exist), on an error it vanishes."""
     if path.exists():
         raise FileExistsError(f"{path} exists already")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, fsync)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -148,38 +157,39 @@ def _looks_like_seal(record: dict[str, Any]) -> bool:
 
 
 class JsonLines:
-    """Append-only file of sealed JSON lines. A line is there with its newline or it does not count."""
+    """Append-only file of sealed JSON lines, made if it is not there. A line is there with its newline or it does
+    not count."""
 
     def __init__(self, path: Path, fsync: bool = False) -> None:
         self.path = path
         self.fsync = fsync
+        self.torn = False
+        """The last append failed and its bytes could not be taken back; the next one does that first."""
         self._size = self._heal()
 
     def append(self, record: dict[str, Any]) -> None:
         line = seal(record)
-        is_new = not self.path.exists()
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size != self._size:  # a failed append before this one left a torn line
+            if os.fstat(descriptor).st_size != self._size:
                 os.ftruncate(descriptor, self._size)
+            self.torn = True
             try:
                 write_all(descriptor, line)
                 if self.fsync:
                     os.fsync(descriptor)
             except BaseException:
-                with contextlib.suppress(OSError):  # else the next append does it
+                with contextlib.suppress(OSError):
                     os.ftruncate(descriptor, self._size)
+                    self.torn = False
                 raise
+            self.torn = False
             self._size += len(line)
         finally:
             os.close(descriptor)
-        if is_new and self.fsync:
-            fsync_directory(self.path.parent)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop every line that is not wanted, and damaged ones, in one atomic step."""
-        if not self.path.exists():
-            return
         kept = []
         for line in self.path.read_bytes().splitlines(keepends=True):
             try:
@@ -188,13 +198,15 @@ class JsonLines:
                 continue
             if wanted(record):
                 kept.append(line)
-        data = b"".join(kept)
-        atomic_write(self.path, data, self.fsync)
-        self._size = len(data)
+        try:
+            atomic_write(self.path, b"".join(kept), self.fsync)
+        finally:  # it may fail before the rename or after
+            self._size = self.path.read_bytes().rfind(b"\n") + 1
 
     def _heal(self) -> int:
         """Cut a last line without newline, left by a killed process; return the size."""
         if not self.path.exists():
+            atomic_write(self.path, b"", self.fsync)
             return 0
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1

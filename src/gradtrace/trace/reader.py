@@ -22,6 +22,7 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 from gradtrace.trace import manifest, schema
 from gradtrace.trace.atomic import DamagedError, unseal
+from gradtrace.trace.config_file import load_config
 from gradtrace.trace.confined import RefusedError, read_confined, size_confined
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 from gradtrace.trace.step import Step
@@ -74,15 +75,12 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """config.yaml as plain dictionaries; empty if there is none."""
-        import yaml
-
         data = self._read_small("config.yaml")
         try:
-            loaded = yaml.safe_load(data) if data else {}
-        except (yaml.YAMLError, RecursionError) as error:
-            self._note("config.yaml", f"not YAML ({error})")
+            return load_config(data or b"")
+        except DamagedError as error:
+            self._note("config.yaml", str(error))
             return {}
-        return loaded if isinstance(loaded, dict) else {}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -170,7 +168,7 @@ class Run:
                 if attempt == 1 and self.entries(kind).get(step) != entry:
                     continue
                 name = f"{kind}/{entry.file}"
-                self._note(name, str(error))
+                self._note(name, str(error), key=f"{kind} {step}")
                 raise StepUnreadableError(f"step {step} of {kind} was left out: {name}: {error}") from error
         raise AssertionError("unreachable")
 
@@ -207,7 +205,7 @@ class Run:
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise DamagedError("its sha256 is not the one in the manifest")
         step = Step(kind, entry.step, SafeNpz(data))
-        self._problems.pop(f"{kind}/{entry.file}", None)
+        self._problems.pop(f"{kind} {entry.step}", None)  # it was damaged, and then written again
         return step
 
     def _read_small(self, name: str) -> bytes | None:
@@ -233,8 +231,8 @@ class Run:
             self._note(name, str(error))
             return {}
 
-    def _note(self, where: str, what: str) -> None:
+    def _note(self, where: str, what: str, key: str | None = None) -> None:
         problem = Problem(where, what)
-        if self._problems.get(where) != problem:
+        if self._problems.get(key or where) != problem:
             logger.warning("%s: %s", self.path, problem)
-        self._problems[where] = problem
+        self._problems[key or where] = problem

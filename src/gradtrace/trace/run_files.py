@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradtrace.trace.atomic import JsonLines, atomic_write, remove_leftovers, seal
+from gradtrace.trace.atomic import JsonLines, atomic_write, make_folder, remove_leftovers, seal
 from gradtrace.trace.token_text import TokenBytes
 
 
@@ -17,7 +17,7 @@ class RunFiles:
     def __init__(self, run_dir: str | os.PathLike[str], fsync: bool = False) -> None:
         self.path = Path(run_dir)
         self.fsync = fsync
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path, fsync)
         remove_leftovers(self.path)
         self._metrics = JsonLines(self.path / "metrics.jsonl", fsync)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from gradtrace.errors import GradtraceError
 from gradtrace.trace import manifest, schema
-from gradtrace.trace.atomic import JsonLines, atomic_write, remove_leftovers, seal
+from gradtrace.trace.atomic import JsonLines, atomic_write, make_folder, remove_leftovers, seal
 from gradtrace.trace.safe_npz import dump_npz
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class TraceWriter:
             try:
                 self.stats.bytes += self._store.put(job.step, job.columns, job.meta)
                 self.stats.written += 1
-                self._store.put_side_files()
+                self._store.tidy()
             except Exception as error:  # a trace must not kill training; it is counted and shown
                 self._fail(f"{self.kind} step {job.step} was not written whole: {error}", error)
             finally:
@@ -183,12 +183,12 @@ class _StepStore:
         self.folder = folder
         self.kind = kind
         self.fsync = fsync
-        (folder / "steps").mkdir(parents=True, exist_ok=True)
+        make_folder(folder / "steps", fsync)
         remove_leftovers(folder)
         remove_leftovers(folder / "steps")
         self.lines = JsonLines(folder / "manifest.jsonl", fsync)
-        data = self.lines.path.read_bytes() if self.lines.path.exists() else b""
-        self.entries = manifest.Manifest(data).entries
+        self.entries = manifest.Manifest(self.lines.path.read_bytes()).entries
+        self.obsolete: list[str] = []
 
     def put(self, step: int, columns: dict[str, np.ndarray], meta: dict[str, Any]) -> int:
         head: dict[str, np.ndarray] = {
@@ -212,37 +212,48 @@ class _StepStore:
         try:
             self.lines.append(entry.record())
         except BaseException:
-            with contextlib.suppress(OSError):  # no line points at it; on a full disk its space is needed
-                os.unlink(path)
+            if not self.lines.torn:  # no line points at it, and a full disk needs the space
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
             raise
         self.entries[step] = entry
+        self.obsolete = [file for file in self.obsolete if file != entry.file]  # a removal that failed before
         if old:
-            (self.folder / old.file).unlink(missing_ok=True)
+            self.obsolete.append(old.file)
         return len(data)
 
-    def put_side_files(self) -> None:
+    def tidy(self) -> None:
+        """Remove what later lines replaced, and bring the side files up to date."""
+        while self.obsolete:
+            (self.folder / self.obsolete[-1]).unlink(missing_ok=True)
+            self.obsolete.pop()
+        self._put_side_files(self.entries)
+
+    def _put_side_files(self, by_step: dict[int, manifest.Entry]) -> None:
         """For people and scripts; the reader goes by the manifest."""
-        entries = self.entries.values()
+        entries = by_step.values()
         summary = {
             "kind": self.kind,
             "format_version": schema.FORMAT_VERSION,
-            "steps": len(self.entries),
-            "first_step": min(self.entries, default=None),
-            "latest_step": max(self.entries, default=None),
+            "steps": len(by_step),
+            "first_step": min(by_step, default=None),
+            "latest_step": max(by_step, default=None),
             "groups": sum(entry.groups for entry in entries),
             "responses": sum(entry.responses for entry in entries),
             "tokens": sum(entry.tokens for entry in entries),
             "bytes": sum(entry.bytes for entry in entries),
         }
-        latest = f"{max(self.entries)}\n" if self.entries else ""
+        latest = f"{max(by_step)}\n" if by_step else ""
         atomic_write(self.folder / "latest_step.txt", latest.encode(), self.fsync)
         atomic_write(self.folder / "summary.json", seal(summary, indent=2), self.fsync)
 
     def truncate_after(self, step: int) -> None:
-        dropped = [entry for entry in self.entries.values() if entry.step > step]
-        self.entries = {key: entry for key, entry in self.entries.items() if key <= step}
+        before = self.entries
         # side files first: a summary that counts more steps than the manifest has means lost lines to the reader
-        self.put_side_files()
-        self.lines.keep(lambda record: record["step"] <= step)
-        for entry in dropped:
-            (self.folder / entry.file).unlink(missing_ok=True)
+        self._put_side_files({key: entry for key, entry in before.items() if key <= step})
+        try:
+            self.lines.keep(lambda record: record["step"] <= step)
+        finally:  # it may fail before the rename or after
+            self.entries = manifest.Manifest(self.lines.path.read_bytes()).entries
+            self.obsolete += [entry.file for key, entry in before.items() if key not in self.entries]
+        self.tidy()
