@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import torch
 
 from gradtrace.algorithms import advantage, policy_loss
@@ -43,9 +45,9 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
     """Load the model and the data, from the start or with the weights of a checkpoint."""
     if config.task.name == "arithmetic":
         torch.set_num_threads(config.trainer.cpu_threads or SMALL_MODEL_THREADS)  # for the warm start as well
-    torch.manual_seed(config.trainer.seed)  # LoRA's first weights; nothing in the loop draws from it
     reward = load_user_reward(config.reward.path) if config.reward.path else None
     path, task = build_task(config, progress)
+    seed_global_generators(config.trainer.seed)
     policy = load_policy(path, config.model, config.rollout.temperature, checkpoint and checkpoint / "policy")
     if policy.device.type == "cpu":
         torch.set_num_threads(config.trainer.cpu_threads or suitable_threads(policy))
@@ -69,6 +71,13 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
             for index, name in enumerate(("rollout", "update"))
         },
     )
+
+
+def seed_global_generators(seed: int) -> None:
+    """The loop draws from `Parts.generators`; LoRA's first weights, dropout and a user's reward from these."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def build_task(config: Config, progress: Progress | None) -> tuple[str | Path, Task]:

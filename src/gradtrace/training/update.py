@@ -44,7 +44,8 @@ def plan_updates(
         order = groups[torch.randperm(len(groups), generator=generator)] if shuffle else groups
         for index, chosen in enumerate(order.split(mini_batch_size or max(1, len(order)))):
             rows = (torch.isin(batch.group, chosen) & kept).nonzero().squeeze(-1)
-            updates.append(OptimizerStep(step, epoch, index, len(updates), rows))
+            if len(rows):
+                updates.append(OptimizerStep(step, epoch, index, len(updates), rows))
     return updates
 
 

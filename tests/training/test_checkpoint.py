@@ -1,0 +1,137 @@
+"""A checkpoint is complete or absent, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradtrace.config_loader import load_config
+from gradtrace.errors import GradtraceError
+from gradtrace.training import run
+from gradtrace.training.checkpoint import Checkpoints
+from gradtrace.training.loop import Trainer
+from tests.training.small import config, metrics, overrides
+
+CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate")
+
+
+def train_and_die(arguments: list[str], point: int) -> None:
+    """In a forked process: train, and die by SIGKILL at file operation `point` of the checkpoint of step 4."""
+    countdown: int | None = None
+
+    def die_in_time(event: str, args: tuple[object, ...]) -> None:
+        nonlocal countdown
+        writes = event == "open" and isinstance(args[2], int) and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+        if countdown is None or not (writes or event in CHANGES):
+            return
+        if countdown == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        countdown -= 1
+
+    class DyingTrainer(Trainer):
+        def save(self, step: int) -> Path:
+            nonlocal countdown
+            countdown = point if step == 4 else None
+            path = super().save(step)
+            countdown = None
+            return path
+
+    sys.addaudithook(die_in_time)
+    run.Trainer = DyingTrainer  # type: ignore[misc]
+    run.train(load_config(arguments))
+
+
+def fill(folder: Path, text: str = "content") -> None:
+    (folder / "inner").mkdir()
+    (folder / "inner/file.txt").write_text(text)
+
+
+def test_latest_moves_after_the_folder_and_old_ones_go(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, fill)
+    assert checkpoints.latest() == tmp_path / "checkpoints/step_000003"
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "latest",
+        "step_000002",
+        "step_000003",
+    ]
+
+
+def test_failed_save_leaves_the_previous_checkpoint_and_no_rest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, fill)
+
+    def full_disk(folder: Path) -> None:
+        fill(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(GradtraceError, match=r"the disk is full.*step_000001, is untouched.*resume="):
+        checkpoints.save(2, full_disk)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_000001"]
+    assert checkpoints.latest() is not None
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "marker"])
+def test_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.save(1, fill)
+    if damage == "truncate":
+        os.truncate(folder / "inner/file.txt", 3)
+    elif damage == "delete":
+        (folder / "inner/file.txt").unlink()
+    else:
+        (folder / "complete.json").write_text("{}")
+    with pytest.raises(GradtraceError, match="step_000001"):
+        checkpoints.latest()
+
+
+def test_folder_that_latest_never_reached_is_removed_on_resume(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, fill)
+    checkpoints.save(2, fill)
+    (tmp_path / "checkpoints/latest").write_text("step_000001\n")
+    (tmp_path / "checkpoints/.step_000003.77.tmp").mkdir()
+    checkpoints.discard_unfinished()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_000001"]
+
+
+@pytest.mark.slow
+def test_kill_at_any_file_operation_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+    """SIGKILL all over the second checkpoint; then the run resumes to the same end as the straight one."""
+    settings = (
+        "trainer.total_steps=5",
+        "trainer.checkpoint.every=2",
+        "trainer.checkpoint.keep_last=1",  # so that the older one is being deleted at some point
+        "trainer.validation.every=0",
+    )
+    straight = run.train(config(tmp_path, *settings)).run_dir
+    latest_names = []
+    for point in range(0, 100, 2):
+        name = f"killed_{point}"
+        process = os.fork()
+        if process == 0:  # a fork, because importing torch anew for every point would take minutes
+            with contextlib.suppress(BaseException):
+                train_and_die(overrides(tmp_path, *settings, f"trainer.name={name}"), point)
+                os._exit(0)
+            os._exit(1)
+        _, status = os.waitpid(process, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        run_dir = tmp_path / "runs" / name
+        latest = Checkpoints(run_dir).latest()
+        assert latest is not None
+        latest_names.append(latest.name)
+        run.train(load_config([f"resume={run_dir}"]))
+        assert metrics(run_dir) == metrics(straight)
+    assert len(latest_names) >= 8, (
+        "the checkpoint made fewer file operations than expected: is it still caught?"
+    )
+    assert latest_names[0] == "step_000002" and latest_names[-1] == "step_000004"
