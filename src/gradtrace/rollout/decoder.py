@@ -51,15 +51,17 @@ class Prompts:
         return (slots - (self.longest - self.lengths)[:, None]).clamp_(min=0)
 
 
+def without_adapters(model: Any) -> Any:
+    """The transformers model inside of peft's wrapper (its layers still hold the adapters), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class ModelForward:
     """Calls a causal LM with the arguments that it understands."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        inner = (
-            model.get_base_model() if hasattr(model, "get_base_model") else model
-        )  # peft hides the signature
-        self.accepted = set(inspect.signature(inner.forward).parameters)
+        self.accepted = set(inspect.signature(without_adapters(model).forward).parameters)
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
         """Logits [B, V] of the last position, and the cache."""

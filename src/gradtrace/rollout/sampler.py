@@ -12,8 +12,10 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.rollout import llama_decoder
 from gradtrace.rollout.decoder import Decoder, ModelDecoder, Prompts
 from gradtrace.rollout.draw import draw
+from gradtrace.rollout.llama_decoder import LlamaDecoder
 from gradtrace.rollout.params import SamplingParams
 
 
@@ -82,9 +84,13 @@ class Sampler:
             if progress is not None:
                 progress(ended, row_count)
 
-        with _evaluation_mode(self.model), torch.no_grad():
+        # Inference mode is faster, but a model that keeps a tensor made in it could not be trained afterwards;
+        # of the family that LlamaDecoder supports we know that it keeps none.
+        known = llama_decoder.supports(self.model)
+        make_decoder = LlamaDecoder if known else ModelDecoder
+        with _evaluation_mode(self.model), torch.inference_mode() if known else torch.no_grad():
             for rows in self._chunks([len(prompt) for prompt in prompts], params):
-                self._sample_chunk(prompts, rows, params, uniforms, responses, report)
+                self._sample_chunk(make_decoder, prompts, rows, params, uniforms, responses, report)
 
         if not bool(responses.log_probs.isfinite().all()):
             raise GradtraceError(
@@ -137,6 +143,7 @@ class Sampler:
 
     def _sample_chunk(
         self,
+        make_decoder: type[ModelDecoder] | type[LlamaDecoder],
         prompts: list[list[int]],
         rows: list[int],
         params: SamplingParams,
@@ -149,7 +156,7 @@ class Sampler:
         place = {prompt: index for index, prompt in enumerate(chunk_prompts)}
         rectangle = Prompts([list(prompts[prompt]) for prompt in chunk_prompts], self.pad_token_id, device)
         row_prompts = torch.tensor([place[row // params.n] for row in rows], device=device)
-        decoder: Decoder = ModelDecoder(self.model, rectangle, row_prompts, params.max_new_tokens)
+        decoder: Decoder = make_decoder(self.model, rectangle, row_prompts, params.max_new_tokens)
 
         alive = torch.tensor(rows)  # long[B]: the response that each row of the decoder holds
         stop_tokens = torch.tensor(params.stop_token_ids, device=device)

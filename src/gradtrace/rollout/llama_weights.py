@@ -1,0 +1,140 @@
+"""The parameters of a Llama-family model, arranged for decoding one token per row.
+
+Most of them are the model's own tensors. Copied are only the query, key and value weights, which are joined, and
+layers with LoRA adapters, which are added up; a decoder makes these copies anew, so they are never stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WEIGHT_FIRST_ROWS = 48
+"""Up to this many rows W·xᵀ beats x·Wᵀ."""
+
+
+def pair_halves(heads: Tensor, dim: int) -> Tensor:
+    """Reorder dimension `dim`, a head's: entries i and i + head_dim/2 become neighbours.
+
+    The rotary embedding turns these two as a pair. Side by side they are one complex number, and turning every head
+    is a single product; queries and keys that are reordered alike have the same dot products as before.
+    """
+    return heads.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+@dataclass
+class Linear:
+    """Weight [out, in] and bias [out] of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(layer: Any) -> Linear:
+        """From an nn.Linear, or from peft's LoRA around one."""
+        if isinstance(layer, nn.Linear):
+            return Linear(layer.weight, layer.bias)
+        weight = layer.base_layer.weight
+        if not layer.merged and not layer.disable_adapters:
+            for adapter in layer.active_adapters:
+                if adapter in layer.lora_A:
+                    product = layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight
+                    weight = weight + layer.scaling[adapter] * product
+        return Linear(weight, layer.base_layer.bias)
+
+    @staticmethod
+    def joined(layers: list[Linear]) -> Linear:
+        """Layers that read the same input, as one."""
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return Linear(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+
+    def with_paired_halves(self, head_dim: int) -> Linear:
+        weight = pair_halves(self.weight.unflatten(0, (-1, head_dim)), 1).flatten(0, 1)
+        if self.bias is None:
+            return Linear(weight, None)
+        return Linear(weight, pair_halves(self.bias.unflatten(0, (-1, head_dim)), 1).flatten())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, in] to [B, out], in whatever memory layout comes out fastest.
+
+        F.linear makes BLAS treat the few rows as the long side and repack the weights at every call. With the
+        weights first the product is 2 to 3 times as fast for 8 to 48 rows (MKL, float32), and leaves [out, B] in
+        memory, which is seen here as [B, out] with swapped strides; the next product wants just that.
+        """
+        if len(x) > WEIGHT_FIRST_ROWS:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(self.weight, x.t()).t()
+        return torch.addmm(self.bias[:, None], self.weight, x.t()).t()
+
+
+@dataclass
+class Norm:
+    """The family's RMSNorm over the last dimension, for any memory layout."""
+
+    weight: Tensor
+    epsilon: Tensor
+
+    @staticmethod
+    def of(norm: Any) -> Norm:
+        return Norm(norm.weight, torch.tensor(norm.variance_epsilon))
+
+    def with_paired_halves(self) -> Norm:
+        return Norm(pair_halves(self.weight, 0), self.epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        sum_of_squares = x.square().sum(-1, keepdim=True)
+        scale = torch.add(self.epsilon, sum_of_squares, alpha=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(self.weight)
+
+
+@dataclass
+class Layer:
+    """One decoder layer. Looking parameters up through five modules would cost more than a small product."""
+
+    attention_norm: Norm
+    qkv: Linear
+    """Query heads, key heads, value heads; the first two with paired halves."""
+    query_norm: Norm | None
+    key_norm: Norm | None
+    scaling: float
+    output: Linear
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    activation: nn.Module
+    down: Linear
+
+    @staticmethod
+    def of(layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        queries = Linear.of(attention.q_proj).with_paired_halves(attention.head_dim)
+        keys = Linear.of(attention.k_proj).with_paired_halves(attention.head_dim)
+        norms_heads = hasattr(attention, "q_norm")  # Qwen3
+        return Layer(
+            attention_norm=Norm.of(layer.input_layernorm),
+            qkv=Linear.joined([queries, keys, Linear.of(attention.v_proj)]),
+            query_norm=Norm.of(attention.q_norm).with_paired_halves() if norms_heads else None,
+            key_norm=Norm.of(attention.k_norm).with_paired_halves() if norms_heads else None,
+            scaling=attention.scaling,
+            output=Linear.of(attention.o_proj),
+            mlp_norm=Norm.of(layer.post_attention_layernorm),
+            gate=Linear.of(mlp.gate_proj),
+            up=Linear.of(mlp.up_proj),
+            activation=mlp.act_fn,
+            down=Linear.of(mlp.down_proj),
+        )
+
+
+def rotary_table(model: Any, positions: int) -> Tensor:
+    """complex[positions, 1, head_dim / 2]: what a paired head at each position is multiplied by."""
+    like = model.model.embed_tokens.weight
+    cos, sin = model.model.rotary_emb(
+        like, torch.arange(positions)[None]
+    )  # [1, positions, head_dim], halves alike
+    half = cos.shape[-1] // 2
+    return torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])
