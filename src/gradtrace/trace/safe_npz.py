@@ -76,9 +76,10 @@ class SafeNpz(Mapping[str, np.ndarray]):
         """The member's bytes, npy header included; its checksum is verified."""
         if name in self._content:
             return self._content[name]
-        return self._read(name)
+        return self._read(name, self._infos[name].file_size)
 
-    def _read(self, name: str, limit: int = -1) -> bytes:
+    def _read(self, name: str, limit: int) -> bytes:
+        """At most `limit` bytes: without one, zipfile inflates all there is before it looks at the declared size."""
         try:
             with self._zip.open(self._infos[name]) as member:
                 return member.read(limit)
@@ -89,7 +90,7 @@ class SafeNpz(Mapping[str, np.ndarray]):
     def _read_header(self, name: str, allow_object: bool) -> Member:
         size = self._infos[name].file_size
         if size <= _READ_AT_ONCE:
-            head = self._content[name] = self._read(name)
+            head = self._content[name] = self._read(name, size)
         else:
             head = self._read(name, _MAX_HEADER)
         member = _parse_header(name, head)
