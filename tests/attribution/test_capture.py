@@ -235,3 +235,56 @@ def test_the_output_head_is_traced_only_when_named() -> None:
     model = tiny_model()
     with InfluenceTracer(model, InfluenceConfig()) as tracer:
         assert not any("lm_head" in block.name for block in tracer.blocks)
+
+
+@pytest.mark.parametrize("head", ["whole", "positions", "logits_to_keep"])
+def test_ignored_rows_change_no_score(head: str) -> None:
+    """Rows with response −1 are left out before anything is computed, whatever the module saw of them."""
+    model, batch = tiny_model(tied=True), random_responses(groups=2, n=3)
+    config = exact_config()
+    alone = engine_scores(model, batch, config)
+    ids, attention, tokens, weights = batch.padded(list(range(6)))
+    with InfluenceTracer(model, config) as tracer:
+        positions = None
+        if head == "whole":
+            logits = model(input_ids=ids, attention_mask=attention).logits
+            loss = (token_log_probs(logits, ids) * weights).sum()
+        elif head == "logits_to_keep":
+            keep = ids.shape[1] - 1
+            logits = model(input_ids=ids, attention_mask=attention, logits_to_keep=keep).logits
+            scores = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 2:, None]).squeeze(-1)
+            loss = (scores * weights[:, 2:]).sum()
+        else:
+            hidden = model.model(input_ids=ids, attention_mask=attention).last_hidden_state
+            row, column = tokens.nonzero(as_tuple=True)
+            scores = torch.log_softmax(model.lm_head(hidden[row, column - 1]), -1)
+            loss = (scores.gather(-1, ids[row, column, None]).squeeze(-1) * weights[row, column]).sum()
+            positions = {"lm_head": row * ids.shape[1] + column - 1}
+        response = torch.tensor([-1, -1, -1, 0, 1, 2])
+        with tracer.capture(response=response, tokens=tokens, positions=positions):
+            loss.backward()
+        trace = tracer.score(accepted=batch.accepted[3:], group=batch.group[3:])
+    assert_close(trace.token_scores, alone.token_scores[3:])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_every_response_can_have_a_scale_of_its_own(packed: bool) -> None:
+    """A mean over sequences divides each response by its own length."""
+    model, batch = tiny_model(), random_responses()
+    config = exact_config(hessian_mode="identity")
+    expected = engine_scores(model, batch, config)
+    lengths = torch.tensor(batch.lengths(), dtype=torch.float64)
+    for response in range(6):
+        batch.weights[response] = batch.weights[response] / lengths[response]
+    with InfluenceTracer(model, config) as tracer:
+        ids, positions, response_ids, tokens, weights = batch.packed(list(range(6)))
+        if packed:
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            loss = (token_log_probs(logits, ids) * weights).sum()
+        else:
+            response_ids, tokens = torch.arange(6), batch.padded(list(range(6)))[2]
+            loss = padded_objective(model, batch, list(range(6)))
+        with tracer.capture(response=response_ids, tokens=tokens, scale=lengths):
+            loss.backward()
+        trace = tracer.score(accepted=batch.accepted, group=batch.group)
+    assert_close(trace.token_scores, expected.token_scores)

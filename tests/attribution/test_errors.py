@@ -236,3 +236,14 @@ def test_the_memory_estimate_follows_the_sizes() -> None:
     with InfluenceTracer(model, exact_config(projection_dim_factor=4)) as tracer:
         assert tracer.memory_estimate(4, 100).stored_factors < small.stored_factors
         assert tracer.memory_estimate(4, 100).projections > 0
+
+
+def test_deferred_errors_leave_the_backward_pass_alone(model: nn.Module) -> None:
+    batch = random_responses(groups=1)
+    with InfluenceTracer(model, defer_errors=True) as tracer:
+        loss = padded_objective(model, batch, [0, 1, 2])
+        with tracer.capture(response=torch.arange(2), tokens=masks(2, 30)):
+            loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        with pytest.raises(AttributionError, match=r"capture failed: .* going backward"):
+            tracer.score(accepted=batch.accepted, group=batch.group)

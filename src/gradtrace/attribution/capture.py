@@ -37,34 +37,54 @@ class Capture:
     """Modules that see only some positions (an output head on the response alone): name → flat positions."""
     parts: dict[Block, list[Part]] = field(default_factory=dict)
 
-    def add(self, block: Block, site: Site, u: Tensor, v: Tensor) -> None:
-        positions = self._positions_seen(site, u)
-        u, v = u.reshape(-1, u.shape[-1]), v.reshape(-1, v.shape[-1])
-        if self.layout.scale != 1.0:
-            u = u * self.layout.scale
-        self.parts.setdefault(block, []).append(Part(u, v, positions))
+    def wanted(self, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The part of a module's output gradient and input that this capture is about, and its flat positions.
 
-    def _positions_seen(self, site: Site, u: Tensor) -> Tensor | None:
-        batch, length = self.layout.shape
-        rows = u.shape[:-1].numel()
+        Positions are None where they are all B·S of the layout, in order.
+        """
+        batch, length = self.layout.full_shape or self.layout.shape
+        seen = gradient.shape[:-1].numel()
+        kept = self.layout.kept_rows
         if site.name in self.positions:
             positions = self.positions[site.name].cpu()
-            if len(positions) != rows:
+            if len(positions) != seen:
                 raise AttributionError(
-                    f"{site.name} ran on {rows} positions, but positions[{site.name!r}] lists {len(positions)}"
+                    f"{site.name} ran on {seen} positions, but positions[{site.name!r}] lists {len(positions)}"
                 )
-            return positions
-        if rows == batch * length:
-            return None
-        if u.dim() == 3 and u.shape[0] == batch and u.shape[1] < length:
+            gradient, x = gradient.reshape(seen, -1), x.reshape(seen, *x.shape[gradient.dim() - 1 :])
+            if kept is None:
+                return gradient, x, positions
+            new_row = torch.full((batch,), -1, dtype=torch.long)
+            new_row[kept] = torch.arange(len(kept))
+            row = new_row[positions // length]
+            chosen = (row >= 0).nonzero().squeeze(-1)
+            return gradient[chosen], x[chosen], row[chosen] * length + positions[chosen] % length
+        if seen == batch * length:
+            if kept is None:
+                return gradient, x, None
+            by_row = (batch, length)
+            return gradient.reshape(*by_row, -1)[kept], _by_row(x, by_row)[kept], None
+        if gradient.dim() == 3 and gradient.shape[0] == batch and gradient.shape[1] < length:
             # transformers' `logits_to_keep`: the head ran on the last positions of each row.
-            last = torch.arange(length - u.shape[1], length)
-            return (torch.arange(batch)[:, None] * length + last).reshape(-1)
+            if kept is not None:
+                gradient, x = gradient[kept], x[kept]
+            last = torch.arange(length - gradient.shape[1], length)
+            return gradient, x, (torch.arange(len(gradient))[:, None] * length + last).reshape(-1)
         raise AttributionError(
-            f"{site.name} ran on {list(u.shape[:-1])} positions, but this capture describes {batch} × {length}:"
+            f"{site.name} ran on {list(gradient.shape[:-1])} positions, but this capture describes {batch} × {length}:"
             " response and tokens must be those of the batch that is going backward. If this module sees only"
             f" some positions, pass positions={{{site.name!r}: long[…]}} to capture()"
         )
+
+    def add(self, block: Block, u: Tensor, v: Tensor, positions: Tensor | None) -> None:
+        """Factors of one call, as many rows as `positions` (all of them for None)."""
+        u, v = u.reshape(-1, u.shape[-1]), v.reshape(-1, v.shape[-1])
+        scale = self.layout.scale
+        if isinstance(scale, Tensor):
+            u = u * (scale if positions is None else scale[positions]).to(u)
+        elif scale != 1.0:
+            u = u * scale
+        self.parts.setdefault(block, []).append(Part(u, v, positions))
 
     def gradients(self, block: Block, responses: list[int]) -> Tensor:
         """[n, k_out, k_in]: per response Σ u vᵀ over all its positions, its prompt's included."""
@@ -101,3 +121,12 @@ class Capture:
             us.append(u)
             vs.append(v)
         return torch.stack(us, 1), torch.stack(vs, 1)
+
+
+def _by_row(x: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Inputs of a linear layer [.., d] or ids of an embedding, as [B, S, …]."""
+    return (
+        x.reshape(shape)
+        if x.numel() == shape[0] * shape[1] and not x.is_floating_point()
+        else x.reshape(*shape, -1)
+    )

@@ -100,7 +100,9 @@ def _problems(layers: list[LayerFlow], without_grad: set[str], loss: Tensor) -> 
         ]
     problems = []
     if not bool(torch.isfinite(loss).all()):
-        problems.append(f"the loss is {float(loss.detach().flatten()[0])}: gradients of it carry no information")
+        problems.append(
+            f"the loss is {float(loss.detach().flatten()[0])}: gradients of it carry no information"
+        )
     silent = [layer.name for layer in layers if layer.ran and layer.rows == 0]
     if silent:
         problems.append(

@@ -68,7 +68,7 @@ class GhostProduct:
         *,
         response: Tensor,
         tokens: Tensor,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         positions: Mapping[str, Tensor] | None = None,
     ) -> Iterator[None]:
         """As `InfluenceTracer.capture`: the backward pass inside belongs to these rows."""
@@ -87,7 +87,8 @@ class GhostProduct:
         if self._open is None:
             return
         with torch.autocast(gradient.device.type, enabled=False):
-            self._open.add(block, site, *sides(block, site, gradient, x))
+            gradient, x, positions = self._open.wanted(site, gradient, x)
+            self._open.add(block, *sides(block, site, gradient, x), positions)
             part = self._open.parts.pop(block)[0]
             weight = self._weights[block].to(part.u)
             rows = TokenRows(part.u[None], part.v[None], len(part.u))

@@ -24,12 +24,18 @@ class Layout:
     shape: tuple[int, int]
     row_response: Tensor | None
     """long[B] when every row holds one response (padded batches); None when rows are packed."""
-    scale: float
-    """What the captured gradients are multiplied with, to undo a normaliser of the loss."""
+    scale: float | Tensor
+    """What the captured gradients are multiplied with, to undo a normaliser of the loss: one factor, or one for
+    each flat position."""
+    kept_rows: Tensor | None = None
+    """long[B]: the rows of the model's batch that this layout describes, where others were left out."""
+    full_shape: tuple[int, int] | None = None
+    """Of the model's batch, then."""
 
     @staticmethod
-    def of(response: Tensor, tokens: Tensor, scale: float = 1.0) -> Layout:
-        """`response`: long[B], or long[B, S] for packed rows. `tokens`: bool[B, S], True at response tokens."""
+    def of(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:
+        """`response`: long[B], or long[B, S] for packed rows. `tokens`: bool[B, S], True at response tokens.
+        `scale`: one factor, or float[R] with one for each response."""
         if tokens.dim() != 2 or tokens.dtype != torch.bool:
             raise AttributionError(
                 f"tokens must be a bool[B, S] mask of response tokens, not {tokens.dtype}{list(tokens.shape)}"
@@ -72,14 +78,29 @@ class Layout:
                 " to another response. Mark its prompt's positions with its id too"
             )
         order = torch.argsort(token_response, stable=True)
+        flat = per_position.reshape(-1)
+        if isinstance(scale, Tensor):
+            scale = torch.where(flat >= 0, scale.detach().cpu()[flat.clamp(min=0)], 0.0)[:, None]
         return Layout(
-            response=per_position.reshape(-1),
+            response=flat,
             token_position=(row * length + column - 1)[order],
             token_response=token_response[order],
             shape=(batch, length),
             row_response=row_response,
             scale=scale,
         )
+
+    @staticmethod
+    def without_ignored_rows(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:
+        """As `of`, but rows of a padded batch with response −1 are not even looked at: factors of theirs would be
+        computed for nothing."""
+        full = Layout.of(response, tokens, scale)  # checks all of it
+        if full.row_response is None or bool((full.row_response >= 0).all()):
+            return full
+        kept = (full.row_response >= 0).nonzero().squeeze(-1)
+        layout = Layout.of(full.row_response[kept], tokens.cpu()[kept], scale)
+        layout.kept_rows, layout.full_shape = kept, full.shape
+        return layout
 
     @cached_property
     def responses(self) -> list[int]:

@@ -49,8 +49,11 @@ class InfluenceTracer:
         model: nn.Module,
         config: InfluenceConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
+        defer_errors: bool = False,
     ) -> None:
+        """With `defer_errors` a failure inside a backward pass does not interrupt it: `score` raises it instead."""
         self.model = model
+        self.defer_errors = defer_errors
         self.config = config or InfluenceConfig()
         self.blocks = select_blocks(model, self.config)
         self.ranks = Ranks(process_group)
@@ -71,6 +74,7 @@ class InfluenceTracer:
         self._fired: set[Block] = set()
         self._captures = 0
         self._capture_seconds = 0.0
+        self._failure: Exception | None = None
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -97,22 +101,22 @@ class InfluenceTracer:
         accepted: Tensor | None = None,
         group: Tensor | None = None,
         advantages: Tensor | None = None,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         positions: Mapping[str, Tensor] | None = None,
     ) -> Iterator[None]:
         """The backward pass inside belongs to these rows.
 
         `response`: long[B], the response id of each batch row, −1 = ignore; long[B, S] for packed rows (then the
         prompt's positions carry the id too). `tokens`: bool[B, S], True where input_ids holds a response token.
-        `scale` undoes a normaliser of the loss: scores are those of scale · loss. `positions` says, for a
-        module that sees only some positions, which (flat indices into B·S).
+        `scale` undoes a normaliser of the loss: scores are those of scale · loss; float[R] gives each response
+        its own. `positions` says, for a module that sees only some positions, which (flat indices into B·S).
 
         With `accepted` and `group` of *all* responses given here, groups that this micro-batch holds whole are
         scored inside the backward pass and nothing of them is stored, and constant groups cost nothing.
         """
         if self._open is not None:
             raise AttributionError("capture() is open already; one backward pass belongs to one capture")
-        layout = Layout.of(response, tokens, scale)
+        layout = Layout.without_ignored_rows(response, tokens, scale)
         if accepted is not None and group is not None:
             self._set_labels(Labels.of(accepted, group, advantages))
         self._check_responses(layout)
@@ -121,8 +125,9 @@ class InfluenceTracer:
         self._plan(layout)
         try:
             yield
-            for block in list(self._open.parts):
-                self._finish_block(block)
+            if self._failure is None:
+                for block in list(self._open.parts):
+                    self._finish_block(block)
             self._token_counts.update(layout.token_counts)
             self._batches += self._whole
         finally:
@@ -171,17 +176,23 @@ class InfluenceTracer:
 
     def _receive(self, block: Block, site: Site, gradient: Tensor, x: Tensor) -> None:
         """Called inside the backward pass for every call of a traced module."""
-        if self._open is None:
+        if self._open is None or self._failure is not None or not self._open.layout.responses:
             return
         started = time.perf_counter()
         self._fired.add(block)
         # The pass may run under autocast; factors are never rounded to half precision.
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            self._open.add(block, site, *sides(block, site, gradient, x))
-            if self._hooks.calls[block] == 1:  # known to be the only call: nothing more will come for it
-                self._finish_block(block)
-            if self.config.profile_timing and gradient.is_cuda:
-                torch.cuda.synchronize(gradient.device)
+        try:
+            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                gradient, x, positions = self._open.wanted(site, gradient, x)
+                self._open.add(block, *sides(block, site, gradient, x), positions)
+                if self._hooks.calls[block] == 1:  # known to be the only call: nothing more will come for it
+                    self._finish_block(block)
+                if self.config.profile_timing and gradient.is_cuda:
+                    torch.cuda.synchronize(gradient.device)
+        except Exception as error:
+            if not self.defer_errors:
+                raise
+            self._failure = self._failure or error
         self._capture_seconds += time.perf_counter() - started
 
     def _finish_block(self, block: Block) -> None:
@@ -249,6 +260,8 @@ class InfluenceTracer:
                 f"credit={self.config.credit!r} needs `terms`, see the docstring of score()"
             )
         try:
+            if self._failure is not None:
+                raise AttributionError(f"capture failed: {self._failure}") from self._failure
             owners = self._owners()
             self._check_captured(owners)
             with torch.no_grad():
