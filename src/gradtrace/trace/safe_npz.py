@@ -27,7 +27,7 @@ _MEMBER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\.npy")
 _MAX_HEADER = 4096
 _READ_AT_ONCE = 64 << 10
 _HEADER = re.compile(
-    rb"\{'descr': '([<|][biuf][1-8]|\|O)', 'fortran_order': (True|False), "
+    rb"\{'descr': '([<|][biuf][1-8]|<U\d{1,4}|\|O)', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,18}, ?)*\d{0,18})\), \} *\n"
 )
 
@@ -49,13 +49,14 @@ class Member:
 class SafeNpz(Mapping[str, np.ndarray]):
     """Arrays of an npz held in memory, decoded when asked for. Keys are the array names."""
 
-    def __init__(self, data: bytes, allow_object: frozenset[str] = frozenset()) -> None:
-        """`allow_object`: names that may be object arrays; those are listed, and never decoded here."""
-        self._zip = _open_zip(data)
+    def __init__(self, data: bytes, list_pickled: bool = False, max_ratio: int = MAX_RATIO) -> None:
+        """`list_pickled`: object arrays are listed in `members` and never decoded here, instead of a refusal.
+        `max_ratio`: how many times bigger than `data` the arrays may be."""
+        self._zip = _open_zip(data, max_ratio)
         self._infos = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
         self._content: dict[str, bytes] = {}
         self._arrays: dict[str, np.ndarray] = {}
-        self.members = {name: self._read_header(name, name in allow_object) for name in self._infos}
+        self.members = {name: self._read_header(name, list_pickled) for name in self._infos}
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._arrays:
@@ -65,6 +66,9 @@ class SafeNpz(Mapping[str, np.ndarray]):
             array = np.frombuffer(self.raw(name), member.dtype, offset=member.data_start)
             self._arrays[name] = array.reshape(member.shape)
         return self._arrays[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.members  # Mapping's own would decode the array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.members)
@@ -87,7 +91,7 @@ class SafeNpz(Mapping[str, np.ndarray]):
         except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, struct.error) as error:
             raise UnsafeNpzError(f"array {name!r}: {error}") from None
 
-    def _read_header(self, name: str, allow_object: bool) -> Member:
+    def _read_header(self, name: str, list_pickled: bool) -> Member:
         size = self._infos[name].file_size
         if size <= _READ_AT_ONCE:
             head = self._content[name] = self._read(name, size)
@@ -95,7 +99,7 @@ class SafeNpz(Mapping[str, np.ndarray]):
             head = self._read(name, _MAX_HEADER)
         member = _parse_header(name, head)
         if member.dtype.hasobject:
-            if not allow_object:
+            if not list_pickled:
                 raise UnsafeNpzError(f"array {name!r} is pickled: refused")
             return member
         declared = math.prod(member.shape) * member.dtype.itemsize
@@ -125,7 +129,7 @@ def _parse_header(name: str, head: bytes) -> Member:
     return Member(name, dtype, shape, start + length)
 
 
-def _open_zip(data: bytes) -> zipfile.ZipFile:
+def _open_zip(data: bytes, max_ratio: int) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, OSError) as error:
@@ -143,7 +147,7 @@ def _open_zip(data: bytes) -> zipfile.ZipFile:
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UnsafeNpzError(f"{info.filename!r} uses compression {info.compress_type}")
     total = sum(info.file_size for info in infos)
-    if total > MAX_TOTAL_BYTES or total > max(SMALL_FILE, MAX_RATIO * len(data)):
+    if total > MAX_TOTAL_BYTES or total > max(SMALL_FILE, max_ratio * len(data)):
         raise UnsafeNpzError(f"{len(data)} bytes declare {total} bytes of arrays: refused as a zip bomb")
     if sum(info.compress_size for info in infos) > len(data):
         raise UnsafeNpzError("members overlap")
