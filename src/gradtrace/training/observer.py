@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,9 @@ class Backward:
     loss_scale: float
     """The factor that undoes the normaliser where it is one number for the whole mini-batch (token_mean: its
     tokens; fixed_length: responses · limit; sequence_mean: responses, which leaves each response its mean)."""
+    token_losses: Callable[[Tensor], Tensor]
+    """Rows of the `RolloutBatch` → their tokens' own terms of the loss at the current weights, before aggregation,
+    one after the other; runs the model."""
 
 
 class StepObserver:

@@ -43,7 +43,7 @@ def train(config: Config, display: Display | None = None) -> Outcome:
     files.write_config(to_yaml(dataclasses.replace(config, resume="")))
     trackers = open_trackers(config.trainer.logger, run_dir, dataclasses.asdict(config))
     display.begin(last_step, config.trainer.total_steps)
-    trainer = Trainer(parts, files, build_observer(parts, run_dir), display, trackers)
+    trainer = Trainer(parts, files, build_observer(parts, files, display.message), display, trackers)
     reached = trainer.fit(last_step)
     outcome = Outcome(run_dir, reached, reached == config.trainer.total_steps)
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,13 @@ class PolicyUpdate:
             denominator = Denominator.of(batch.response_mask[update.rows], self.max_response_length)
             for micro in micro_batches(update.rows):
                 weights = token_weights(micro.mask, self.algorithm.aggregation, denominator)
-                context = Backward(update, micro, weights, self._loss_scale(denominator))
+                context = Backward(
+                    update,
+                    micro,
+                    weights,
+                    self._loss_scale(denominator),
+                    partial(self.token_losses, batch, micro_batches),
+                )
                 with observer.around_backward(context):
                     loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)
                     loss.backward()
@@ -120,30 +127,53 @@ class PolicyUpdate:
             length = micro.mask.shape[1]
             batch.old_log_probs[micro.rows, :length] = log_probs.detach().cpu()  # type: ignore[index]
             batch.entropies[micro.rows, :length] = entropies.detach().cpu()  # type: ignore[index]
+        policy_losses, penalties, token_sums = self._losses(batch, micro, log_probs, entropies)
+        policy_term = aggregate(policy_losses, mask, self.algorithm.aggregation, denominator)
+        loss = policy_term
+        for penalty in penalties:
+            loss = loss + aggregate(penalty, mask, self.algorithm.aggregation, denominator)
+        totals.micro_batch(policy_term, loss, token_sums)
+        return loss
+
+    def _losses(
+        self, batch: RolloutBatch, micro: MicroBatch, log_probs: Tensor, entropies: Tensor
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Per token [r, T], before aggregation: the policy loss, the terms added to it, and sums for metrics."""
+        device = log_probs.device
+        mask = micro.mask.to(device)
+        reference = micro.column(batch, "ref_log_probs", device)
         outputs = self.loss(
             LossInputs(
                 log_probs=log_probs,
                 old_log_probs=micro.column(batch, "old_log_probs", device),
                 advantages=micro.column(batch, "advantages", device),
                 mask=mask,
-                ref_log_probs=micro.column(batch, "ref_log_probs", device),
+                ref_log_probs=reference,
                 entropies=entropies,
             )
         )
-        mode = self.algorithm.aggregation
-        policy_term = aggregate(outputs.loss, mask, mode, denominator)
+        penalties = []
         token_sums = {**outputs.metric_sums(), "actor/entropy": entropies.detach().sum()}
-        loss = policy_term
         if self.algorithm.entropy_coef:
-            bonus = entropy_bonus(entropies, mask, self.algorithm.entropy_coef)
-            loss = loss + aggregate(bonus, mask, mode, denominator)
+            penalties.append(entropy_bonus(entropies, mask, self.algorithm.entropy_coef))
         if self.algorithm.kl_coef:
-            reference = micro.column(batch, "ref_log_probs", device)
             kl = kl_estimate(log_probs, reference, mask, self.algorithm.kl_estimator)
-            loss = loss + self.algorithm.kl_coef * aggregate(kl, mask, mode, denominator)
+            penalties.append(self.algorithm.kl_coef * kl)
             token_sums["actor/kl_loss"] = kl.detach().sum()
-        totals.micro_batch(policy_term, loss, token_sums)
-        return loss
+        return outputs.loss, penalties, token_sums
+
+    def token_losses(self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> Tensor:
+        """[sum of lengths]: every token's own term of the loss at the current weights, before aggregation, response
+        after response in the order of `rows`. Old log-probs must be set."""
+        found: dict[int, Tensor] = {}
+        for micro in micro_batches(rows):
+            log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
+            policy_losses, penalties, _ = self._losses(batch, micro, log_probs, entropies)
+            losses = torch.stack([policy_losses, *penalties]).sum(0)
+            lengths = micro.mask.sum(1).tolist()
+            for index, (row, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):
+                found[row] = losses[index, :length]
+        return torch.cat([found[row] for row in rows.tolist()])
 
     def _loss_scale(self, denominator: Denominator) -> float:
         if self.algorithm.aggregation == "token_mean":

@@ -1,0 +1,73 @@
+"""From a `RolloutBatch` to the columns that every trace of it has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrace.algorithms import accepted
+from gradtrace.batch import RolloutBatch
+from gradtrace.trace.schema import ragged
+
+Truth = Callable[[dict[str, Any], list[int]], tuple[list[int] | None, int | None]]
+"""(task item, response ids) → (ids of the right answer, index of the first wrong token), None where unknown."""
+
+
+def no_truth(item: dict[str, Any], response: list[int]) -> tuple[None, None]:
+    """Of a task that knows right answers only by their reward."""
+    return None, None
+
+
+def group_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, Any]:
+    """All G groups: ids, prompts and, where the task knows them, right answers."""
+    prompt_ids, prompt_offsets = ragged(batch.prompts)
+    columns: dict[str, Any] = {
+        "group_id": np.arange(len(batch.prompts)),
+        "prompt_ids": prompt_ids,
+        "prompt_offsets": prompt_offsets,
+    }
+    expected = [truth(item, [])[0] for item in batch.items]
+    if any(answer is not None for answer in expected):
+        columns["expected_ids"], columns["expected_offsets"] = ragged([answer or [] for answer in expected])
+    return columns
+
+
+def response_columns(batch: RolloutBatch, rows: Tensor, truth: Truth = no_truth) -> dict[str, Any]:
+    """The responses `rows`, token ids included, in that order."""
+    assert batch.rewards is not None
+    chosen = batch.select(rows)
+    lengths = chosen.response_lengths.tolist()
+    ids = [row[:length] for row, length in zip(chosen.responses.tolist(), lengths, strict=True)]
+    columns: dict[str, Any] = {
+        "group": chosen.group.numpy(),
+        "row": rows.numpy(),
+        "reward": batch.rewards[rows].numpy(),
+        "accepted": accepted(batch.rewards, batch.group)[rows].numpy(),
+        "length": np.array(lengths),
+        "finished": chosen.finished.numpy(),
+        "token_id": chosen.responses[chosen.response_mask].numpy(),
+    }
+    if batch.advantages is not None:
+        columns["advantage"] = response_advantages(batch)[rows].numpy()
+    if batch.items:
+        groups = chosen.group.tolist()
+        wrong = [truth(batch.items[group], response)[1] for group, response in zip(groups, ids, strict=True)]
+        if any(index is not None for index in wrong):
+            columns["first_wrong"] = np.array([-1 if index is None else index for index in wrong])
+    return columns
+
+
+def response_advantages(batch: RolloutBatch) -> Tensor:
+    """float[R]: the mean advantage of each response's tokens (in GRPO they are all equal)."""
+    assert batch.advantages is not None
+    total = torch.where(batch.response_mask, batch.advantages, 0.0).sum(1)
+    return total / batch.response_lengths.clamp(min=1)
+
+
+def token_column(values: Tensor, batch: RolloutBatch, rows: Tensor) -> np.ndarray:
+    """[R, T] → the flat tokens of `rows`."""
+    return values[rows][batch.response_mask[rows]].numpy()

@@ -1,0 +1,129 @@
+"""From the scores of a step's mini-batches to the columns of its influence trace file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrace.attribution import SIGN, UNIT, InfluenceConfig, InfluenceTrace
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
+from gradtrace.trace.schema import GroupStatus, Selection, ragged
+
+STATUS_OF_REASON = {
+    "constant_reward": GroupStatus.CONSTANT_REWARD,
+    "not_captured": GroupStatus.NOT_CAPTURED,
+    "non_finite": GroupStatus.NON_FINITE,
+}
+
+
+@dataclass(eq=False)
+class Scored:
+    """The scores of one mini-batch."""
+
+    rows: Tensor
+    """long[r]: `RolloutBatch` rows, in the order of the trace's responses."""
+    optimizer_step: int
+    trace: InfluenceTrace
+
+
+def describe(config: InfluenceConfig) -> dict[str, Any]:
+    """The meaning of the scores, for the file and the viewer."""
+    return {
+        "credit": ["position", "loss_term"] if config.credit == "both" else [config.credit],
+        "pairwise_credit": "position",
+        "hessian_mode": config.hessian_mode,
+        "hessian_source": config.hessian_source,
+        "contrastive_agg": config.contrastive_agg,
+        "accepted_rejected_scope": config.accepted_rejected_scope,
+        "output_function": config.output_function,
+        "exclude_self_response": config.exclude_self_response,
+        "response_reduction": config.response_reduction,
+        "projection_dim_factor": config.projection_dim_factor,
+        "sign": SIGN,
+        "unit": UNIT,
+    }
+
+
+def influence_columns(
+    batch: RolloutBatch,
+    scored: list[Scored],
+    status: Tensor,
+    config: InfluenceConfig,
+    pairwise_max_mb: float,
+    truth: Truth = no_truth,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The columns of a step's file, and what to say about them: the scored responses, and every group's status."""
+    status = status.clone()
+    entries = []  # (row, response in the trace, Scored), in the order of the batch
+    for part in scored:
+        for local, row in enumerate(part.rows.tolist()):
+            reason = part.trace.skipped.get(int(batch.group[row]))
+            if reason is not None:
+                status[batch.group[row]] = int(STATUS_OF_REASON[reason])
+            elif len(part.trace.position_scores[local]):
+                entries.append((row, local, part))
+    entries.sort(key=lambda entry: entry[0])
+    rows = torch.tensor([row for row, _, _ in entries], dtype=torch.long)
+    unscored = (status == int(GroupStatus.SCORED)) & ~torch.isin(torch.arange(len(status)), batch.group[rows])
+    status[unscored] = int(GroupStatus.NOT_CAPTURED)
+    position = [part.trace.position_scores[local].float().cpu() for _, local, part in entries]
+    captured = [part.trace.captured(local).cpu() for _, local, part in entries]
+    columns = {
+        **group_columns(batch, truth),
+        "group_status": status.numpy(),
+        **response_columns(batch, rows, truth),
+        "selection": np.array([selection_of(flags) for flags in captured], dtype=np.uint8),
+        "optimizer_step": np.array([part.optimizer_step for _, _, part in entries], dtype=np.int64),
+        "prompt_influence": np.array(
+            [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
+        ),
+        "entropy": token_column(batch.entropies, batch, rows),  # type: ignore[arg-type]
+        "log_prob": token_column(batch.old_log_probs, batch, rows),  # type: ignore[arg-type]
+        "captured": flat(captured, torch.bool),
+    }
+    if config.credit in ("position", "both"):
+        columns["influence_position"] = np.nan_to_num(flat(position, torch.float32))
+    if config.wants_loss_term:
+        terms = [part.trace.loss_term_scores[local].float().cpu() for _, local, part in entries]  # type: ignore[index]
+        columns["influence_loss_term"] = flat(terms, torch.float32)
+    pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
+    return columns | pairwise, {"pairwise_responses": stored}
+
+
+def selection_of(captured: Tensor) -> int:
+    return int(Selection.SELECTED if bool(captured.all()) else Selection.CUT_AT_TOKEN_CAP)
+
+
+def flat(tensors: list[Tensor], dtype: torch.dtype) -> np.ndarray:
+    return torch.cat([torch.empty(0, dtype=dtype), *tensors]).numpy()
+
+
+def pairwise_columns(entries: list[tuple[int, int, Scored]], max_mb: float) -> tuple[dict[str, Any], int]:
+    """Effects of tokens on sibling responses, for as many responses as the budget allows; and how many that is."""
+    index_of = {(id(part), local): index for index, (_, local, part) in enumerate(entries)}
+    budget = max_mb * 2**20
+    members, blocks, stored = [], [], 0
+    for _, local, part in entries:
+        siblings, block = part.trace.pairwise_of(local)
+        length = len(part.trace.position_scores[local])
+        budget -= 4 * length * len(siblings)
+        if not siblings or budget < 0:
+            members.append(np.empty(0, np.int32))
+            blocks.append(np.empty(0, np.float32))
+            continue
+        full = torch.zeros(length, len(siblings))  # tokens past the cap have zeros, and `captured` says so
+        full[: len(block)] = block.float().cpu()
+        members.append(np.array([index_of[id(part), sibling] for sibling in siblings], np.int32))
+        blocks.append(full.flatten().numpy())
+        stored += 1
+    if not stored:
+        return {}, 0
+    columns: dict[str, Any] = {}
+    columns["pairwise_member"], columns["pairwise_member_offsets"] = ragged(members)
+    columns["pairwise"], columns["pairwise_offsets"] = ragged(blocks, "float32")
+    return columns, stored
