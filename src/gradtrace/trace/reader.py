@@ -172,9 +172,9 @@ class Run:
                 raise StepUnreadableError(f"step {step} of {kind} was left out: {name}: {error}") from error
         raise AssertionError("unreachable")
 
-    def readable_steps(self, kind: str) -> Iterator[Step]:
-        """Every step that can be read, one at a time; the others are in `problems`."""
-        for number in self.steps(kind):
+    def readable_steps(self, kind: str, steps: list[int] | None = None) -> Iterator[Step]:
+        """Every step (of `steps`) that can be read, one at a time; the others are in `problems`."""
+        for number in self.steps(kind) if steps is None else steps:
             try:
                 yield self.step(kind, number)
             except StepUnreadableError:

@@ -46,6 +46,11 @@ class Flag(enum.IntFlag):
     """No token has this id; decoders skip it."""
 
 
+_SPECIAL, _BYTE, _LITERAL_SPACE, _MISSING = map(
+    int, (Flag.SPECIAL, Flag.BYTE, Flag.LITERAL_SPACE, Flag.MISSING)
+)
+
+
 @dataclass(frozen=True)
 class Rules:
     """How a family turns the bytes of a sequence into its text."""
@@ -95,7 +100,11 @@ class TokenBytes:
         return self._flat[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def flags(self, token_id: int) -> Flag:
-        return Flag(int(self._flags[token_id])) if 0 <= token_id < len(self) else Flag.MISSING
+        return Flag(self._flag(token_id))
+
+    def _flag(self, token_id: int) -> int:
+        """As a plain number: enum arithmetic is slow where it is done for every token."""
+        return int(self._flags[token_id]) if 0 <= token_id < len(self) else _MISSING
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
         return "".join(token.text for token in self.texts(ids, continues))
@@ -104,9 +113,9 @@ class TokenBytes:
         """One `TokenText` per id; joined, their texts are the decoded text. `continues`: the ids follow others
         (a response after its prompt), so the rule for the start of a sequence does not apply."""
         ids = [int(token_id) for token_id in ids]
-        flags = [self.flags(token_id) for token_id in ids]
+        flags = [self._flag(token_id) for token_id in ids]
         pieces = [self[token_id] for token_id in ids]
-        present = [i for i, flag in enumerate(flags) if not flag & Flag.MISSING]
+        present = [i for i, flag in enumerate(flags) if not flag & _MISSING]
         shown = [b""] * len(ids)
         for number, i in enumerate(present):
             follows = number > 0 or continues
@@ -115,13 +124,13 @@ class TokenBytes:
             self._strip_leading(shown, flags, present)
         texts, continuation = self._cut(shown, flags)
         return [
-            TokenText(text, bool(flag & Flag.SPECIAL), inside, raw)
+            TokenText(text, bool(flag & _SPECIAL), inside, raw)
             for text, flag, inside, raw in zip(texts, flags, continuation, pieces, strict=True)
         ]
 
-    def _strip_leading(self, shown: list[bytes], flags: list[Flag], present: list[int]) -> None:
+    def _strip_leading(self, shown: list[bytes], flags: list[int], present: list[int]) -> None:
         rule = self.rules.leading
-        if rule == "first_token" and present and not flags[present[0]] & Flag.LITERAL_SPACE:
+        if rule == "first_token" and present and not flags[present[0]] & _LITERAL_SPACE:
             shown[present[0]] = shown[present[0]].replace(b" ", b"")
         elif rule == "strip":
             left = self.rules.strip_left
@@ -133,7 +142,7 @@ class TokenBytes:
                     break
         elif rule.startswith("sentencepiece"):
             for i in present:
-                if flags[i] & (Flag.SPECIAL | Flag.BYTE):
+                if flags[i] & (_SPECIAL | _BYTE):
                     if shown[i]:
                         break
                     continue
@@ -142,7 +151,7 @@ class TokenBytes:
                 if shown[i] or (stripped and rule == "sentencepiece"):
                     break
 
-    def _cut(self, pieces: list[bytes], flags: list[Flag]) -> tuple[list[str], list[bool]]:
+    def _cut(self, pieces: list[bytes], flags: list[int]) -> tuple[list[str], list[bool]]:
         """Texts per token, and whether each ends inside a character."""
         if self.rules.invalid == "lossy":
             return cut_text(pieces)
@@ -263,16 +272,16 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _byte_runs(flags: list[Flag]) -> list[list[int]]:
+def _byte_runs(flags: list[int]) -> list[list[int]]:
     """Indices of byte tokens, by run. An id that no token has does not end a run: decoders do not see it."""
     runs: list[list[int]] = []
     open_run = False
     for i, flag in enumerate(flags):
-        if flag & Flag.BYTE:
+        if flag & _BYTE:
             if not open_run:
                 runs.append([])
             runs[-1].append(i)
             open_run = True
-        elif not flag & Flag.MISSING:
+        elif not flag & _MISSING:
             open_run = False
     return runs

@@ -39,19 +39,14 @@ def _from_tokenizers(tokenizer: Any) -> Vocabulary:
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else None
     reader = _DecoderSettings(decoder)
     added = tokenizer.get_added_tokens_decoder()
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    pieces, flags = [], []
-    for token_id in range(size):
-        token = tokenizer.id_to_token(token_id)
-        if token is None:
-            pieces.append(b"")
-            flags.append(int(Flag.MISSING))
-            continue
-        piece, flag = reader.read(token)
-        if token_id in added:
-            flag |= Flag.ADDED | (Flag.SPECIAL if added[token_id].special else Flag(0))
-        pieces.append(piece)
-        flags.append(int(flag))
+    tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
+    tokens |= {token_id: token.content for token_id, token in added.items()}
+    size = 1 + max(tokens, default=-1)
+    pieces, flags = [b""] * size, [int(Flag.MISSING)] * size
+    for token_id, token in tokens.items():
+        pieces[token_id], flags[token_id] = reader.read(token)
+    for token_id, token in added.items():
+        flags[token_id] |= int(Flag.ADDED | (Flag.SPECIAL if token.special else Flag(0)))
     return pieces, flags, reader.rules
 
 
@@ -92,17 +87,18 @@ class _DecoderSettings:
                 )
         self.rules = Rules(**rules)
 
-    def read(self, token: str) -> tuple[bytes, Flag]:
+    def read(self, token: str) -> tuple[bytes, int]:
+        """(its bytes, its flags)."""
         if self.byte_level:
-            return _byte_level(token), Flag(0)
+            return _byte_level(token), 0
         for pattern, content in self.replacements:
             token = token.replace(pattern, content)
         match = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         if match:
-            return bytes.fromhex(match[1]), Flag.BYTE
+            return bytes.fromhex(match[1]), int(Flag.BYTE)
         if self.space_symbol is None:
-            return token.encode(), Flag(0)
-        flag = Flag.LITERAL_SPACE if " " in token else Flag(0)
+            return token.encode(), 0
+        flag = int(Flag.LITERAL_SPACE) if " " in token else 0
         return token.replace(self.space_symbol, " ").encode(), flag
 
 
@@ -126,10 +122,10 @@ def _characters_to_bytes() -> dict[str, int]:
 
 def _byte_level(token: str) -> bytes:
     """A token outside the alphabet (an added one with a space, say) is its own text."""
-    table = _characters_to_bytes()
-    if all(character in table for character in token):
-        return bytes(table[character] for character in token)
-    return token.encode()
+    try:
+        return bytes(map(_characters_to_bytes().__getitem__, token))
+    except KeyError:
+        return token.encode()
 
 
 def _from_sentencepiece(processor: Any) -> Vocabulary:

@@ -1,0 +1,184 @@
+"""Look at the traces of a run without a browser.
+
+  ls      what a run has: a line per step, and what is damaged
+  show    one group: its prompt, its responses, every token with its score
+  export  all tokens as one table, parquet or CSV
+  import  older traces (npz with padded arrays) as a run that everything here can read
+
+A score is positive where a step along the token's gradient helps the accepted responses against the rejected ones.
+
+examples:
+  gradtrace trace ls runs/demo
+  gradtrace trace ls runs/demo --verify                          read every step and check its sha256
+  gradtrace trace show runs/demo                                 a scored group of the latest step
+  gradtrace trace show runs/demo --step 20 --group 3 --by entropy
+  gradtrace trace show runs/demo --color never | less            a line per token
+  gradtrace trace export runs/demo tokens.parquet
+  gradtrace trace export runs/demo late.csv --kind entropy_trace --steps 100:
+  gradtrace trace import old/influence_trace runs/imported --tokenizer models/mine
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradtrace.errors import GradtraceError
+from gradtrace.trace import schema
+from gradtrace.trace.export import export_tokens
+from gradtrace.trace.legacy import import_legacy
+from gradtrace.trace.reader import Run, open_run
+from gradtrace.trace.show import score_columns, show_group
+from gradtrace.trace.step import Step
+from gradtrace.trace.token_text import TokenBytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ls | show | export | import", required=True)
+    listing = actions.add_parser("ls", help="what a run has: a line per step")
+    listing.add_argument("run_dir", metavar="RUN")
+    listing.add_argument("--kind", choices=list(schema.KINDS), help="this trace only")
+    listing.add_argument("--verify", action="store_true", help="read every step and check it")
+
+    showing = actions.add_parser("show", help="one group, every token with its score")
+    showing.add_argument("run_dir", metavar="RUN")
+    showing.add_argument(
+        "--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one"
+    )
+    showing.add_argument("--step", type=int, help="default: the latest")
+    showing.add_argument(
+        "--group", type=int, help="index of the group in the file; default: the first scored one"
+    )
+    showing.add_argument("--by", metavar="COLUMN", help="the column that colours the tokens, e.g. entropy")
+    showing.add_argument("--color", choices=["auto", "always", "never"], default="auto")
+
+    exporting = actions.add_parser("export", help="all tokens as one table")
+    exporting.add_argument("run_dir", metavar="RUN")
+    exporting.add_argument("target", metavar="FILE", help="its name ends in .parquet or .csv")
+    exporting.add_argument(
+        "--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one"
+    )
+    exporting.add_argument(
+        "--steps", default=":", help="FIRST:LAST, both included, or one number; default: all"
+    )
+
+    importing = actions.add_parser("import", help="convert older traces")
+    importing.add_argument("source", metavar="DIR", help="folder with step_*.npz, or with steps/ in it")
+    importing.add_argument("run_dir", metavar="RUN", help="the run to make")
+    importing.add_argument(
+        "--credit", choices=["position", "loss_term"], default="position", help="what they hold"
+    )
+    importing.add_argument(
+        "--tokenizer", metavar="PATH", help="a transformers tokenizer, so that tokens have text"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    actions = {"ls": _list, "show": _show, "export": _export, "import": _import}
+    return actions[args.action](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    run = open_run(args.run_dir)
+    console = Console()
+    kinds = [args.kind] if args.kind else run.kinds()
+    if not kinds:
+        raise GradtraceError(
+            f"{run.path} has no traces; is it a run? Tracing is on with trainer.influence_trace.enable=true"
+        )
+    for kind in kinds:
+        console.print(_step_table(run, kind))
+    if args.verify:
+        run.verify()
+    for problem in run.problems:
+        console.print(f"[red]damaged[/red]  {escape(str(problem))}", soft_wrap=True)
+    if args.verify and not run.problems:
+        console.print("every step was read and its sha256 is right")
+    return 1 if run.problems else 0
+
+
+def _step_table(run: Run, kind: str) -> Table:
+    table = Table(title=f"{run.name} · {kind}: {schema.KINDS[kind].meaning}", title_justify="left")
+    for heading in ("step", "groups", "responses", "tokens", "kB", "bytes/token", "written"):
+        table.add_column(heading, justify="right")
+    for entry in run.entries(kind).values():
+        per_token = f"{entry.bytes / entry.tokens:.1f}" if entry.tokens else "–"
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
+        counts = (entry.step, entry.groups, entry.responses, entry.tokens)
+        table.add_row(*map(str, counts), f"{entry.bytes / 1000:.1f}", per_token, written)
+    return table
+
+
+def _show(args: argparse.Namespace) -> int:
+    run = open_run(args.run_dir)
+    kind = _choose_kind(run, args.kind)
+    steps = run.steps(kind)
+    if not steps:
+        raise GradtraceError(f"{kind} of {run.path} has no steps yet")
+    step = run.step(kind, steps[-1] if args.step is None else args.step)
+    by = args.by or score_columns(step)[0]
+    if by not in score_columns(step):
+        raise GradtraceError(f"cannot colour by {by!r}; this step has {', '.join(score_columns(step))}")
+    group = _first_scored(step) if args.group is None else args.group
+    if not 0 <= group < step.n_groups:
+        raise GradtraceError(f"no group {group}; step {step.step} has groups 0 to {step.n_groups - 1}")
+    terminal = {"auto": None, "always": True, "never": False}[args.color]
+    console = Console(force_terminal=terminal, highlight=False)
+    show_group(console, step, group, by, run.token_bytes, colour=console.is_terminal)
+    return 0
+
+
+def _first_scored(step: Step) -> int:
+    """The first group with responses: an influence trace lists skipped groups too."""
+    with_responses = set(step["group"].tolist())
+    return min(with_responses, default=0)
+
+
+def _choose_kind(run: Run, wanted: str | None) -> str:
+    kinds = [kind for kind in run.kinds() if run.steps(kind)]
+    if wanted is not None:
+        return wanted
+    if not kinds:
+        raise GradtraceError(f"{run.path} has no traces")
+    return schema.INFLUENCE_TRACE if schema.INFLUENCE_TRACE in kinds else kinds[0]
+
+
+def _export(args: argparse.Namespace) -> int:
+    run = open_run(args.run_dir)
+    kind = _choose_kind(run, args.kind)
+    steps = _between(run.steps(kind), args.steps)
+    rows = export_tokens(run, kind, steps, Path(args.target))
+    console = Console()
+    console.print(f"{rows} tokens of {len(steps)} steps in {args.target}", markup=False)
+    for problem in run.problems:
+        console.print(f"left out  {problem}", markup=False, soft_wrap=True)
+    return 1 if run.problems else 0
+
+
+def _between(steps: list[int], wanted: str) -> list[int]:
+    first, colon, last = wanted.partition(":")
+    try:
+        low = int(first) if first else 0
+        high = (int(last) if last else None) if colon else low
+    except ValueError:
+        raise GradtraceError(f"--steps {wanted!r} is not FIRST:LAST, FIRST:, :LAST or one number") from None
+    return [step for step in steps if step >= low and (high is None or step <= high)]
+
+
+def _import(args: argparse.Namespace) -> int:
+    report = import_legacy(Path(args.source), Path(args.run_dir), args.credit)
+    if args.tokenizer:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        TokenBytes.from_tokenizer(tokenizer).save(Path(args.run_dir) / "token_bytes.npz")
+    console = Console()
+    console.print(f"{len(report.steps)} steps imported into {args.run_dir}", markup=False)
+    for file, reason in report.refused.items():
+        console.print(f"refused  {file}: {reason}", markup=False, soft_wrap=True)
+    return 1 if report.refused else 0

@@ -1,0 +1,129 @@
+"""One group of a trace in the terminal: every token coloured by its score, or a line per token where there is no
+colour (a file, a pipe)."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from gradtrace.trace import schema
+from gradtrace.trace.step import Response, Step
+from gradtrace.trace.token_text import TokenBytes
+
+SIGNED = ("influence_position", "influence_loss_term", "entropy_change")
+
+
+def score_columns(step: Step) -> list[str]:
+    """Token columns that can colour a text, the most telling first."""
+    preference = (*SIGNED, "entropy", "log_prob")
+    return [name for name in preference if name in step]
+
+
+def visible(text: str) -> str:
+    """`text` with everything that a terminal would act on made visible: escape sequences, controls, direction marks."""
+    shown = []
+    for character in text:
+        if character in "\n\t":
+            shown.append("↵\n" if character == "\n" else "⇥")
+        elif ord(character) < 0x20:
+            shown.append(chr(0x2400 + ord(character)))
+        elif unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            shown.append(f"⟨{ord(character):X}⟩")
+        else:
+            shown.append(character)
+    return "".join(shown)
+
+
+def pieces(ids: Iterable[int], token_bytes: TokenBytes | None, continues: bool = False) -> list[str]:
+    """What to show for every token: its text; "·" for a part of a character; its id where texts are not known."""
+    if token_bytes is None:
+        return [f"[{token_id}]" for token_id in ids]
+    tokens = token_bytes.texts(ids, continues)
+    return [visible(token.text) or ("·" if token.raw else "∅") for token in tokens]
+
+
+def show_group(
+    console: Console, step: Step, group_index: int, column: str, token_bytes: TokenBytes | None, colour: bool
+) -> None:
+    group = step.group(group_index)
+    status = f" · {group.status.name.lower()}" if group.status is not None else ""
+    console.print(
+        f"step {step.step} · group {group_index} (id {group.group_id}){status}", style="bold", markup=False
+    )
+    console.print(Text("prompt    ") + Text("".join(pieces(group.prompt_ids, token_bytes)), style="dim"))
+    if group.expected_ids is not None and len(group.expected_ids):
+        console.print(
+            Text("expected  ") + Text("".join(pieces(group.expected_ids, token_bytes, continues=True)))
+        )
+    if not group.responses:
+        console.print("no response of this group is in the file", style="dim")
+        return
+    meaning = schema.COLUMNS[column].meaning
+    console.print(Text(f"{column}: {meaning}", style="dim"))
+    scale = _scale(step, group.responses, column)
+    for r in group.responses:
+        tokens = step.tokens(r)
+        shown = pieces(tokens["token_id"], token_bytes, continues=True)
+        console.print(Text(_headline(step.response(r)), style="bold"))
+        if colour:
+            console.print(_coloured(shown, tokens, column, scale))
+        else:
+            _print_lines(console, shown, tokens, column)
+
+
+def _headline(response: Response) -> str:
+    parts = [f"response {response.index}", f"reward {response.reward:g}"]
+    if response.accepted is not None:
+        parts.append("accepted" if response.accepted else "rejected")
+    if response.advantage is not None:
+        parts.append(f"advantage {response.advantage:+.3f}")
+    if response.prompt_influence is not None:
+        parts.append(f"prompt {response.prompt_influence:+.3g}")
+    if response.first_wrong is not None and response.first_wrong >= 0:
+        parts.append(f"first wrong token {response.first_wrong}")
+    parts += [f"{name} {getattr(value, 'name', value)}" for name, value in response.more.items()]
+    return " · ".join(parts)
+
+
+def _scale(step: Step, responses: list[int], column: str) -> float:
+    """The largest finite score of the group, so that its responses can be compared by eye."""
+    values = np.abs(np.concatenate([step.tokens(r)[column] for r in responses]))
+    values = values[np.isfinite(values)]
+    return float(values.max()) if values.size and values.max() > 0 else 1.0
+
+
+def _coloured(shown: list[str], tokens: dict[str, Any], column: str, scale: float) -> Text:
+    line = Text()
+    captured = tokens.get("captured")
+    for i, piece in enumerate(shown):
+        value = float(tokens[column][i])
+        if (captured is not None and not captured[i]) or not np.isfinite(value):
+            line.append(piece, style="dim strike")
+            continue
+        line.append(piece, style=f"black on {_background(value / scale, signed=column in SIGNED)}")
+    return line
+
+
+def _background(value: float, signed: bool) -> str:
+    """Green for positive, red for negative, yellow for a quantity without sign; paler where it is small."""
+    strength = min(1.0, abs(value))
+    pale = int(245 - 150 * strength)
+    if not signed:
+        return f"rgb(255,{int(250 - 90 * strength)},{pale})"
+    return f"rgb({pale},{int(245 - 40 * strength)},{pale})" if value >= 0 else f"rgb(255,{pale},{pale})"
+
+
+def _print_lines(console: Console, shown: list[str], tokens: dict[str, Any], column: str) -> None:
+    names = [column] + [name for name in ("entropy", "log_prob") if name in tokens and name != column]
+    captured = tokens.get("captured")
+    headings = "  ".join(f"{name[-12:]:>12}" for name in names)
+    console.print(Text(f"  {'':4}  {headings}  token", style="dim"), soft_wrap=True)
+    for i, piece in enumerate(shown):
+        values = "  ".join(f"{tokens[name][i]:+12.5g}" for name in names)
+        mark = "" if captured is None or captured[i] else "  (not captured)"
+        console.print(Text(f"  {i:4d}  {values}  {piece!r}{mark}"), soft_wrap=True)
