@@ -283,7 +283,7 @@ def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
             for g, index, r in responses
         ],
         "vocabulary": vocabulary.entries(ids),
-        "credits": view.credits,
+        "credits": view.credits if view.influence_response else [],
         "has_entropy": view.entropy is not None,
         "has_influence": view.influence is not None,
         "problems": view.problems,

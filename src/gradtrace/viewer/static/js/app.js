@@ -13,6 +13,8 @@ import { UrlState } from "./url_state.js";
 const PAGES = { run: openRunPage, step: openStepPage, group: openGroupPage, tokens: openTokensPage };
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
 const CARRIED = ["run", "with", "step", "group", "view", "left", "right", "scale", "credit", "order", "spaces", "smooth", "chart"];
+/** "with=" nothing: otherwise the runs of the command line would come back. */
+const NO_OVERLAY = " ";
 const LIVE_POLL = 2000;
 const QUIET_POLL = 10000;
 const SLOW_LOAD = 200;
@@ -205,18 +207,21 @@ export class App {
   move(page, direction) {
     if (!this.context?.run) return;
     const what = page === "group" ? "group" : "step";
-    const next = this.neighbours(what, this.context)[direction < 0 ? "previous" : "next"];
-    if (next !== undefined) this.go(this.context.page === "run" ? "step" : this.context.page, { [what]: next });
+    // The address is ahead of what is drawn while a page loads: a key pressed twice moves twice.
+    const here = { ...this.context, [what]: this.url.number(what) ?? this.context[what] };
+    const next = this.neighbours(what, here)[direction < 0 ? "previous" : "next"];
+    const open = this.url.read().page;
+    if (next !== undefined) this.go(open in PAGES && open !== "run" ? open : "step", { [what]: next });
   }
 
   toggleOverlay(name, on) {
-    const names = new Set(this.context.overlays.map((each) => each.name));
+    const { page, parameters } = this.url.read();
+    const shown = parameters.has("with") ? parameters.getAll("with") : this.context.overlays.map((each) => each.name);
+    const names = new Set(shown.filter((each) => each !== NO_OVERLAY));
     if (on) names.add(name);
     else names.delete(name);
-    // An empty value says "none": otherwise the runs of the command line would come back.
-    const { page, parameters } = this.url.read();
     parameters.delete("with");
-    for (const each of names.size ? names : [" "]) parameters.append("with", each);
+    for (const each of names.size ? names : [NO_OVERLAY]) parameters.append("with", each);
     this.url.write(`#/${page}?${parameters}`);
     this.render();
   }

@@ -17,7 +17,10 @@ export function smoothed(points, weight) {
 
 /** Round numbers that cover low…high, about `count` of them. */
 export function ticksBetween(low, high, count = 4) {
-  if (!(high > low)) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  if (!(high > low)) {
+    const spread = Math.abs(low) >= 2 ? 1 : Math.abs(low) / 2 || 1;
+    [low, high] = [low - spread, low + spread];
+  }
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
@@ -59,7 +62,7 @@ export class Chart {
     this.drawAxes();
     for (const curve of [...this.curves].reverse()) this.drawCurve(curve);
     if (this.spec.note) {
-      this.svg.append(svgElement("text", { x: this.width - MARGIN.right, y: HEIGHT - MARGIN.bottom - 8, class: "axis", "text-anchor": "end" }, this.spec.note(runs[0])));
+      this.svg.append(svgElement("text", { x: this.width - MARGIN.right, y: HEIGHT - MARGIN.bottom - 8, class: "axis note", "text-anchor": "end" }, this.spec.note(runs[0])));
     }
     this.cross = svgElement("g");
     this.svg.append(this.cross);

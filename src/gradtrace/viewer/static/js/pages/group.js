@@ -25,7 +25,7 @@ const SCALES = ["response", "group", "step"];
 const ORDERS = ["reward", "influence", "length"];
 const CHANNEL_NAMES = Object.keys(CHANNELS);
 const NARROW = 1100;
-const CELL_WIDTH = 26;
+const CELL = { least: 16, most: 25, gap: 1, end: 66 };
 const STRONGEST_TINT = 3;
 const DEFAULT_SIGN = "a step along this token’s gradient helps the accepted responses against the rejected ones.";
 
@@ -86,8 +86,20 @@ class GroupPage {
     if (!group.credits.length) return "one";
     if (innerWidth < NARROW) return "stack";
     const column = (Math.min(innerWidth, 1760) - 48 - 232 - 56) / 2;
-    const longest = Math.max(0, ...group.responses.map((response) => response.length));
-    return group.isChain && (longest - 1) * CELL_WIDTH > column ? "stack" : "side";
+    return group.isChain && this.cellWidth(column) < CELL.least ? "stack" : "side";
+  }
+
+  /** Cells are as wide as fits, so that a chain stays on one line and positions stand under one another. */
+  cellWidth(column) {
+    const longest = Math.max(1, ...this.group.responses.map((response) => response.length), this.group.expected.length);
+    return Math.min(CELL.most, Math.floor((column - CELL.end) / Math.max(1, longest - 1)) - CELL.gap);
+  }
+
+  fitCells() {
+    if (!this.group.isChain) return;
+    const width = Math.max(CELL.least, this.cellWidth(this.rows[0].slots[1].clientWidth - (this.view === "stack" ? 76 : 0)));
+    this.sheet.style.setProperty("--cell", `${width}px`);
+    this.sheet.style.setProperty("--cell-font", `${Math.min(16, Math.round(width * 0.82))}px`);
   }
 
   /* ---------- building ---------- */
@@ -184,8 +196,8 @@ class GroupPage {
   mounted() {
     if (!this.sheet) return;
     document.body.append(...this.floating);
-    this.applyView();
     this.applyOrder();
+    this.applyView();
     this.recolour();
     this.reserveHeights();
     this.builder = new RowBuilder(this.rows, () => this.colourings);
@@ -212,6 +224,7 @@ class GroupPage {
       this.sheet.style.setProperty("--head", `${this.head.offsetHeight}px`);
       if (this.sheet.clientWidth === width) return;
       width = this.sheet.clientWidth;
+      this.fitCells();
       this.reserveHeights();
       this.drawOverview();
     });
@@ -239,6 +252,7 @@ class GroupPage {
 
   applyView() {
     this.sheet.dataset.view = this.view;
+    this.fitCells();
     this.sheet.classList.toggle("spaces", this.showsSpaces);
     this.sheet.style.setProperty("--head", `${this.head.offsetHeight}px`);
   }

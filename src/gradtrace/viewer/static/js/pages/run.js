@@ -168,7 +168,7 @@ class RunPage {
       const traced = this.run.tracedSteps.includes(step);
       const link = element("a", "", String(step));
       link.href = this.context.href("step", { step });
-      const remark = traced ? "" : this.run.isLive && step === this.run.lastStep ? "trace being written" : "not traced";
+      const remark = traced ? "" : !this.context.source.isLive ? "not in this report" : this.run.isLive && step === this.run.lastStep ? "trace being written" : "not traced";
       const line = element("tr", "opens", element("td", "", link), ...columns.map(([, value]) => element("td", "number", value(row))), element("td", "dim", remark));
       line.addEventListener("click", () => this.openStep(step));
       body.append(line);

@@ -1,0 +1,263 @@
+"""What the browser gets agrees with what the trace holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradtrace.trace.reader import StepUnreadableError, open_run
+from gradtrace.trace.schema import GroupStatus
+from gradtrace.viewer import payload
+from gradtrace.viewer.catalog import RunCatalog, latest_run
+from gradtrace.viewer.news import describe, state_of
+from gradtrace.viewer.sample import SampleRun
+from gradtrace.viewer.sample.run import influence_columns
+from gradtrace.viewer.step_view import StepView, load_step_view
+from gradtrace.viewer.vocabulary import Vocabulary, load_vocabulary
+
+
+@pytest.fixture(scope="module")
+def chains(runs_dir: Path) -> tuple[StepView, Vocabulary]:
+    run = open_run(runs_dir / "chains")
+    view = load_step_view(run, 2)
+    assert view is not None
+    return view, load_vocabulary(run)
+
+
+def scored(view: StepView) -> int:
+    return next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.SCORED)
+
+
+def skipped(view: StepView) -> int:
+    return next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.CONSTANT_REWARD)
+
+
+def decode(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, np.ndarray]:
+    structure = payload.group_payload(view, g, vocabulary)
+    floats = np.frombuffer(payload.group_tokens(view, g, vocabulary), "<f4")
+    channels = structure["channels"]
+    return dict(zip(channels, floats.reshape(len(channels), -1), strict=True))
+
+
+def test_token_channels_are_the_columns_of_the_trace(chains: tuple[StepView, Vocabulary]) -> None:
+    view, vocabulary = chains
+    g = scored(view)
+    channels = decode(view, g, vocabulary)
+    entries = payload.group_payload(view, g, vocabulary)["vocabulary"]
+    rows = np.concatenate([np.arange(*view.offsets[[r, r + 1]]) for r in view.members[g]])
+    ids = np.array(entries["ids"])[channels["token"].astype(int)]
+    assert np.array_equal(ids, view.layout["token_id"][rows])
+    assert np.array_equal(channels["entropy"], view.layout["entropy"][rows])
+    assert view.influence is not None
+    theirs = [view.influence_response[r] for r in view.members[g]]
+    expected = np.concatenate([view.influence.tokens(s)["influence_position"] for s in theirs])
+    assert np.array_equal(channels["influence_position"], expected)
+
+
+def test_a_skipped_group_has_no_influence_and_says_why(chains: tuple[StepView, Vocabulary]) -> None:
+    view, vocabulary = chains
+    g = skipped(view)
+    structure = payload.group_payload(view, g, vocabulary)
+    assert structure["status"] == "constant_reward" and structure["credits"] == []
+    assert structure["pairwise"] is None
+    assert np.isnan(decode(view, g, vocabulary)["influence_position"]).all()
+    assert len(structure["responses"]) == 8
+
+
+def test_pairwise_blocks_contrast_to_the_scores(chains: tuple[StepView, Vocabulary]) -> None:
+    view, vocabulary = chains
+    g = scored(view)
+    structure = payload.group_payload(view, g, vocabulary)
+    accepted = np.array([member["accepted"] for member in structure["pairwise"]["members"]])
+    assert [member["response"] for member in structure["pairwise"]["members"]] == list(range(8))
+    scores = decode(view, g, vocabulary)["influence_position"]
+    start = 0
+    for r, response in enumerate(structure["responses"]):
+        block = np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(
+            response["length"], -1
+        )
+        contrast = block[:, accepted].mean(1) - block[:, ~accepted].mean(1)
+        np.testing.assert_allclose(contrast, scores[start : start + response["length"]], atol=1e-6)
+        start += response["length"]
+
+
+def test_a_column_is_the_same_numbers_as_the_blocks(chains: tuple[StepView, Vocabulary]) -> None:
+    view, _ = chains
+    g = scored(view)
+    blocks = [
+        np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(-1, 8) for r in range(8)
+    ]
+    for target in (0, 5):
+        column = np.frombuffer(payload.pairwise_column(view, g, target) or b"", "<f4")
+        assert np.array_equal(column, np.concatenate([block[:, target] for block in blocks]))
+
+
+def test_sums_of_the_table_are_sums_over_tokens(chains: tuple[StepView, Vocabulary]) -> None:
+    view, vocabulary = chains
+    table = payload.step_payload(view, vocabulary)
+    g = scored(view)
+    scores = decode(view, g, vocabulary)["influence_position"]
+    sums = table["groups"][g]["influence_position"]
+    assert sums["positive"] == pytest.approx(scores[scores > 0].sum(), rel=1e-5)
+    assert sums["negative"] == pytest.approx(-scores[scores < 0].sum(), rel=1e-5)
+    assert "influence_position" not in table["groups"][skipped(view)]
+
+
+def test_miniatures_keep_the_strongest_value(chains: tuple[StepView, Vocabulary]) -> None:
+    view, _ = chains
+    floats = np.frombuffer(payload.miniatures(view, "position"), "<f4")
+    sizes = [len(view.members[g]) * payload.miniature_columns(view, g) for g in range(view.n_groups)]
+    assert len(floats) == sum(sizes)
+    g = scored(view)
+    picture = floats[sum(sizes[:g]) : sum(sizes[: g + 1])]
+    values = view.channel("influence_position")
+    assert values is not None
+    mine = np.concatenate([values[view.tokens(r)] for r in view.members[g]])
+    assert np.abs(picture).max() == np.abs(mine).max()
+
+
+def test_long_responses_are_folded_without_losing_peaks() -> None:
+    values = np.zeros(1000, np.float32)
+    values[617] = -5.0
+    line = payload._strongest(values, 180, 1000)
+    assert line.min() == -5.0 and np.isfinite(line).all()
+
+
+def test_points_cover_every_traced_token_once(chains: tuple[StepView, Vocabulary]) -> None:
+    view, vocabulary = chains
+    structure = payload.points_payload(view, vocabulary)
+    floats = np.frombuffer(payload.points(view, "position", vocabulary), "<f4").reshape(3, -1)
+    assert view.influence is not None
+    assert floats.shape[1] == structure["total"] == view.influence.n_tokens
+    assert sum(response["length"] for response in structure["responses"]) == structure["total"]
+
+
+def test_a_large_step_is_sampled_and_says_so(
+    chains: tuple[StepView, Vocabulary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, vocabulary = chains
+    monkeypatch.setattr(payload, "MOST_POINTS", 100)
+    structure = payload.points_payload(view, vocabulary)
+    points = len(payload.points(view, "position", vocabulary)) // 12
+    assert structure["stride"] > 1 and points <= 100
+
+
+def test_responses_are_matched_by_row_not_by_order(tmp_path: Path) -> None:
+    """The influence trace may hold responses in another order than the rollout."""
+    run = SampleRun(tmp_path / "run", groups=3, total_steps=1)
+    groups = run.sample_groups(1)
+    run.write_step(1, groups)
+    columns = influence_columns(groups, np.random.default_rng(0))
+    assert run.influence_writer is not None
+    for name in ("pairwise", "pairwise_member", "pairwise_offsets", "pairwise_member_offsets"):
+        del columns[name]
+    lengths = np.diff(columns["token_offsets"])
+    order = np.random.default_rng(1).permutation(len(lengths))
+    starts = columns["token_offsets"][:-1]
+    tokens = np.concatenate([np.arange(starts[r], starts[r] + lengths[r]) for r in order])
+    for name in list(columns):
+        if name.startswith(("token_id", "entropy", "log_prob", "influence_", "captured")):
+            columns[name] = columns[name][tokens]
+        elif name in ("group", "row", "reward", "finished", "first_wrong", "advantage", "accepted",
+                      "optimizer_step", "selection", "prompt_influence"):  # fmt: skip
+            columns[name] = columns[name][order]
+    columns["token_offsets"] = np.concatenate([[0], np.cumsum(lengths[order])])
+    before = load_step_view(open_run(run.path), 1)
+    run.influence_writer.write(1, columns)
+    run.close()
+    after = load_step_view(open_run(run.path), 1)
+    assert before is not None and after is not None
+    own = np.concatenate([response.own for group in groups for response in group.responses if group.mixed])
+    found = after.channel("influence_loss_term")
+    assert found is not None
+    np.testing.assert_allclose(found[np.isfinite(found)], own, rtol=1e-5)
+
+
+def test_a_run_without_influence_is_shown_with_entropy(tmp_path: Path) -> None:
+    run = SampleRun(tmp_path / "run", groups=2, total_steps=1, influence=False)
+    run.write_step(1)
+    run.finish()
+    view = load_step_view(open_run(run.path), 1)
+    assert view is not None
+    structure = payload.group_payload(view, 0, load_vocabulary(open_run(run.path)))
+    assert structure["credits"] == [] and "entropy" in structure["channels"]
+
+
+def test_a_damaged_trace_leaves_the_other_one(tmp_path: Path) -> None:
+    run = SampleRun(tmp_path / "run", groups=2, total_steps=1)
+    run.write_step(1)
+    run.finish()
+    file = next((run.path / "influence_trace/steps").iterdir())
+    file.write_bytes(file.read_bytes()[:-100])
+    view = load_step_view(open_run(run.path), 1)
+    assert view is not None and view.entropy is not None and view.influence is None
+    assert "left out" in view.problems[0]
+    other = next((run.path / "entropy_trace/steps").iterdir())
+    other.write_bytes(b"")
+    with pytest.raises(StepUnreadableError):
+        load_step_view(open_run(run.path), 1)
+
+
+def test_without_token_bytes_ids_are_shown(tmp_path: Path) -> None:
+    run = SampleRun(tmp_path / "run", groups=1, total_steps=1)
+    run.write_step(1)
+    run.finish()
+    (run.path / "token_bytes.npz").unlink()
+    vocabulary = load_vocabulary(open_run(run.path))
+    assert vocabulary.problem is not None and "missing" in vocabulary.problem
+    assert vocabulary.entries([3]) == {"ids": [3], "bytes": [None], "special": []}
+    assert vocabulary.text([3, 4]) == "⟨3⟩ ⟨4⟩"
+
+
+def test_json_has_no_nan() -> None:
+    text = payload.json_bytes({"a": [float("nan"), float("inf"), 1.5], "b": {"c": float("-inf")}})
+    assert json.loads(text) == {"a": [None, None, 1.5], "b": {"c": None}}
+
+
+def test_the_latest_run_is_the_one_written_last(tmp_path: Path) -> None:
+    import os
+
+    for name, age in (("old", 200), ("new", 10), ("middle", 100)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("")
+        os.utime(folder / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    (tmp_path / "no-run").mkdir()
+    found = latest_run(tmp_path)
+    assert found is not None and found.name == "new"
+    assert latest_run(tmp_path / "nowhere") is None
+
+
+def test_steps_in_memory_are_bounded(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradtrace.viewer.catalog.STEPS_IN_MEMORY", 2)
+    catalog = RunCatalog([runs_dir / "chains"], None)
+    served = catalog.get(0)
+    assert served is not None
+    for step in (1, 2, 3, 4):
+        assert catalog.step_view(served, step) is not None
+    assert len(catalog._steps) == 2
+    assert catalog.step_view(served, 4) is catalog.step_view(served, 4)
+
+
+@pytest.mark.parametrize(
+    ("summary", "age", "state"),
+    [
+        ({}, 1, "live"),
+        ({}, 1e6, "quiet"),
+        ({"state": "finished"}, 1, "finished"),
+        ({"status": "failed"}, 1, "failed"),
+    ],
+)
+def test_the_state_of_a_run_is_told(summary: dict[str, str], age: float, state: str) -> None:
+    import time
+
+    assert state_of(summary, time.time() - age) == state
+
+
+def test_a_strange_configuration_is_no_problem() -> None:
+    assert describe({}) == ""
+    assert describe({"model": None, "rollout": 3, "trainer": [1]}) == ""
+    assert "lr 1e-06" in describe({"actor": {"optim": {"lr": 1e-6}}})
