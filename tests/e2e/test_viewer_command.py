@@ -53,6 +53,7 @@ def test_the_demo_needs_no_training(tmp_path: Path) -> None:
         page.goto(address)
         expect(page.locator("h1")).to_have_text("sample-arithmetic")
         page.get_by_role("link", name="Step 30").click()
+        expect(page.locator("h1")).to_have_text("Step 30")
         page.locator("tr.opens:not(.skipped)").first.click()
         page.locator(".row .slot-1 .t.fw, .row .slot-1 .t").first.click()
         expect(page.locator(".bar-column").first).to_be_visible()
