@@ -45,7 +45,13 @@ class FactorHooks:
         """Forward passes of each block that await their backward, as far as they are known beforehand."""
         self._paused = False
         self._handles: list[RemovableHandle] = []
-        for block in blocks:
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks on the model, if they are not there."""
+        if self._handles:
+            return
+        for block in self.calls:
             for site in block.sites:
                 hook = self._forward_hook(block, site)
                 self._handles.append(site.module.register_forward_hook(hook, with_kwargs=True))

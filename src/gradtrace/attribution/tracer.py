@@ -77,8 +77,12 @@ class InfluenceTracer:
         self._failure: Exception | None = None
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the hooks from the model; `attach` puts them back."""
         self._hooks.close()
+
+    def attach(self) -> None:
+        """Needed only after `close`: a tracer has its hooks on the model from the start."""
+        self._hooks.attach()
 
     def __enter__(self) -> InfluenceTracer:
         return self

@@ -69,6 +69,7 @@ class InfluenceTraceInstrument(StepObserver):
         self.truth = truth
         self.report = report
         self.tracer = InfluenceTracer(policy.model, config, defer_errors=True)
+        self.tracer.close()  # hooks are on the model during updates only: the sampler's fast path wants it bare
         self.errors = 0
         self._batch: RolloutBatch | None = None
 
@@ -85,6 +86,7 @@ class InfluenceTraceInstrument(StepObserver):
         self.needs_entropies = self._active = step % self.settings.write_every == 0
         if not self._active:
             return batch
+        self.tracer.attach()
         self._batch = batch
         self._scored: list[Scored] = []
         self._pending: OptimizerStep | None = None
@@ -210,6 +212,7 @@ class InfluenceTraceInstrument(StepObserver):
         if not self._active:
             return {}
         self._batch = None
+        self.tracer.close()
         metrics = self._metrics()
         if not self._failed:
             with self._guarded():

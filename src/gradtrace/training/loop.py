@@ -178,9 +178,12 @@ class Trainer:
         rows = later.nonzero().squeeze(-1)
         if not len(rows):
             return batch
-        if self._sampler_is_exact() and not self.observer.needs_entropies:
-            return batch.replace(old_log_probs=batch.sampler_log_probs.clone())
-        return fill_statistics(self.parts.policy, batch, micro_batches, rows)
+        if not self._sampler_is_exact():
+            return fill_statistics(self.parts.policy, batch, micro_batches, rows)
+        if self.observer.needs_entropies:
+            batch = fill_statistics(self.parts.policy, batch, micro_batches, rows)
+        # The loss uses the same log-probs whether or not anybody watches.
+        return batch.replace(old_log_probs=batch.sampler_log_probs.clone())
 
     def _sampler_is_exact(self) -> bool:
         """The sampler's log-probs are those of the same float32 distribution that the loss uses."""
