@@ -6,6 +6,7 @@ is counted, and the i-th one fails, or the process ends there, or the power goes
     power         the process ends and everything that was not fsynced is lost: data, new names, renames, removals
     enospc, eio   the operation fails (a write writes half first); later ones work
     full          as enospc, and every later open and write fails too
+    short         a write writes half and says so, which is no error
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MODES = ("kill_before", "kill_torn", "power", "enospc", "eio", "full")
 KILLS = ("kill_before", "kill_torn", "power")
 KILLED = 77
 
@@ -52,6 +52,8 @@ class FaultyDisk:
         if self.count < self.fail_at or (self.count > self.fail_at and self.mode != "full"):
             return whole()
         self.log.append(what)
+        if self.mode == "short":
+            return half()
         if self.mode == "kill_before":
             os._exit(KILLED)
         if self.mode == "kill_torn":

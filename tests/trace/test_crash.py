@@ -24,6 +24,7 @@ import pytest
         pytest.param("enospc", "fsync", marks=pytest.mark.slow),
         ("eio", "no fsync"),
         ("full", "no fsync"),
+        ("short", "no fsync"),
     ],
 )
 def test_reader_sees_old_or_new_state_after_a_fault_anywhere(mode: str, fsync: str, tmp_path: Path) -> None:

@@ -168,6 +168,20 @@ def test_warn_reports_bad_columns_and_goes_on(tmp_path: Path) -> None:
     assert "step 2" in reports[1]
 
 
+def test_a_report_that_fails_does_not_stop_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(message: str) -> None:
+        raise RuntimeError("the logger is gone")
+
+    _fail_on(monkeypatch, [1])
+    with TraceWriter(tmp_path, KIND, queue_size=1, on_report=broken) as trace_writer:
+        for step in (1, 2, 3, 4):
+            trace_writer.write(step, influence_columns(step))
+    assert gradtrace.open_run(tmp_path).steps(KIND) == [2, 3, 4]
+    assert "the logger is gone" in caplog.text
+
+
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     write(tmp_path, {1: influence_columns(1), 2: influence_columns(2)})
     write(tmp_path, {1: influence_columns(11)})

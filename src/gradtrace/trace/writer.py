@@ -160,8 +160,12 @@ class TraceWriter:
 
     def _report(self, message: str) -> None:
         logger.warning(message)
-        if self._on_report is not None:
+        if self._on_report is None:
+            return
+        try:
             self._on_report(message)
+        except Exception:  # it must not end the writing thread: `write` would then wait for ever
+            logger.exception("on_report failed")
 
     def _raise_pending(self) -> None:
         if self._error is not None:
