@@ -110,7 +110,7 @@ class LlamaDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         rotation = self.rotary[self.positions]  # complex[B, 1, head_dim / 2]
         x = self.embedding[tokens]  # [B, hidden]
-        if len(tokens) <= WEIGHT_FIRST_ROWS:
+        if len(tokens) in WEIGHT_FIRST_ROWS:
             x = x.t().contiguous().t()  # the layout that `Linear` leaves
         for layer, cache in zip(self.layers, self.cache, strict=True):
             x.add_(layer.output(self._attend(layer, layer.attention_norm(x), cache, rotation)))
