@@ -179,6 +179,17 @@ def test_raw_hostile_bytes_are_refused(data: bytes) -> None:
         unpickle_id_lists(data, 1)
 
 
+@pytest.mark.parametrize(
+    ("thing", "complaint"),
+    [(_Runs(os.system, "true"), r"asks for posix.system"), ({"a": 1}, "uses EMPTY_DICT")],
+)
+def test_the_refusal_says_what_the_pickle_wanted(thing: Any, complaint: str) -> None:
+    array = np.empty(1, dtype=object)
+    array[0] = thing
+    with pytest.raises(UnsafeNpzError, match=complaint):
+        unpickle_id_lists(pickle.dumps(array, protocol=4), 1)
+
+
 def test_every_truncation_and_flip_of_the_pickle_is_refused_or_harmless() -> None:
     array = np.empty(3, dtype=object)
     array[:] = [[1, 2, 3], np.array([4, 5]), [6]]

@@ -6,14 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from trace_fakes import influence_columns
 
 import gradtrace
+from gradtrace.trace import reader
+from gradtrace.trace.confined import read_confined
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
 
 WRITE_A_RUN = """
 import sys; sys.path.insert(0, sys.argv[1])
+import pytest
 from trace_fakes import influence_columns
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
@@ -43,7 +47,7 @@ def test_a_reader_of_a_live_run_sees_whole_steps_and_every_metric_once(tmp_path:
             if number not in seen or number % 7 == 0:
                 try:
                     step = run.step("influence_trace", number)
-                except gradtrace.trace.reader.StepUnreadableError as error:
+                except reader.StepUnreadableError as error:
                     assert "has no step" in str(error)  # it was truncated since we looked
                     continue
                 assert step["optimizer_step"].tolist() == [number] * step.n_responses
@@ -56,6 +60,28 @@ def test_a_reader_of_a_live_run_sees_whole_steps_and_every_metric_once(tmp_path:
     assert seen == set(range(1, 121))
     assert metrics == list(range(1, 121))
     assert run.problems == []
+
+
+def test_a_step_replaced_between_the_looks_at_manifest_and_file_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TraceWriter(tmp_path, "influence_trace") as trace_writer:
+        trace_writer.write(1, influence_columns(1))
+        trace_writer.flush()
+        replaced = []
+
+        def racing(root: Path, name: str, **limits: int) -> bytes:
+            if name.endswith(".npz") and not replaced:
+                replaced.append(name)
+                trace_writer.write(1, influence_columns(11))
+                trace_writer.flush()
+            return read_confined(root, name, **limits)
+
+        monkeypatch.setattr(reader, "read_confined", racing)
+        run = gradtrace.open_run(tmp_path)
+        assert run.step("influence_trace", 1)["optimizer_step"][0] == 11
+        assert replaced
+        assert run.problems == []
 
 
 def test_metrics_cut_by_a_resume_are_read_anew(tmp_path: Path) -> None:

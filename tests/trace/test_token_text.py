@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizer_families import CORPUS, FAMILIES
 
 from gradtrace.errors import GradtraceError
+from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes, cut_text
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
@@ -147,6 +148,17 @@ def test_transformers_wrapper_reads_as_the_tokenizer_inside() -> None:
     token_bytes = TokenBytes.from_tokenizer(tokenizer)
     ids = tokenizer.encode("日本語 😀 café<|endoftext|>")
     assert token_bytes.decode(ids) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_joined_texts_equal_the_decoded_text_for_the_demo_tokenizer() -> None:
+    tokenizer = build_tokenizer()
+    token_bytes = TokenBytes.from_tokenizer(tokenizer)
+    rng = random.Random(0)
+    for _ in range(1000):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 40))]
+        expected = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert token_bytes.decode(ids) == expected
+    assert token_bytes.texts([tokenizer.eos_token_id])[0].special
 
 
 def test_an_unsupported_tokenizer_is_named() -> None:

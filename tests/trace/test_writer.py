@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from trace_fakes import entropy_columns, influence_columns
 
 import gradtrace
@@ -101,6 +102,15 @@ def test_caller_may_reuse_its_buffers(tmp_path: Path) -> None:
     assert np.array_equal(gradtrace.open_run(tmp_path).step(KIND, 1)["entropy"], before)
 
 
+def test_torch_tensors_and_numpy_numbers_are_taken(tmp_path: Path) -> None:
+    columns = {name: torch.as_tensor(np.asarray(values)) for name, values in influence_columns().items()}
+    with TraceWriter(tmp_path, KIND, on_error="raise") as trace_writer:
+        trace_writer.write(1, columns, {"temperature": np.float32(0.5), "scale": torch.tensor(2)})
+    step = gradtrace.open_run(tmp_path).step(KIND, 1)
+    assert step["reward"].tolist() == columns["reward"].tolist()
+    assert step.meta == {"step": 1, "temperature": 0.5, "scale": 2}
+
+
 def _without(name: str) -> Any:
     def change(columns: dict[str, Any]) -> None:
         del columns[name]
@@ -133,6 +143,9 @@ def _set(name: str, value: Any) -> Any:
         (_set("pairwise", lambda values: values[:-1]), "pairwise"),
         (_set("pairwise_member", lambda values: values + 100), "pairwise_member"),
         (_without("pairwise_member"), "pairwise_member"),
+        (_set("reward", lambda values: torch.ones(len(values), requires_grad=True)), "reward"),
+        (_set("reward", lambda values: torch.ones(len(values), dtype=torch.bfloat16)), "reward"),
+        (_set("prompt_ids", lambda values: [[1], [2, 3]]), "prompt_ids"),
         (_set("entropies", lambda values: [0.5]), "entropies"),
     ],
 )

@@ -113,8 +113,10 @@ def _fsync_tree(folder: Path) -> None:
 
 def seal(record: dict[str, Any], indent: int | None = None) -> bytes:
     """`record` as JSON with its checksum as the last key, and a newline."""
+    if _CHECK in record:
+        raise ValueError(f"the key {_CHECK!r} is taken: it holds the checksum")
     plain = json.loads(
-        json.dumps(record, default=_plain)
+        json.dumps(record, default=plain_number)
     )  # what reading gives back: keys are strings, no tuples
     return (json.dumps({**plain, _CHECK: _checksum(plain)}, indent=indent) + "\n").encode()
 
@@ -135,8 +137,8 @@ def unseal(data: bytes, strict: bool = True) -> dict[str, Any]:
     return record
 
 
-def _plain(value: Any) -> Any:
-    """NumPy and torch scalars as numbers."""
+def plain_number(value: Any) -> Any:
+    """NumPy and torch scalars as numbers, for `json.dumps(default=…)`."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")

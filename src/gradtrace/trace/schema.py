@@ -285,7 +285,10 @@ def conform(kind: str, columns: Mapping[str, object]) -> dict[str, np.ndarray]:
 
 def _cast(column: Column, value: object) -> np.ndarray:
     """A copy in the column's dtype: the caller may reuse its buffers while we write."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch: bfloat16, on a GPU, with gradient
+        raise SchemaError(column.name, f"cannot become a NumPy array ({error})") from None
     wanted = np.dtype(column.dtype)
     if array.ndim != 1:
         raise SchemaError(column.name, f"is {array.ndim}-dimensional, columns are flat")

@@ -27,7 +27,7 @@ import numpy as np
 
 from gradtrace.errors import GradtraceError
 from gradtrace.trace import manifest, schema
-from gradtrace.trace.atomic import JsonLines, atomic_write, make_folder, remove_leftovers, seal
+from gradtrace.trace.atomic import JsonLines, atomic_write, make_folder, plain_number, remove_leftovers, seal
 from gradtrace.trace.safe_npz import dump_npz
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class WriterStats:
 class _Job:
     step: int
     columns: dict[str, np.ndarray]
-    meta: dict[str, Any]
+    meta_json: bytes
 
 
 class TraceWriter:
@@ -93,7 +93,7 @@ class TraceWriter:
             raise GradtraceError(f"the {self.kind} writer is closed")
         self._raise_pending()
         try:
-            job = _Job(int(step), schema.conform(self.kind, columns), _checked_meta(step, meta))
+            job = _Job(int(step), schema.conform(self.kind, columns), _meta_json(step, meta))
         except (schema.SchemaError, TypeError, ValueError) as error:
             self._fail(f"{self.kind} step {step} was not written: {error}", error)
             self._raise_pending()
@@ -142,7 +142,7 @@ class TraceWriter:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                self.stats.bytes += self._store.put(job.step, job.columns, job.meta)
+                self.stats.bytes += self._store.put(job.step, job.columns, job.meta_json)
                 self.stats.written += 1
                 self._store.tidy()
             except Exception as error:  # a trace must not kill training; it is counted and shown
@@ -173,10 +173,8 @@ class TraceWriter:
             raise GradtraceError(self.stats.last_error) from error
 
 
-def _checked_meta(step: int, meta: Mapping[str, Any] | None) -> dict[str, Any]:
-    complete = {"step": int(step), **(meta or {})}
-    json.dumps(complete)  # on this thread, so that the error points at the caller
-    return complete
+def _meta_json(step: int, meta: Mapping[str, Any] | None) -> bytes:
+    return json.dumps({"step": int(step), **(meta or {})}, default=plain_number).encode()
 
 
 class _StepStore:
@@ -194,10 +192,10 @@ class _StepStore:
         self.entries = manifest.Manifest(self.lines.path.read_bytes()).entries
         self.obsolete: list[str] = []
 
-    def put(self, step: int, columns: dict[str, np.ndarray], meta: dict[str, Any]) -> int:
+    def put(self, step: int, columns: dict[str, np.ndarray], meta_json: bytes) -> int:
         head: dict[str, np.ndarray] = {
             "format_version": np.array([schema.FORMAT_VERSION], np.int32),
-            "meta_json": np.frombuffer(json.dumps(meta).encode(), np.uint8),
+            "meta_json": np.frombuffer(meta_json, np.uint8),
         }
         data = dump_npz({**head, **columns})
         old = self.entries.get(step)
