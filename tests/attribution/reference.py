@@ -80,6 +80,7 @@ def reference_scores(
     exclude_self: bool = False,
     reduction: str = "mean",
     reg_lambda: float = 0.0,
+    sign: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """(scores, pairwise, kernel). `position`: all positions (for g_r and token curvature), `tokens`: the gradients to
     score, one per response token."""
@@ -92,6 +93,8 @@ def reference_scores(
         whole = torch.stack([position[r][name].sum(0).flatten() for r in range(count)])
         if reduction == "mean":
             whole = whole / torch.tensor(lengths, dtype=torch.float64)[:, None]
+        if sign is not None:
+            whole = whole * sign[:, None]
         own = [
             position[r][name][batch.prompt_lengths[r] - 1 : batch.prompt_lengths[r] - 1 + lengths[r]].flatten(
                 1

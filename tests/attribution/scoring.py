@@ -31,16 +31,18 @@ def engine_scores(
     splits: Iterable[list[int]] | None = None,
     labels_at_capture: bool = False,
     packed: bool = False,
+    sign: Tensor | None = None,
 ) -> InfluenceTrace:
     """`splits`: the responses of each micro-batch."""
     splits = [list(range(len(batch)))] if splits is None else splits
     with InfluenceTracer(model, config) as tracer:
         for rows in splits:
-            capture(tracer, model, batch, rows, labels_at_capture, packed)
+            capture(tracer, model, batch, rows, labels_at_capture, packed, sign)
         return tracer.score(
             accepted=batch.accepted,
             group=batch.group,
             advantages=batch.advantages,
+            sign=sign,
             terms=lambda responses: torch.cat([token_terms(model, batch, r) for r in responses]),
         )
 
@@ -52,10 +54,12 @@ def capture(
     rows: list[int],
     labels_at_capture: bool = False,
     packed: bool = False,
+    sign: Tensor | None = None,
 ) -> None:
     labels = {}
     if labels_at_capture:
         labels = {"accepted": batch.accepted, "group": batch.group, "advantages": batch.advantages}
+        labels |= {"sign": sign}
     if packed:
         ids, positions, response, tokens, weights = batch.packed(rows)
         log_probs = token_log_probs(model(input_ids=ids, position_ids=positions, use_cache=False).logits, ids)
@@ -69,7 +73,11 @@ def capture(
 
 
 def brute_force(
-    model: nn.Module, batch: Responses, config: InfluenceConfig, credit: str = "position"
+    model: nn.Module,
+    batch: Responses,
+    config: InfluenceConfig,
+    credit: str = "position",
+    sign: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Scores, pairwise influences and kernel from explicit gradients and an explicit Hessian."""
     with InfluenceTracer(model, config) as tracer:  # only for which modules are meant
@@ -92,7 +100,7 @@ def brute_force(
     knobs = {}
     for knob in ("hessian_mode", "hessian_source", "reg_lambda", *REFERENCE_NAMES):
         knobs[REFERENCE_NAMES.get(knob, knob)] = getattr(config, knob)
-    return reference_scores(batch, positions, tokens, **knobs)
+    return reference_scores(batch, positions, tokens, sign=sign, **knobs)
 
 
 def assert_close(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float = 1e-8) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ from gradtrace.attribution import (
     TrainingPass,
     needs_own_backward,
     objective,
+    objective_sign,
     objective_weights,
+    riding_scale,
 )
 from tests.attribution.models import random_responses, tiny_model, token_log_probs
 from tests.attribution.scoring import assert_close, exact_config
@@ -38,7 +42,9 @@ def test_advantage_objective_rides_on_the_training_pass_only_when_proportional(
     training: TrainingPass, own: bool
 ) -> None:
     assert needs_own_backward("log_prob_advantage", training) is own
-    assert needs_own_backward("log_prob", training) and needs_own_backward("log_prob_reward", training)
+    for name in ("log_prob", "log_prob_reward"):
+        assert needs_own_backward(name, training)  # advantages may differ within a response, or be 0
+        assert needs_own_backward(name, replace(training, one_advantage_per_response=True)) is own
 
 
 def test_weights_are_literal() -> None:
@@ -59,29 +65,38 @@ def test_missing_inputs_are_named(name: str) -> None:
         objective_weights(name, MASK)  # type: ignore[arg-type]
 
 
-def test_riding_on_the_training_pass_gives_the_scores_of_the_objective() -> None:
-    """On policy, PPO's clipped loss with a token mean is −F/N for F = Σ A ℓ: scale N gives the same scores."""
+@pytest.mark.parametrize("name", ["log_prob_advantage", "log_prob", "log_prob_reward"])
+def test_riding_on_the_training_pass_gives_the_scores_of_the_objective(name: str) -> None:
+    """On policy, PPO's clipped loss is −Σ A ℓ / N: scaled, its gradients are those of every objective."""
     model, batch = tiny_model(), random_responses()
     rows = list(range(len(batch)))
     ids, attention, tokens, _ = batch.padded(rows)
-    advantages = batch.advantages[:, None].expand(ids.shape)
+    rewards = batch.accepted.double() + 0.5
+    per_token = batch.advantages[:, None].expand(ids.shape)
 
-    def scores(ppo: bool) -> list[torch.Tensor]:
+    def scores(rides: bool) -> list[torch.Tensor]:
         with InfluenceTracer(model, exact_config()) as tracer:
             log_probs = token_log_probs(model(input_ids=ids, attention_mask=attention).logits, ids)
-            count = float(tokens.sum())
-            if ppo:
+            scale = torch.ones(len(batch), dtype=torch.float64)
+            if rides:
+                count = float(tokens.sum())
                 ratio = (log_probs - log_probs.detach()).exp()
-                clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-                loss, scale = -(clipped * tokens).sum() / count, count
+                clipped = torch.minimum(ratio * per_token, ratio.clamp(0.8, 1.28) * per_token)
+                loss = -(clipped * tokens).sum() / count
+                scale = riding_scale(name, torch.full_like(scale, 1 / count), batch.advantages, rewards)
             else:
-                loss, scale = (
-                    objective(log_probs, objective_weights("log_prob_advantage", tokens, advantages)),
-                    1.0,
-                )
+                loss = objective(log_probs, objective_weights(name, tokens, per_token, rewards).double())
+            sign = objective_sign(name, batch.advantages, rewards).double()
             with tracer.capture(response=torch.tensor(rows), tokens=tokens, scale=scale):
                 loss.backward()
-            return tracer.score(accepted=batch.accepted, group=batch.group).token_scores
+            return tracer.score(accepted=batch.accepted, group=batch.group, sign=sign).token_scores
 
-    assert not needs_own_backward("log_prob_advantage", TrainingPass(on_policy=True))
-    assert_close(scores(ppo=True), scores(ppo=False))
+    assert_close(scores(rides=True), scores(rides=False), tolerance=1e-6)
+
+
+def test_the_sign_of_an_objective_is_that_of_its_weight() -> None:
+    advantages, rewards = torch.tensor([0.5, -0.5, 0.0]), torch.tensor([1.0, 0.0, -1.0])
+    assert objective_sign("training_loss", advantages, rewards).tolist() == [1, -1, 1]
+    assert objective_sign("log_prob_advantage", advantages, rewards).tolist() == [1, -1, 1]
+    assert objective_sign("log_prob_reward", advantages, rewards).tolist() == [1, 1, -1]
+    assert objective_sign("log_prob", advantages, rewards).tolist() == [1, 1, 1]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradtrace.attribution import InfluenceTracer
-from tests.attribution.models import FAMILIES, padded_objective, random_responses, tiny_model
+from tests.attribution.models import FAMILIES, Responses, padded_objective, random_responses, tiny_model
 from tests.attribution.reference import token_terms
 from tests.attribution.scoring import assert_close, brute_force, capture, engine_scores, exact_config
 
@@ -250,3 +250,41 @@ def test_counters_say_what_was_traced() -> None:
     assert trace.skipped == {0: "constant_reward"}
     assert trace.token_scores[0].numel() == 0
     assert metrics["timing_s/influence_capture"] > 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("source", ["response", "token"])
+def test_a_signed_objective_is_contrasted_by_log_prob(source: str, streamed: bool) -> None:
+    """With `sign` the target of response r is turned, token gradients are not; totals still add up."""
+    model, batch = tiny_model("gpt2"), random_responses()
+    sign = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    config = exact_config(hessian_source=source, credit="both", contrastive_agg="sum")
+    trace = engine_scores(model, batch, config, labels_at_capture=streamed, sign=sign)
+    scores, pairwise, kernel = brute_force(model, batch, config, sign=sign)
+    assert_close(trace.position_scores, scores)
+    assert_close([p.nan_to_num() for p in trace.pairwise], pairwise)
+    assert_close([trace.response_kernel.nan_to_num()], [kernel])
+    totals = [trace.position_scores[r].sum() + trace.rest_scores[r] for r in range(6)]
+    assert_close(totals, [terms.sum() for terms in trace.loss_term_scores])
+
+
+def test_the_sign_is_counted_once_not_twice() -> None:
+    """A policy-gradient objective of one-token responses, where the truth is plain: raising the token of a rejected
+    response must not help the accepted one, so its training step (which lowers it) must."""
+    model = tiny_model()
+    batch = random_responses(groups=1, n=2, seed=4)
+    batch.sequences = [torch.tensor([1, 2, 3, 5]), torch.tensor([1, 2, 3, 7])]
+    batch.prompt_lengths = [3, 3]
+    batch.accepted = torch.tensor([True, False])
+    batch.weights = [torch.tensor([1.0], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64)]
+    config = exact_config(hessian_mode="identity", contrastive_agg="sum")
+    sign = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    once = engine_scores(model, batch, config, sign=sign)
+    assert once.token_scores[0] > 0 and once.token_scores[1] > 0
+    raising = engine_scores(model, batch_with_unit_weights(batch), config)
+    assert raising.token_scores[0] > 0 > raising.token_scores[1]
+
+
+def batch_with_unit_weights(batch: Responses) -> Responses:
+    batch.weights = [torch.ones_like(weights) for weights in batch.weights]
+    return batch

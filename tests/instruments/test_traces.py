@@ -88,7 +88,7 @@ def engine_scores(
         trace = tracer.score(
             accepted=accepted(batch.rewards, batch.group)[rows],
             group=batch.group[rows],
-            advantages=torch.zeros(len(rows)),
+            sign=torch.where(batch.advantages[rows, 0] < 0, -1.0, 1.0),
         )
     policy.model.zero_grad()
     return [scores.numpy() for scores in trace.position_scores]
@@ -146,6 +146,20 @@ def test_both_credits_add_up_to_the_same_total(tmp_path: Path, output: str, extr
     loss_term = np.bincount(owner, step["influence_loss_term"])
     assert np.abs(position).max() > 0
     np.testing.assert_allclose(position, loss_term, rtol=2e-3, atol=2e-3 * np.abs(position).max())
+
+
+def test_riding_objectives_equal_their_own_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On policy `log_prob` rides on the training backward; a pass of its own must give the same scores."""
+    from gradtrace.instruments import influence_trace as module
+
+    knobs = influence("output_function=log_prob", "credit=both", "hessian_mode=identity")
+    riding = columns(run(tmp_path, *EXACT, *ONE_STEP, *knobs))
+    asked = []
+    monkeypatch.setattr(module, "needs_own_backward", lambda *args: not asked.append(args))
+    own = columns(run(tmp_path, *EXACT, *ONE_STEP, *knobs))
+    assert asked
+    for name in ("influence_position", "influence_loss_term", "prompt_influence"):
+        np.testing.assert_allclose(riding[name], own[name], rtol=2e-3, atol=2e-3 * np.abs(own[name]).max())
 
 
 def test_output_functions_differ_off_policy_and_agree_on_policy(tmp_path: Path) -> None:
@@ -234,7 +248,7 @@ def test_pairwise_scores_add_up_to_the_token_scores(tmp_path: Path) -> None:
             arrays["pairwise_member_offsets"][r] : arrays["pairwise_member_offsets"][r + 1]
         ]
         assert set(arrays["group"][members]) == {arrays["group"][r]}
-        sign = np.where(arrays["accepted"][members], 1.0, -1.0)
+        sign = np.where(arrays["accepted"][members], 1.0, -1.0)  # contrastive_agg=sum
         values = block.scores
         tokens = slice(arrays["token_offsets"][r], arrays["token_offsets"][r + 1])
         total = values @ sign

@@ -7,7 +7,14 @@ responses against a given gradient, `directional_derivative` gives forward-mode 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.ghost import GhostProduct
-from gradtrace.attribution.objectives import TrainingPass, needs_own_backward, objective, objective_weights
+from gradtrace.attribution.objectives import (
+    TrainingPass,
+    needs_own_backward,
+    objective,
+    objective_sign,
+    objective_weights,
+    riding_scale,
+)
 from gradtrace.attribution.result import SIGN, UNIT, InfluenceTrace
 from gradtrace.attribution.tangent import directional_derivative
 from gradtrace.attribution.tracer import InfluenceTracer
@@ -24,5 +31,7 @@ __all__ = [
     "directional_derivative",
     "needs_own_backward",
     "objective",
+    "objective_sign",
     "objective_weights",
+    "riding_scale",
 ]

@@ -20,9 +20,13 @@ class Labels:
     """long[R]; −1 = in no group"""
     advantages: Tensor | None = None
     """float[R]"""
+    sign: Tensor | None = None
+    """float[R] of ±1: with which sign the captured objective counts the response's log-prob; None = all +1."""
 
     @staticmethod
-    def of(accepted: Tensor, group: Tensor, advantages: Tensor | None) -> Labels:
+    def of(
+        accepted: Tensor, group: Tensor, advantages: Tensor | None = None, sign: Tensor | None = None
+    ) -> Labels:
         accepted, group = accepted.cpu(), group.cpu()
         if accepted.dtype != torch.bool or accepted.dim() != 1:
             raise AttributionError(f"accepted must be bool[R], not {accepted.dtype}{list(accepted.shape)}")
@@ -30,13 +34,19 @@ class Labels:
             raise AttributionError(
                 f"group must be long[{len(accepted)}] like accepted, not {group.dtype}{list(group.shape)}"
             )
-        if advantages is not None:
-            advantages = advantages.detach().cpu()
-            if advantages.shape != accepted.shape:
-                raise AttributionError(
-                    f"advantages is {list(advantages.shape)}, but there are {len(accepted)} responses"
-                )
-        return Labels(accepted, group, advantages)
+        columns = {"advantages": advantages, "sign": sign}
+        for name, column in columns.items():
+            if column is not None:
+                columns[name] = column.detach().cpu()
+                if column.shape != accepted.shape:
+                    raise AttributionError(
+                        f"{name} is {list(column.shape)}, but there are {len(accepted)} responses"
+                    )
+        if sign is not None and bool((sign.abs() != 1).any()):
+            raise AttributionError(
+                "sign must hold +1 or −1 for every response (use +1 where the weight is 0)"
+            )
+        return Labels(accepted, group, columns["advantages"], columns["sign"])
 
     def __len__(self) -> int:
         return len(self.accepted)
@@ -49,7 +59,11 @@ class Labels:
             equal(self.accepted, other.accepted)
             and equal(self.group, other.group)
             and equal(self.advantages, other.advantages)
+            and equal(self.sign, other.sign)
         )
+
+    def sign_of(self, response: int) -> float:
+        return 1.0 if self.sign is None else float(self.sign[response])
 
     def groups(self) -> dict[int, list[int]]:
         """Group id → its responses."""

@@ -23,7 +23,9 @@ class TrainingPass:
     kl_in_loss: bool = False
     entropy_bonus: bool = False
     constant_denominator: bool = True
-    """All tokens are divided by the same number (token mean or fixed length, not sequence mean)."""
+    """All tokens of a response are divided by the same number, which `scale` of the capture undoes."""
+    one_advantage_per_response: bool = False
+    """All tokens of a response have the same advantage, and it is not 0: dividing by it is possible."""
 
     @property
     def proportional_to_advantage(self) -> bool:
@@ -37,10 +39,36 @@ class TrainingPass:
 
 
 def needs_own_backward(output_function: OutputFunction, training: TrainingPass) -> bool:
-    """False when the hooks can ride on the training backward: it is, or is proportional to, this objective."""
+    """False when the hooks can ride on the training backward: response by response it is proportional to this
+    objective, by a factor that `scale` of the capture makes good (see `riding_scale`)."""
     if output_function == "training_loss":
         return False
-    return not (output_function == "log_prob_advantage" and training.proportional_to_advantage)
+    if output_function == "log_prob_advantage":
+        return not training.proportional_to_advantage
+    return not (training.proportional_to_advantage and training.one_advantage_per_response)
+
+
+def riding_scale(
+    output_function: OutputFunction, token_weight: Tensor, advantages: Tensor, rewards: Tensor
+) -> Tensor:
+    """[R]: what turns the gradient of the training loss, where it rides, into that of the objective F.
+
+    `token_weight` [R]: what aggregation multiplied each response's tokens by. `training_loss` stays a loss; the
+    others are to be raised, and the loss is to be lowered: hence the minus.
+    """
+    if output_function == "training_loss":
+        return 1.0 / token_weight
+    if output_function == "log_prob_advantage":
+        return -1.0 / token_weight
+    return -(rewards if output_function == "log_prob_reward" else 1.0) / (token_weight * advantages)
+
+
+def objective_sign(output_function: OutputFunction, advantages: Tensor, rewards: Tensor) -> Tensor:
+    """[R] of ±1: with which sign the objective counts each response's log-prob; +1 where the weight is 0."""
+    weight = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(
+        output_function, advantages
+    )
+    return torch.where(weight < 0, -1.0, 1.0)
 
 
 def objective_weights(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution.config import InfluenceConfig
+from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.scopes import ScopeBatch
 
 SIGN = (
@@ -32,7 +33,7 @@ class InfluenceTrace:
     rest_scores: Tensor
     """[R]: position-credit scores of everything but the captured tokens (the prompt's positions), summed."""
     response_kernel: Tensor
-    """[R, R]: g_rᵀ H⁻¹ g_s; NaN where r and s are not in one scope."""
+    """[R, R]: g_rᵀ H⁻¹ g_s, both turned by `sign`; NaN where r and s are not in one scope."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Groups that have no scores: id → constant_reward, not_captured, non_finite or other_rank."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -49,7 +50,8 @@ class InfluenceTrace:
 
     @property
     def pairwise(self) -> list[Tensor]:
-        """R × [T_r, R]: the effect of each token on each response (position credit); NaN outside its scope."""
+        """R × [T_r, R]: the effect of a step along each token's gradient on each response's log-prob objective
+        (position credit); NaN outside its scope."""
         responses = len(self.position_scores)
         full = []
         for response, scores in enumerate(self.position_scores):
@@ -74,11 +76,12 @@ class InfluenceTrace:
 def assemble(
     batches: list[ScopeBatch],
     lengths: Mapping[int, int],
-    responses: int,
+    labels: Labels,
     loss_terms: Mapping[int, Tensor],
     config: InfluenceConfig,
 ) -> InfluenceTrace:
     """The scores of all scopes, back in the order of the responses. `lengths`: tokens of this rank's responses."""
+    responses = len(labels)
     like = next((batch.kernel for batch in batches if batch.kernel is not None), torch.zeros(0))
     position = [like.new_empty(0) for _ in range(responses)]
     loss_term = [like.new_empty(0) for _ in range(responses)]
@@ -100,7 +103,7 @@ def assemble(
                 start += count
                 position[response] = like.new_full((lengths[response],), torch.nan)
                 position[response][:count] = batch.position[index, own]
-                whole = through[index, scope.members.index(response)]
+                whole = labels.sign_of(response) * through[index, scope.members.index(response)]
                 if config.response_reduction == "mean":
                     whole = whole * max(lengths[response], 1)
                 rest[response] = whole - batch.position[index, own].sum()

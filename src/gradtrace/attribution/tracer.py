@@ -105,6 +105,7 @@ class InfluenceTracer:
         accepted: Tensor | None = None,
         group: Tensor | None = None,
         advantages: Tensor | None = None,
+        sign: Tensor | None = None,
         scale: float | Tensor = 1.0,
         positions: Mapping[str, Tensor] | None = None,
     ) -> Iterator[None]:
@@ -115,6 +116,10 @@ class InfluenceTracer:
         `scale` undoes a normaliser of the loss: scores are those of scale · loss; float[R] gives each response
         its own. `positions` says, for a module that sees only some positions, which (flat indices into B·S).
 
+        `sign`: float[R] of ±1 for an objective that already counts responses with a sign, as a policy-gradient loss
+        does with advantages. infl(t→r) is then the effect on the log-prob of r, not on "its loss", so that the
+        contrast of accepted and rejected does not count the sign a second time.
+
         With `accepted` and `group` of *all* responses given here, groups that this micro-batch holds whole are
         scored inside the backward pass and nothing of them is stored, and constant groups cost nothing.
         """
@@ -122,7 +127,7 @@ class InfluenceTracer:
             raise AttributionError("capture() is open already; one backward pass belongs to one capture")
         layout = Layout.without_ignored_rows(response, tokens, scale)
         if accepted is not None and group is not None:
-            self._set_labels(Labels.of(accepted, group, advantages))
+            self._set_labels(Labels.of(accepted, group, advantages, sign))
         self._check_responses(layout)
         self._open = Capture(layout, dict(positions or {}))
         self._captures += 1
@@ -206,7 +211,7 @@ class InfluenceTracer:
         for batch, positions in zip(self._whole, self._whole_positions, strict=True):
             members = batch.members
             gradients = capture.gradients(block, members)
-            gradients = self._reduced(gradients, [capture.layout.token_counts[r] for r in members])
+            gradients = self._reduced(gradients, members, capture.layout.token_counts)
             u, v = capture.tokens(block, positions)
             rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
             batch.add(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows, Ranks())
@@ -229,12 +234,14 @@ class InfluenceTracer:
         limit = self.config.max_tokens_per_response
         return min(tokens, limit) if limit else tokens
 
-    def _reduced(self, gradients: Tensor, token_counts: list[int]) -> Tensor:
-        """Response gradients as `response_reduction` wants them."""
-        if self.config.response_reduction == "sum":
-            return gradients
-        lengths = torch.tensor(token_counts, dtype=gradients.dtype, device=gradients.device).clamp(min=1)
-        return gradients / lengths[:, None, None]
+    def _reduced(self, gradients: Tensor, members: list[int], lengths: Mapping[int, int]) -> Tensor:
+        """Response gradients as `response_reduction` wants them, turned by `sign`."""
+        assert self._labels is not None
+        mean = self.config.response_reduction == "mean"
+        factors = [self._labels.sign_of(r) / (max(lengths[r], 1) if mean else 1) for r in members]
+        return (
+            gradients * torch.tensor(factors, dtype=gradients.dtype, device=gradients.device)[:, None, None]
+        )
 
     # ---------------------------------------------------------------- score
 
@@ -243,18 +250,20 @@ class InfluenceTracer:
         accepted: Tensor | None = None,
         group: Tensor | None = None,
         advantages: Tensor | None = None,
+        sign: Tensor | None = None,
         terms: Terms | None = None,
         method: Method = "jvp",
     ) -> InfluenceTrace:
         """Scores of everything captured since the last call, which is forgotten then.
 
         `accepted`: bool[R], `group`: long[R] for all R responses (not needed if `capture` had them), `advantages`:
-        float[R] for contrastive_agg='advantage'. `terms` is needed for loss-term credit: a function that runs
-        the model on the given responses and returns every token's own term of the captured objective.
+        float[R] for contrastive_agg='advantage', `sign` as in `capture`. `terms` is needed for loss-term credit: a
+        function that runs the model on the given responses and returns every token's own term of the captured
+        objective, with the sign and scale of what was captured.
         """
         started = time.perf_counter()
         if accepted is not None and group is not None:
-            self._set_labels(Labels.of(accepted, group, advantages))
+            self._set_labels(Labels.of(accepted, group, advantages, sign))
         if self._labels is None:
             raise AttributionError(
                 "score() needs accepted and group: they were given neither here nor to capture()"
@@ -273,7 +282,7 @@ class InfluenceTracer:
                 solved = time.perf_counter()
                 loss_terms = self._loss_terms(terms, method) if terms and self.config.wants_loss_term else {}
             self._drop_non_finite()
-            trace = assemble(self._batches, self._token_counts, len(self._labels), loss_terms, self.config)
+            trace = assemble(self._batches, self._token_counts, self._labels, loss_terms, self.config)
             trace.skipped = self._all_skipped()
             trace.metrics = self._metrics(len(owners))
             trace.metrics["timing_s/influence_capture"] = self._capture_seconds
@@ -380,7 +389,7 @@ class InfluenceTracer:
     def _score_batch(self, block: Block, batch: ScopeBatch, gradients: Tensor, ranks: Ranks) -> None:
         stored = self._stored[block]
         factors = [[(stored.get(r), count) for r, count in counts.items()] for counts in batch.tokens]
-        reduced = self._reduced(gradients, [self._lengths[response] for response in batch.members])
+        reduced = self._reduced(gradients, batch.members, self._lengths)
         rows = join(factors, batch.width, like=gradients)
         batch.add(block, reduced.unflatten(0, (len(batch.scopes), -1)), rows, ranks)
 

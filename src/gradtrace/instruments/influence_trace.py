@@ -24,7 +24,9 @@ from gradtrace.attribution import (
     InfluenceTracer,
     TrainingPass,
     needs_own_backward,
+    objective_sign,
     objective_weights,
+    riding_scale,
 )
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, no_truth, response_advantages
@@ -94,6 +96,9 @@ class InfluenceTraceInstrument(StepObserver):
         self._status = group_status(batch, self.settings.max_prompts_per_step)
         self._accepted = accepted(batch.rewards, batch.group)  # type: ignore[arg-type]
         self._advantages = response_advantages(batch)
+        self._rewards = batch.rewards.clone()  # type: ignore[union-attr]
+        spread = torch.where(batch.response_mask, batch.advantages - self._advantages[:, None], 0.0)  # type: ignore[operator]
+        self._one_advantage = spread.abs().amax(1) <= 1e-6 * self._advantages.abs()
         return batch
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
@@ -129,7 +134,14 @@ class InfluenceTraceInstrument(StepObserver):
             return
         scale = torch.zeros(len(self._rows))
         local = self._local[micro.rows]
-        scale[local[local >= 0]] = 1.0 / backward.token_weights[:, 0].cpu()[local >= 0]
+        chosen = local >= 0
+        rows = micro.rows[chosen]
+        scale[local[chosen]] = riding_scale(
+            self.config.output_function,
+            backward.token_weights[chosen, 0].cpu(),
+            self._advantages[rows],
+            self._rewards[rows],
+        )
         with self._capture(micro, response, scale):
             yield
 
@@ -143,6 +155,9 @@ class InfluenceTraceInstrument(StepObserver):
             accepted=self._accepted[self._rows],
             group=self._batch.group[self._rows],
             advantages=self._advantages[self._rows],
+            sign=objective_sign(
+                self.config.output_function, self._advantages[self._rows], self._rewards[self._rows]
+            ),
             scale=scale,
             positions=dict.fromkeys(self._head_names(), micro.logit_positions),
         )
@@ -157,6 +172,9 @@ class InfluenceTraceInstrument(StepObserver):
             on_policy=update.number == 0,
             kl_in_loss=self.settings.kl_in_loss,
             entropy_bonus=self.settings.entropy_bonus,
+            one_advantage_per_response=bool(
+                (self._one_advantage & (self._advantages != 0))[self._rows].all()
+            ),
         )
 
     def _own_backward(self, micro: MicroBatch) -> None:
@@ -188,7 +206,7 @@ class InfluenceTraceInstrument(StepObserver):
         """Every token's own term of the captured objective."""
         rows = self._rows[responses]
         assert self._pending is not None and self._batch is not None
-        if not needs_own_backward(self.config.output_function, self._training_pass(self._pending)):
+        if self.config.output_function == "training_loss":
             return self._token_losses(rows)
         micro = Sequences.of(self._batch).padded(rows)
         return self._weighted(micro) * self.policy.statistics(micro)[0]
