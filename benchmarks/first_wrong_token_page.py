@@ -12,15 +12,15 @@ COLOURS = {"influence": "#2f78c4", "entropy": "#2b8a7a", "−log-prob": "#2b8a7a
 TEXT = """# Does influence find the first wrong token?
 
 On the demo's task the one correct response follows from the prompt, so the first wrong token of every rejected
-response is known by rule. This page ranks the tokens of each rejected response by several scores and asks where that token
-comes out. It is rewritten by
+response is known by rule. This page ranks the tokens of each rejected response by several scores and asks where that
+token comes out. It is rewritten by
 
 ```
 .venv/bin/python -m benchmarks.first_wrong_token --write-docs
 ```
 
-{responses} rejected responses, {single} of them with a single local error; seeds {seeds}, training steps {steps}, scored
-at the weights that sampled them; {machine}. *Percentile* is the share of the other tokens that rank below it (0.5 is
+{responses} rejected responses, {single} of them with a single local error; seeds {seeds}, training steps {steps},
+scored at the weights that sampled them; {machine}. *Percentile* is the share of the other tokens that rank below it (0.5 is
 chance), *hit@k* the share of responses in which it is among the first k. ± is the standard deviation over seeds.
 All influence scores are exact (no projection), contrast `mean`. With the objective `log_prob` a score says what making
 the token likelier does, and the most negative ranks first; with `training_loss` it says what the training step

@@ -11,15 +11,19 @@ from gradtrace import __version__
 
 # name: (module with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
 COMMANDS = {
-    "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
-    "view": ("gradtrace.viewer.view", "look at runs in the browser: curves, groups, token heat maps"),
     "train": ("gradtrace.training.command", "train a policy; without arguments, the demo"),
+    "view": ("gradtrace.viewer.view", "look at runs in the browser: curves, groups, token heat maps"),
+    "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
+    "trace": ("gradtrace.trace.command", "list, show, export or import the traces of a run"),
     "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
 }
 
 EPILOG = """\
 examples:
   gradtrace train                             the demo: a tiny model learns arithmetic, about three minutes
+  gradtrace view                              the latest run in the browser, also while it trains
+  gradtrace trace show runs/demo --step 3     one group in the terminal, tokens coloured by influence
+  gradtrace report runs/demo -o report.html   one file to send to a colleague
   gradtrace doctor --model runs/demo/policy   which layers can be traced, and what it costs
 
 `gradtrace COMMAND --help` explains each command.
