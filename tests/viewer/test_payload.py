@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -218,8 +219,6 @@ def test_json_has_no_nan() -> None:
 
 
 def test_the_latest_run_is_the_one_written_last(tmp_path: Path) -> None:
-    import os
-
     for name, age in (("old", 200), ("new", 10), ("middle", 100)):
         folder = tmp_path / name
         folder.mkdir()
@@ -242,19 +241,26 @@ def test_steps_in_memory_are_bounded(runs_dir: Path, monkeypatch: pytest.MonkeyP
     assert catalog.step_view(served, 4) is catalog.step_view(served, 4)
 
 
-@pytest.mark.parametrize(
-    ("summary", "age", "state"),
-    [
-        ({}, 1, "live"),
-        ({}, 1e6, "quiet"),
-        ({"state": "finished"}, 1, "finished"),
-        ({"status": "failed"}, 1, "failed"),
-    ],
-)
-def test_the_state_of_a_run_is_told(summary: dict[str, str], age: float, state: str) -> None:
-    import time
+def test_the_state_of_a_run_is_told(tmp_path: Path) -> None:
+    run = SampleRun(tmp_path / "run", groups=1, total_steps=2)
+    opened = open_run(run.path)
+    metrics, summary = run.path / "metrics.jsonl", run.path / "summary.json"
 
-    assert state_of(summary, time.time() - age) == state
+    def written_at(path: Path, time: float) -> None:
+        os.utime(path, (time, time))
+
+    run.write_step(1)
+    assert state_of(opened) == "live"
+    run.files.write_summary({"finished": False})
+    assert state_of(opened) == "stopped"
+    written_at(summary, metrics.stat().st_mtime - 100)  # resumed after that summary
+    assert state_of(opened) == "live"
+    run.finish()
+    assert state_of(opened) == "finished"
+    summary.unlink()
+    for path in run.path.rglob("*"):
+        written_at(path, 1e9)
+    assert state_of(opened) == "quiet"
 
 
 def test_a_strange_configuration_is_no_problem() -> None:

@@ -1,7 +1,7 @@
 """The viewer's pages as one HTML file: our ES modules in one inline script, the style sheets in one style element.
 
 Every module becomes a function of its own that returns what it exports, in the order of their imports, so private
-names stay private. Our modules use named imports and exports on single lines only; anything else is an error here.
+names stay private. Our modules use named imports and exports only; anything else is an error here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from gradtrace.viewer.server import static_files
 
-_IMPORT = re.compile(r'^import \{ (?P<names>[^}]+) \} from "(?P<path>[^"]+)";$', re.M)
+_IMPORT = re.compile(r'^import \{\s*(?P<names>[^}]+?)\s*\} from "(?P<path>[^"]+)";$', re.M)
 _EXPORT = re.compile(r"^export (?:async )?(?:function|class|const) (?P<name>\w+)", re.M)
 STYLE_SHEETS = ("css/theme.css", "css/base.css", "css/group.css", "css/pages.css")
 

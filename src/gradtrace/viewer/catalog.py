@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gradtrace.errors import GradtraceError
+from gradtrace.trace.manifest import Entry
 from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
 from gradtrace.viewer.step_view import StepView, load_step_view
-from gradtrace.viewer.vocabulary import FILE, Vocabulary, load_vocabulary
+from gradtrace.viewer.vocabulary import TOKEN_BYTES, Vocabulary, load_vocabulary
 
 STEPS_IN_MEMORY = 6
 _RUN_FILES = ("config.yaml", "metrics.jsonl", ENTROPY_TRACE, INFLUENCE_TRACE)
@@ -42,16 +44,43 @@ def last_activity(folder: Path) -> float:
     return max(times, default=0.0)
 
 
-@dataclass
 class ServedRun:
-    id: int
-    run: Run
-    vocabulary: Vocabulary
-    vocabulary_stamp: float
+    """A run with its number. What a page asks for every two seconds is read again only when its file has changed."""
+
+    def __init__(self, run_id: int, run: Run) -> None:
+        self.id = run_id
+        self.run = run
+        self._read: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
     @property
     def name(self) -> str:
         return self.run.name
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        vocabulary: Vocabulary = self._fresh(TOKEN_BYTES, lambda: load_vocabulary(self.run))
+        return vocabulary
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = self._fresh("config.yaml", lambda: self.run.config)
+        return config
+
+    def entries(self, kind: str) -> dict[int, Entry]:
+        """Manifest entries of a trace, by step."""
+        entries: dict[int, Entry] = self._fresh(f"{kind}/manifest.jsonl", lambda: self.run.entries(kind))
+        return entries
+
+    def _fresh(self, name: str, read: Callable[[], Any]) -> Any:
+        try:
+            found = (self.run.path / name).stat()
+            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        except OSError:
+            stamp = (0, 0, 0)
+        known = self._read.get(name)
+        if known is None or known[0] != stamp:
+            known = self._read[name] = (stamp, read())
+        return known[1]
 
 
 class RunCatalog:
@@ -74,8 +103,7 @@ class RunCatalog:
     def _add(self, path: Path) -> None:
         if path not in self._paths:
             self._paths[path] = len(self._served)
-            run = open_run(path)
-            self._served.append(ServedRun(len(self._served), run, load_vocabulary(run), _stamp(run)))
+            self._served.append(ServedRun(len(self._served), open_run(path)))
 
     def refresh(self) -> list[ServedRun]:
         """Look for new runs; all runs, the most recently written first."""
@@ -99,16 +127,11 @@ class RunCatalog:
 
     def get(self, run_id: int) -> ServedRun | None:
         with self._lock:
-            if not 0 <= run_id < len(self._served):
-                return None
-            served = self._served[run_id]
-            if served.vocabulary_stamp != _stamp(served.run):  # written after we looked first
-                served.vocabulary, served.vocabulary_stamp = load_vocabulary(served.run), _stamp(served.run)
-            return served
+            return self._served[run_id] if 0 <= run_id < len(self._served) else None
 
     def step_tag(self, served: ServedRun, step: int) -> str | None:
         """Changes when the step's files do; None if no trace has the step."""
-        entries = [served.run.entries(kind).get(step) for kind in (ENTROPY_TRACE, INFLUENCE_TRACE)]
+        entries = [served.entries(kind).get(step) for kind in (ENTROPY_TRACE, INFLUENCE_TRACE)]
         if all(entry is None for entry in entries):
             return None
         return "-".join(entry.sha256[:16] if entry else "none" for entry in entries)
@@ -131,13 +154,6 @@ class RunCatalog:
             while len(self._steps) > STEPS_IN_MEMORY:
                 self._steps.popitem(last=False)
         return view
-
-
-def _stamp(run: Run) -> float:
-    try:
-        return (run.path / FILE).stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def latest_run(runs_dir: Path) -> Path | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import KINDS
 from gradtrace.viewer.catalog import ServedRun, last_activity
 
@@ -31,13 +32,13 @@ def run_news(
     return {
         "id": served.id,
         "name": served.name,
-        "state": state_of(run.summary, written),
-        "total_steps": _total_steps(run.config),
+        "state": state_of(run),
+        "total_steps": _total_steps(served.config),
         "written": written,
         "metrics": {"rows": rows, "continued": is_continued, "to": offset, "file": inode},
         "traces": {kind: _trace_news(served, kind, newest.get(kind, 0.0)) for kind in KINDS},
-        "description": describe(run.config),
-        "enabled": {kind: _enabled(run.config, kind) for kind in KINDS},
+        "description": describe(served.config),
+        "enabled": {kind: _enabled(served.config, kind) for kind in KINDS},
         "problems": [str(problem) for problem in run.problems],
         "vocabulary_problem": served.vocabulary.problem,
     }
@@ -51,7 +52,7 @@ def _inode(path: Path) -> int:
 
 
 def _trace_news(served: ServedRun, kind: str, after: float) -> dict[str, Any]:
-    entries = served.run.entries(kind)
+    entries = served.entries(kind)
     return {
         "present": kind in served.run.kinds(),
         "steps": [
@@ -64,14 +65,21 @@ def _trace_news(served: ServedRun, kind: str, after: float) -> dict[str, Any]:
     }
 
 
-def state_of(summary: Mapping[str, Any], written: float) -> str:
-    """finished, failed, stopped, live (still writing) or quiet (no end noted, and nothing written for a while)."""
-    state = summary.get("state") or summary.get("status")
-    if state in ("finished", "failed", "stopped", "interrupted"):
-        return "stopped" if state == "interrupted" else str(state)
-    if summary and state is None:
-        return "finished"
+def state_of(run: Run) -> str:
+    """finished, stopped (before its last step), live (still writing) or quiet (no end noted, nothing written for a
+    while). A summary older than the last metrics belongs to an earlier part of a run that was resumed."""
+    summary, written = run.summary, last_activity(run.path)
+    if summary and _changed(run.path / "summary.json") >= _changed(run.path / "metrics.jsonl"):
+        return "stopped" if summary.get("finished") is False else "finished"
     return "live" if time.time() - written < QUIET_SECONDS else "quiet"
+
+
+def _changed(path: Path) -> float:
+    """When the file was last written; long ago if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _dig(config: Mapping[str, Any], path: str) -> Any:

@@ -180,15 +180,14 @@ def runs(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
     listed = catalog.refresh()
     items = []
     for served in listed:
-        written = last_activity(served.run.path)
-        traced = {step for kind in KINDS for step in served.run.entries(kind)}
+        traced = {step for kind in KINDS for step in served.entries(kind)}
         items.append(
             {
                 "id": served.id,
                 "name": served.name,
-                "state": state_of(served.run.summary, written),
+                "state": state_of(served.run),
                 "traced_steps": len(traced),
-                "written": written,
+                "written": last_activity(served.run.path),
             }
         )
     default = [served.id for served in listed if served.id < catalog.given] or [s.id for s in listed[:1]]

@@ -8,7 +8,7 @@ from typing import Any
 from gradtrace.trace.reader import Run
 from gradtrace.trace.token_text import Flag, TokenBytes
 
-FILE = "token_bytes.npz"
+TOKEN_BYTES = "token_bytes.npz"
 
 
 class Vocabulary:
@@ -43,5 +43,5 @@ def load_vocabulary(run: Run) -> Vocabulary:
     token_bytes = run.token_bytes
     if token_bytes is not None:
         return Vocabulary(token_bytes)
-    reason = next((problem.what for problem in run.problems if problem.where == FILE), "it is missing")
-    return Vocabulary(None, f"No text for tokens, so they are shown by their ids: {FILE}: {reason}")
+    reason = next((problem.what for problem in run.problems if problem.where == TOKEN_BYTES), "it is missing")
+    return Vocabulary(None, f"No text for tokens, so they are shown by their ids: {TOKEN_BYTES}: {reason}")

@@ -217,7 +217,7 @@ class SampleRun:
 
     def finish(self) -> None:
         self.close()
-        self.files.write_summary({"state": "finished", "steps": self.total_steps})
+        self.files.write_summary({"finished": True, "steps": self.total_steps})
 
     def close(self) -> None:
         self.entropy_writer.close()

@@ -12,7 +12,21 @@ import { UrlState } from "./url_state.js";
 
 const PAGES = { run: openRunPage, step: openStepPage, group: openGroupPage, tokens: openTokensPage };
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
-const CARRIED = ["run", "with", "step", "group", "view", "left", "right", "scale", "credit", "order", "spaces", "smooth", "chart"];
+const CARRIED = [
+  "run",
+  "with",
+  "step",
+  "group",
+  "view",
+  "left",
+  "right",
+  "scale",
+  "credit",
+  "order",
+  "spaces",
+  "smooth",
+  "chart",
+];
 /** "with=" nothing: otherwise the runs of the command line would come back. */
 const NO_OVERLAY = " ";
 const LIVE_POLL = 2000;
@@ -71,15 +85,27 @@ export class App {
   async resolve() {
     const { page } = this.url.read();
     const named = this.url.get("run");
-    const open = this.runs.find((run) => run.name === named) ?? (named === null ? this.runs.find((run) => run.id === this.defaultRuns[0]) : null);
+    const open =
+      this.runs.find((run) => run.name === named) ??
+      (named === null ? this.runs.find((run) => run.id === this.defaultRuns[0]) : null);
     if (!open) return { page, run: null, named };
     const withNames = this.url.read().parameters.has("with") ? this.url.getAll("with") : this.defaultOverlays(open);
-    const others = withNames.map((name) => this.runs.find((run) => run.name === name)).filter((run) => run && run.id !== open.id);
+    const others = withNames
+      .map((name) => this.runs.find((run) => run.name === name))
+      .filter((run) => run && run.id !== open.id);
     const [run, ...overlays] = await Promise.all([open, ...others].map((each) => this.history(each)));
     return {
-      page: page in PAGES ? page : "run", run, overlays, step: this.resolveStep(run), group: this.url.number("group"),
-      source: this.source, url: this.url, announce: (text) => this.chrome.announce(text), fail: (error) => this.showFailure(error),
-      go: (target, changes) => this.go(target, changes), href: (target, changes) => this.url.href(target, CARRIED, changes),
+      page: page in PAGES ? page : "run",
+      run,
+      overlays,
+      step: this.resolveStep(run),
+      group: this.url.number("group"),
+      source: this.source,
+      url: this.url,
+      announce: (text) => this.chrome.announce(text),
+      fail: (error) => this.showFailure(error),
+      go: (target, changes) => this.go(target, changes),
+      href: (target, changes) => this.url.href(target, CARRIED, changes),
       groups: this.source.groupsOf(run.id, this.resolveStep(run)),
     };
   }
@@ -111,7 +137,10 @@ export class App {
 
   async render() {
     const ticket = ++this.ticket;
-    const loading = setTimeout(() => ticket === this.ticket && this.show({ node: element("p", "loading", "Loading …"), title: "loading" }), SLOW_LOAD);
+    const loading = setTimeout(
+      () => ticket === this.ticket && this.show({ node: element("p", "loading", "Loading …"), title: "loading" }),
+      SLOW_LOAD,
+    );
     let page;
     let context = null;
     try {
@@ -134,7 +163,8 @@ export class App {
     const { page, run, step } = context;
     if (page !== "run") {
       if (step === null) return noTracePage(run);
-      if (!run.tracedSteps.includes(step)) return untracedStepPage(run, step, this.source.isLive, (changes) => context.href(page, changes));
+      if (!run.tracedSteps.includes(step))
+        return untracedStepPage(run, step, this.source.isLive, (changes) => context.href(page, changes));
       if (page === "group") await this.resolveGroup(context);
     }
     const make = await PAGES[page](context);
@@ -156,12 +186,27 @@ export class App {
     const href = (target) => this.url.href(target, CARRIED, { step, group, run: run.name });
     const tabs = [
       { page: "run", label: "Run", href: href("run") },
-      { page: "step", label: step === null ? "Step" : `Step ${step}`, href: href("step"), stepper: this.neighbours("step", context) },
-      { page: "group", label: group === null ? "Group" : `Group ${group}`, href: href("group"), stepper: this.neighbours("group", context) },
+      {
+        page: "step",
+        label: step === null ? "Step" : `Step ${step}`,
+        href: href("step"),
+        stepper: this.neighbours("step", context),
+      },
+      {
+        page: "group",
+        label: group === null ? "Group" : `Group ${group}`,
+        href: href("group"),
+        stepper: this.neighbours("group", context),
+      },
       { page: "tokens", label: "Tokens", href: href("tokens"), stepper: this.neighbours("step", context) },
     ];
     for (const tab of tabs) tab.current = tab.page === page;
-    this.chrome.showBar(tabs, run, this.runs, context.overlays.map((each) => each.name));
+    this.chrome.showBar(
+      tabs,
+      run,
+      this.runs,
+      context.overlays.map((each) => each.name),
+    );
   }
 
   showFailure(error) {
@@ -199,7 +244,8 @@ export class App {
   /** The step or group before and after this one; undefined at the ends. */
   neighbours(what, { run, step, group, groups }) {
     const traced = run.traces.entropy_trace.steps.get(step) ?? run.traces.influence_trace.steps.get(step);
-    const all = what === "step" ? run.tracedSteps : groups ?? Array.from({ length: traced?.groups ?? 0 }, (_, index) => index);
+    const all =
+      what === "step" ? run.tracedSteps : (groups ?? Array.from({ length: traced?.groups ?? 0 }, (_, index) => index));
     const here = what === "step" ? step : group;
     return { previous: all.findLast((each) => each < here), next: all.find((each) => each > here) };
   }
@@ -291,23 +337,38 @@ export class App {
 
 function failurePage(error, context) {
   const unreadable = error.status === 422;
-  const title = unreadable ? `Step ${context?.step ?? ""} cannot be read` : error.status === 404 ? "Not there" : "Something went wrong";
+  const title = unreadable
+    ? `Step ${context?.step ?? ""} cannot be read`
+    : error.status === 404
+      ? "Not there"
+      : "Something went wrong";
   const rest = unreadable ? "The other steps are not affected. Use [ and ] to go to them." : "";
   if (error.status === undefined) console.error(error);
   return { node: emptyState(title, String(error.message), rest), title: "problem" };
 }
 
 function noRunPage(named) {
-  const text = named ? `There is no run called “${named}” here.` : "There is no run here yet. `gradtrace train` makes one.";
+  const text = named
+    ? `There is no run called “${named}” here.`
+    : "There is no run here yet. `gradtrace train` makes one.";
   return { node: emptyState("No run", text), title: "no run", waiting: true };
 }
 
 function noTracePage(run) {
   const { entropy_trace: entropy, influence_trace: influence } = run.enabled;
   if (entropy === false && influence === false) {
-    return { node: emptyState("Tracing was off in this run", "Start it with trainer.entropy_trace.enable=true trainer.influence_trace.enable=true to see its tokens."), title: "no trace", waiting: true };
+    return {
+      node: emptyState(
+        "Tracing was off in this run",
+        "Start it with trainer.entropy_trace.enable=true trainer.influence_trace.enable=true to see its tokens.",
+      ),
+      title: "no trace",
+      waiting: true,
+    };
   }
-  const text = run.isLive ? "The first step is still being written. This page opens by itself when it is there." : "This run has no traced step.";
+  const text = run.isLive
+    ? "The first step is still being written. This page opens by itself when it is there."
+    : "This run has no traced step.";
   return { node: emptyState("No traced step yet", text), title: "no trace", waiting: true };
 }
 
@@ -322,6 +383,10 @@ function untracedStepPage(run, step, isServer, href) {
     links.append(link, " ");
   }
   const ahead = run.isLive && step > run.lastStep;
-  const text = !isServer ? `This report does not hold step ${step}. It holds:` : ahead ? `Step ${step} has not been written yet; this page opens by itself when it is.` : `Step ${step} was not traced (write_every), or its trace is still being written. The nearest traced steps:`;
+  const text = !isServer
+    ? `This report does not hold step ${step}. It holds:`
+    : ahead
+      ? `Step ${step} has not been written yet; this page opens by itself when it is.`
+      : `Step ${step} was not traced (write_every), or its trace is still being written. The nearest traced steps:`;
   return { node: emptyState(`No trace of step ${step}`, text, links), title: `step ${step}`, waiting: true };
 }

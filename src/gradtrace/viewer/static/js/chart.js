@@ -7,7 +7,7 @@ const HEIGHT = 184;
 const MARGIN = { left: 46, right: 8, top: 10, bottom: 20 };
 
 /** Exponential smoothing of [{step, value}]. */
-export function smoothed(points, weight) {
+function smoothed(points, weight) {
   let average = points[0]?.value ?? 0;
   return points.map(({ step, value }) => {
     average = average * weight + value * (1 - weight);
@@ -16,7 +16,7 @@ export function smoothed(points, weight) {
 }
 
 /** Round numbers that cover low…high, about `count` of them. */
-export function ticksBetween(low, high, count = 4) {
+function ticksBetween(low, high, count = 4) {
   if (!(high > low)) {
     const spread = Math.abs(low) >= 2 ? 1 : Math.abs(low) / 2 || 1;
     [low, high] = [low - spread, low + spread];
@@ -40,7 +40,13 @@ export class Chart {
     this.values = element("span", "values");
     this.svg = svgElement("svg", { role: "img", "aria-label": `${spec.title}, ${spec.unit}` });
     this.empty = element("p", "chart-empty");
-    const header = element("header", "", element("h3", "", spec.title), element("span", "unit", spec.unit), this.values);
+    const header = element(
+      "header",
+      "",
+      element("h3", "", spec.title),
+      element("span", "unit", spec.unit),
+      this.values,
+    );
     this.node = setAttributes(element("section", "chart", header, this.svg, this.empty), { "data-chart": spec.key });
   }
 
@@ -62,7 +68,13 @@ export class Chart {
     this.drawAxes();
     for (const curve of [...this.curves].reverse()) this.drawCurve(curve);
     if (this.spec.note) {
-      this.svg.append(svgElement("text", { x: this.width - MARGIN.right, y: HEIGHT - MARGIN.bottom - 8, class: "axis note", "text-anchor": "end" }, this.spec.note(runs[0])));
+      this.svg.append(
+        svgElement(
+          "text",
+          { x: this.width - MARGIN.right, y: HEIGHT - MARGIN.bottom - 8, class: "axis note", "text-anchor": "end" },
+          this.spec.note(runs[0]),
+        ),
+      );
     }
     this.cross = svgElement("g");
     this.svg.append(this.cross);
@@ -75,7 +87,13 @@ export class Chart {
       for (const line of this.spec.lines) {
         if (line.dashed && index > 0) continue; // a second kind of line for every run is illegible
         const raw = line.points(run);
-        curves.push({ run, index, line, points: smooth ? smoothed(raw, smooth) : raw, raw: smooth && !line.dashed && this.spec.lines.length === 1 ? raw : [] });
+        curves.push({
+          run,
+          index,
+          line,
+          points: smooth ? smoothed(raw, smooth) : raw,
+          raw: smooth && !line.dashed && this.spec.lines.length === 1 ? raw : [],
+        });
       }
     });
     return curves;
@@ -102,21 +120,48 @@ export class Chart {
   drawAxes() {
     for (const tick of this.ticks) {
       const y = this.y(tick);
-      this.svg.append(svgElement("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y, y2: y, class: tick === 0 ? "grid zero" : "grid" }));
-      this.svg.append(svgElement("text", { x: MARGIN.left - 7, y: y + 3.5, class: "axis", "text-anchor": "end" }, tick === 0 ? "0" : shortTick(tick, this.ticks)));
+      this.svg.append(
+        svgElement("line", {
+          x1: MARGIN.left,
+          x2: this.width - MARGIN.right,
+          y1: y,
+          y2: y,
+          class: tick === 0 ? "grid zero" : "grid",
+        }),
+      );
+      this.svg.append(
+        svgElement(
+          "text",
+          { x: MARGIN.left - 7, y: y + 3.5, class: "axis", "text-anchor": "end" },
+          tick === 0 ? "0" : (this.spec.tick ?? shortTick)(tick, this.ticks),
+        ),
+      );
     }
     const steps = wholeTicks(this.domain.from, this.domain.to);
     steps.forEach((step, index) => {
       const anchor = index === steps.length - 1 && this.x(step) > this.width - 30 ? "end" : "middle";
-      this.svg.append(svgElement("text", { x: this.x(step), y: HEIGHT - 4, class: "axis", "text-anchor": anchor }, String(step)));
+      this.svg.append(
+        svgElement("text", { x: this.x(step), y: HEIGHT - 4, class: "axis", "text-anchor": anchor }, String(step)),
+      );
     });
   }
 
   drawCurve({ index, line, points, raw }) {
-    const path = (data) => data.map(({ step, value }, i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`).join("");
+    const path = (data) =>
+      data
+        .map(({ step, value }, i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`)
+        .join("");
     const kind = `line run-${index % 6}${line.dashed ? " dashed" : ""}`;
     if (raw.length > 1) this.svg.append(svgElement("path", { d: path(raw), class: `${kind} raw` }));
-    if (points.length === 1) this.svg.append(svgElement("circle", { cx: this.x(points[0].step), cy: this.y(points[0].value), r: 2.5, class: `dot run-${index % 6}` }));
+    if (points.length === 1)
+      this.svg.append(
+        svgElement("circle", {
+          cx: this.x(points[0].step),
+          cy: this.y(points[0].value),
+          r: 2.5,
+          class: `dot run-${index % 6}`,
+        }),
+      );
     else this.svg.append(svgElement("path", { d: path(points), class: kind }));
   }
 
@@ -128,19 +173,38 @@ export class Chart {
     for (const curve of this.curves) {
       const found = step === null ? curve.points.at(-1) : curve.points.find((point) => point.step === step);
       const text = `${curve.line.label ? `${curve.line.label} ` : ""}${found ? (this.spec.format ?? general)(found.value) : "–"}`;
-      this.values.append(element(curve.index === 0 && !curve.line.dashed ? "b" : "span", curve.line.dashed ? "dim" : `run-${curve.index % 6}`, text));
+      this.values.append(
+        element(
+          curve.index === 0 && !curve.line.dashed ? "b" : "span",
+          curve.line.dashed ? "dim" : `run-${curve.index % 6}`,
+          text,
+        ),
+      );
     }
     if (step === null) return;
     const x = this.x(step);
-    this.cross.append(svgElement("line", { x1: x, x2: x, y1: MARGIN.top - 4, y2: HEIGHT - MARGIN.bottom, class: "crosshair" }));
+    this.cross.append(
+      svgElement("line", { x1: x, x2: x, y1: MARGIN.top - 4, y2: HEIGHT - MARGIN.bottom, class: "crosshair" }),
+    );
     for (const curve of [...this.curves].reverse()) {
       const found = curve.points.find((point) => point.step === step);
-      if (found) this.cross.append(svgElement("circle", { cx: x, cy: this.y(found.value), r: curve.line.dashed ? 2.5 : 4, class: `dot run-${curve.index % 6}` }));
+      if (found)
+        this.cross.append(
+          svgElement("circle", {
+            cx: x,
+            cy: this.y(found.value),
+            r: curve.line.dashed ? 2.5 : 4,
+            class: `dot run-${curve.index % 6}`,
+          }),
+        );
     }
     const flag = svgElement("g", { class: "step-flag" });
     const label = String(step);
     const half = 8 + 3.4 * label.length;
-    flag.append(svgElement("rect", { x: x - half, y: HEIGHT - 16, width: 2 * half, height: 15, rx: 2 }), svgElement("text", { x, y: HEIGHT - 5 }, label));
+    flag.append(
+      svgElement("rect", { x: x - half, y: HEIGHT - 16, width: 2 * half, height: 15, rx: 2 }),
+      svgElement("text", { x, y: HEIGHT - 5 }, label),
+    );
     this.cross.append(flag);
   }
 }

@@ -30,19 +30,30 @@ export class Chrome {
     const brand = setAttributes(element("a", "brand", logo(), "gradtrace"), { href: tabs[0].href });
     const nav = setAttributes(element("nav", "tabs"), { "aria-label": "Pages" });
     for (const tab of tabs) {
-      nav.append(setAttributes(element("a", "tab", tab.label), { href: tab.href, "aria-current": tab.current ? "page" : null }));
+      nav.append(
+        setAttributes(element("a", "tab", tab.label), { href: tab.href, "aria-current": tab.current ? "page" : null }),
+      );
       if (tab.current && tab.stepper) nav.append(this.stepper(tab));
     }
     this.picker.show(run, runs, overlays);
-    const theme = setAttributes(button("icon", halfMoon(), this.actions.toggleTheme), { "aria-label": "Light or dark", title: "Theme (t)" });
+    const theme = setAttributes(button("icon", halfMoon(), this.actions.toggleTheme), {
+      "aria-label": "Light or dark",
+      title: "Theme (t)",
+    });
     this.bar.replaceChildren(brand, this.picker.node, nav, element("span", "grow"), this.live, theme);
     this.showLive(run);
   }
 
   stepper({ page, stepper }) {
     const node = element("span", "stepper");
-    for (const [direction, sign, word] of [[-1, "‹", "previous"], [1, "›", "next"]]) {
-      const step = setAttributes(button("", sign, () => this.actions.move(page, direction)), { "aria-label": `${word} ${page}` });
+    for (const [direction, sign, word] of [
+      [-1, "‹", "previous"],
+      [1, "›", "next"],
+    ]) {
+      const step = setAttributes(
+        button("", sign, () => this.actions.move(page, direction)),
+        { "aria-label": `${word} ${page}` },
+      );
       step.disabled = stepper[direction < 0 ? "previous" : "next"] === undefined;
       node.append(step);
     }
@@ -52,7 +63,8 @@ export class Chrome {
   showLive(run, lost = false) {
     if (!run?.state) return this.live.replaceChildren();
     this.live.className = `live${run.isLive ? "" : " done"}${lost ? " lost" : ""}`;
-    const age = run.isLive && run.written ? element("span", "dim wide-only", ago(Date.now() / 1000 - run.written)) : null;
+    const age =
+      run.isLive && run.written ? element("span", "dim wide-only", ago(Date.now() / 1000 - run.written)) : null;
     const words = element("span", "live-words", lost ? "server does not answer" : run.stateLine());
     this.live.replaceChildren(...[element("i"), words, lost ? null : age].filter(Boolean));
   }
@@ -66,12 +78,29 @@ export class Chrome {
   showHelp(hints) {
     this.dialog?.remove();
     const list = element("dl");
-    for (const [keys, words] of [...hints, ["t", "light or dark"], ["?", "this help"]]) list.append(element("dt", "", ...kbds(keys)), element("dd", "", words));
+    for (const [keys, words] of [...hints, ["t", "light or dark"], ["?", "this help"]])
+      list.append(element("dt", "", ...kbds(keys)), element("dd", "", words));
     this.dialog = element(
-      "dialog", "", element("h2", "", "Keyboard"), list, element("h2", "", "Reading the colours"),
-      element("p", "", "Influence is signed and centred at 0. Positive: a step along this token’s gradient helps the accepted responses against the rejected ones. Strong values also carry a bar, above for positive and below for negative."),
-      element("p", "", "Colours stop at the 99th percentile of the response, the group or the step, so one extreme token cannot wash out the rest. A token struck through was not captured by the trace."),
-      element("p", "", "Position credit holds everything that flows through a token’s position, later tokens’ losses included. Loss-term credit holds the token’s own term only. Their sums agree once the prompt’s positions are counted."),
+      "dialog",
+      "",
+      element("h2", "", "Keyboard"),
+      list,
+      element("h2", "", "Reading the colours"),
+      element(
+        "p",
+        "",
+        "Influence is signed and centred at 0. Positive: a step along this token’s gradient helps the accepted responses against the rejected ones. Strong values also carry a bar, above for positive and below for negative.",
+      ),
+      element(
+        "p",
+        "",
+        "Colours stop at the 99th percentile of the response, the group or the step, so one extreme token cannot wash out the rest. A token struck through was not captured by the trace.",
+      ),
+      element(
+        "p",
+        "",
+        "Position credit holds everything that flows through a token’s position, later tokens’ losses included. Loss-term credit holds the token’s own term only. Their sums agree once the prompt’s positions are counted.",
+      ),
     );
     this.dialog.addEventListener("click", (event) => event.target === this.dialog && this.dialog.close());
     document.body.append(this.dialog);
@@ -89,21 +118,33 @@ function hint(keys, words) {
 
 function logo() {
   const mark = svgElement("svg", { width: 18, height: 14, viewBox: "0 0 18 14", "aria-hidden": "true" });
-  for (const [x, y] of [[0, 5], [5, 0], [10, 4], [15, 8]]) mark.append(svgElement("rect", { x, y, width: 3, height: 6, rx: 0.5 }));
+  for (const [x, y] of [
+    [0, 5],
+    [5, 0],
+    [10, 4],
+    [15, 8],
+  ])
+    mark.append(svgElement("rect", { x, y, width: 3, height: 6, rx: 0.5 }));
   return mark;
 }
 
 function halfMoon() {
-  return svgElement("svg", { width: 15, height: 15, viewBox: "0 0 16 16", "aria-hidden": "true" },
+  return svgElement(
+    "svg",
+    { width: 15, height: 15, viewBox: "0 0 16 16", "aria-hidden": "true" },
     svgElement("circle", { cx: 8, cy: 8, r: 6.5, fill: "none", stroke: "currentColor", "stroke-width": 1.5 }),
-    svgElement("path", { d: "M8 1.5a6.5 6.5 0 0 1 0 13z", fill: "currentColor" }));
+    svgElement("path", { d: "M8 1.5a6.5 6.5 0 0 1 0 13z", fill: "currentColor" }),
+  );
 }
 
 /** The menu of runs: open one, or lay others over its curves. */
 class RunPicker {
   constructor(actions) {
     this.actions = actions;
-    this.opener = setAttributes(button("", "", () => this.toggle()), { "aria-haspopup": "true", "aria-expanded": "false", title: "Switch or compare runs" });
+    this.opener = setAttributes(
+      button("", "", () => this.toggle()),
+      { "aria-haspopup": "true", "aria-expanded": "false", title: "Switch or compare runs" },
+    );
     this.menu = element("div", "run-menu");
     this.menu.hidden = true;
     this.node = element("div", "run-picker", this.opener, this.menu);
@@ -133,9 +174,18 @@ class RunPicker {
 
   item(each, run, overlays) {
     const isOpen = each.id === run?.id;
-    const link = setAttributes(element("a", "", element("b", "", each.name), element("span", "", `${each.state}, ${each.traced_steps} traced steps`)), {
-      href: this.actions.hrefOfRun(each), "aria-current": isOpen ? "true" : null,
-    });
+    const link = setAttributes(
+      element(
+        "a",
+        "",
+        element("b", "", each.name),
+        element("span", "", `${each.state}, ${each.traced_steps} traced steps`),
+      ),
+      {
+        href: this.actions.hrefOfRun(each),
+        "aria-current": isOpen ? "true" : null,
+      },
+    );
     link.addEventListener("click", () => this.toggle(false));
     if (isOpen) return element("div", "item", link, element("span", "dim", "open"));
     const box = setAttributes(element("input"), { type: "checkbox", "aria-label": `compare with ${each.name}` });

@@ -24,7 +24,11 @@ export function segmentedControl({ label, options, value, onChange, hint }) {
     onChange(chosen);
   };
   for (const option of options) {
-    const button = setAttributes(element("button", "", option.label), { type: "button", role: "radio", "data-value": option.value });
+    const button = setAttributes(element("button", "", option.label), {
+      type: "button",
+      role: "radio",
+      "data-value": option.value,
+    });
     button.disabled = Boolean(option.disabled);
     if (option.why) button.title = option.why;
     button.addEventListener("click", () => choose(option.value));
@@ -55,7 +59,13 @@ export function nextOf(values, current) {
 }
 
 export function searchBox(placeholder, label, value, onInput) {
-  const input = setAttributes(element("input"), { type: "search", placeholder, "aria-label": label, spellcheck: "false", autocomplete: "off" });
+  const input = setAttributes(element("input"), {
+    type: "search",
+    placeholder,
+    "aria-label": label,
+    spellcheck: "false",
+    autocomplete: "off",
+  });
   input.value = value ?? "";
   input.addEventListener("input", () => onInput(input.value));
   return input;

@@ -37,10 +37,20 @@ export function button(className, label, onClick) {
 /** Accepted and rejected differ in shape, fill and word, never in colour alone. */
 export function acceptedMark(accepted) {
   const shape = accepted
-    ? [svgElement("circle", { cx: 6, cy: 6, r: 5.5, class: "disc" }), svgElement("path", { d: "M3.4 6.2 5.3 8 8.7 4.2", class: "tick" })]
-    : [svgElement("circle", { cx: 6, cy: 6, r: 4.9, class: "ring" }), svgElement("path", { d: "M4.2 4.2 7.8 7.8M7.8 4.2 4.2 7.8", class: "cross" })];
+    ? [
+        svgElement("circle", { cx: 6, cy: 6, r: 5.5, class: "disc" }),
+        svgElement("path", { d: "M3.4 6.2 5.3 8 8.7 4.2", class: "tick" }),
+      ]
+    : [
+        svgElement("circle", { cx: 6, cy: 6, r: 4.9, class: "ring" }),
+        svgElement("path", { d: "M4.2 4.2 7.8 7.8M7.8 4.2 4.2 7.8", class: "cross" }),
+      ];
   const label = accepted ? "accepted" : "rejected";
-  return svgElement("svg", { viewBox: "0 0 12 12", width: 12, height: 12, class: "mark", role: "img", "aria-label": label }, ...shape);
+  return svgElement(
+    "svg",
+    { viewBox: "0 0 12 12", width: 12, height: 12, class: "mark", role: "img", "aria-label": label },
+    ...shape,
+  );
 }
 
 /** ●●●○○ : how many of n. Beyond 32 the dots say less than the number beside them. */

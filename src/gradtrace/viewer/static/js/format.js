@@ -34,7 +34,10 @@ export function numberStyle(top, digits = 3) {
 }
 
 function exponent(value, decimals = 2) {
-  return value.toExponential(decimals).replace("e-", "e" + MINUS).replace("e+", "e");
+  return value
+    .toExponential(decimals)
+    .replace("e-", "e" + MINUS)
+    .replace("e+", "e");
 }
 
 /** For numbers of unknown size, such as metrics: about four significant digits. */

@@ -1,7 +1,13 @@
 // The filter box of the step page: words, and conditions such as pass<4 ent>0.2 len>=100 inf>10 reward>0.5.
 
 const CONDITION = /^(pass|ent|len|inf|reward)(<=|>=|<|>|=)(-?\d+(?:\.\d+)?)$/;
-const TESTS = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b, "=": (a, b) => a === b };
+const TESTS = {
+  "<": (a, b) => a < b,
+  ">": (a, b) => a > b,
+  "<=": (a, b) => a <= b,
+  ">=": (a, b) => a >= b,
+  "=": (a, b) => a === b,
+};
 
 /** A function group → boolean. Every term must hold; terms that are no condition are looked for in the prompt. */
 export function groupFilter(text, valueOf) {

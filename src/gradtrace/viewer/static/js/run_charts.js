@@ -2,11 +2,23 @@
 
 import { fixed, signed } from "./format.js";
 
-const off = (what, key) => (run) => (run.enabled?.[key] === false ? `${what} was off: trainer.${key}.enable=true turns it on` : run.isLive ? "nothing written yet" : `this run logged no ${what}`);
+const off = (what, key) => (run) =>
+  run.enabled?.[key] === false
+    ? `${what} was off: trainer.${key}.enable=true turns it on`
+    : run.isLive
+      ? "nothing written yet"
+      : `no ${what} in this run`;
 const notLogged = (metric) => (run) => (run.isLive ? "nothing written yet" : `this run logged no ${metric}`);
 
 function single(key, title, unit, metric, options = {}) {
-  return { key, title, unit, lines: [{ label: "", points: (run) => run.series(metric) }], why: notLogged(metric), ...options };
+  return {
+    key,
+    title,
+    unit,
+    lines: [{ label: "", points: (run) => run.series(metric) }],
+    why: notLogged(metric),
+    ...options,
+  };
 }
 
 /** Share of the step's responses that went into the influence trace. */
@@ -28,15 +40,22 @@ export function overheadOf(row) {
 }
 
 function sumOf(row, prefix) {
-  return Object.entries(row).reduce((sum, [name, value]) => (name.startsWith(prefix) && typeof value === "number" ? sum + value : sum), 0);
+  return Object.entries(row).reduce(
+    (sum, [name, value]) => (name.startsWith(prefix) && typeof value === "number" ? sum + value : sum),
+    0,
+  );
 }
 
+const percentTick = (value) => `${Number((100 * value).toPrecision(6))} %`;
 const percent = (value) => `${fixed(100 * value, 1)} %`;
 
 /** How well the probe predicted: Pearson's r over all steps. */
 function correlationText(run) {
   const measured = new Map(run.series("entropy_probe/delta_h_measured").map((point) => [point.step, point.value]));
-  const pairs = run.series("entropy_probe/delta_h_predicted").filter((point) => measured.has(point.step)).map((point) => [point.value, measured.get(point.step)]);
+  const pairs = run
+    .series("entropy_probe/delta_h_predicted")
+    .filter((point) => measured.has(point.step))
+    .map((point) => [point.value, measured.get(point.step)]);
   if (pairs.length < 3) return "";
   const mean = (index) => pairs.reduce((sum, pair) => sum + pair[index], 0) / pairs.length;
   const [a, b] = [mean(0), mean(1)];
@@ -46,18 +65,37 @@ function correlationText(run) {
 
 export const MAIN_CHARTS = [
   single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: (value) => fixed(value, 3) }),
-  single("entropy", "Entropy", "nats per token", "actor/entropy", { includesZero: true, format: (value) => fixed(value, 3) }),
-  single("length", "Response length", "tokens", "response_length/mean", { format: (value) => fixed(value, 1) }),
+  single("entropy", "Entropy", "nats per token", "actor/entropy", {
+    includesZero: true,
+    format: (value) => fixed(value, 3),
+  }),
+  single("length", "Response length", "tokens", "response_length/mean", { format: (value) => fixed(value, 2) }),
   {
-    key: "selected", title: "Responses selected", unit: "share in mixed groups", includesZero: true, format: percent,
-    lines: [{ label: "", points: selectedShare }], why: off("influence trace", "influence_trace"),
+    key: "selected",
+    title: "Responses selected",
+    unit: "share in mixed groups",
+    includesZero: true,
+    format: percent,
+    tick: percentTick,
+    lines: [{ label: "", points: selectedShare }],
+    why: off("influence trace", "influence_trace"),
   },
   {
-    key: "overhead", title: "Influence overhead", unit: "of the step's other time", includesZero: true, format: percent,
-    lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }], why: off("influence trace", "influence_trace"),
+    key: "overhead",
+    title: "Influence overhead",
+    unit: "of the step's other time",
+    includesZero: true,
+    format: percent,
+    tick: percentTick,
+    lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }],
+    why: off("influence trace", "influence_trace"),
   },
   {
-    key: "entropy-change", title: "Entropy change", unit: "nats per step", includesZero: true, format: (value) => signed(value, 4),
+    key: "entropy-change",
+    title: "Entropy change",
+    unit: "nats per step",
+    includesZero: true,
+    format: (value) => signed(value, 4),
     lines: [
       { label: "", points: (run) => run.series("entropy_probe/delta_h_measured") },
       { label: "pred.", dashed: true, points: (run) => run.series("entropy_probe/delta_h_predicted") },

@@ -23,8 +23,14 @@ export class RunHistory {
     const traced = TRACES.map((kind) => this.takeTrace(this.traces[kind], news.traces[kind]));
     const stateChanged = this.state !== news.state;
     Object.assign(this, {
-      state: news.state, totalSteps: news.total_steps, written: news.written, description: news.description,
-      enabled: news.enabled, problems: news.problems, vocabularyProblem: news.vocabulary_problem, heardAt: Date.now(),
+      state: news.state,
+      totalSteps: news.total_steps,
+      written: news.written,
+      description: news.description,
+      enabled: news.enabled,
+      problems: news.problems,
+      vocabularyProblem: news.vocabulary_problem,
+      heardAt: Date.now(),
     });
     this.columns.clear(); // series are made again from what is known now
     if (traced.includes("again")) return (await this.refresh()) || true;
@@ -36,7 +42,8 @@ export class RunHistory {
     if (!continued) this.rows.clear();
     this.metricsTo = to;
     this.metricsFile = file;
-    for (const row of rows) if (Number.isInteger(row.step)) this.rows.set(row.step, { ...this.rows.get(row.step), ...row });
+    for (const row of rows)
+      if (Number.isInteger(row.step)) this.rows.set(row.step, { ...this.rows.get(row.step), ...row });
     return rows.length > 0;
   }
 

@@ -32,7 +32,8 @@ class AsinhScale {
     const size = 10 ** Math.floor(Math.log10(this.high));
     const candidates = [size * 5, size * 2, size, size / 2, size / 5, size / 10].filter((tick) => tick <= this.high);
     const kept = [];
-    for (const tick of candidates) if (!kept.length || Math.abs(this.at(kept.at(-1)) - this.at(tick)) > 0.09) kept.push(tick);
+    for (const tick of candidates)
+      if (!kept.length || Math.abs(this.at(kept.at(-1)) - this.at(tick)) > 0.09) kept.push(tick);
     const positive = kept.filter((tick) => Math.abs(this.at(tick) - this.at(0)) > 0.07);
     return this.low < 0 ? [...positive.map((tick) => -tick), 0, ...positive] : [0, ...positive];
   }
@@ -44,13 +45,20 @@ export class Scatter {
     this.points = points;
     this.onBrush = onBrush;
     this.brush = null;
-    this.canvas = setAttributes(element("canvas"), { role: "img", "aria-label": "Scatter of entropy against influence, one mark per token. The fields below select a range." });
+    this.canvas = setAttributes(element("canvas"), {
+      role: "img",
+      "aria-label": "Scatter of entropy against influence, one mark per token. The fields below select a range.",
+    });
     this.cover = setAttributes(element("canvas", "brush"), { "aria-hidden": "true" });
     this.node = element("div", "plot", this.canvas, this.cover);
     const top = (values, q, otherwise) => quantile(values.map(Math.abs), q) || otherwise;
     this.top = top(points.influence, 0.99, 1);
     const reach = Math.max(top(points.influence, 0.999, 1) * 1.1, 1e-12);
-    this.horizontal = new AsinhScale(0, top(points.entropy, 0.999, 1) * 1.05, Math.max(top(points.entropy, 0.9, 1) / 4, 1e-6));
+    this.horizontal = new AsinhScale(
+      0,
+      top(points.entropy, 0.999, 1) * 1.05,
+      Math.max(top(points.entropy, 0.9, 1) / 4, 1e-6),
+    );
     this.vertical = new AsinhScale(-reach, reach, reach / 12);
     this.listen();
   }
@@ -105,7 +113,15 @@ export class Scatter {
     }
     write(context, "entropy, nats (asinh scale)", right, this.height - 4, "right", colours.ink3);
     write(context, "influence (asinh scale)", MARGIN.left, 10, "left", colours.ink3);
-    if (this.width > 460) write(context, "filled: in an accepted response   ring: in a rejected one", MARGIN.left, this.height - 4, "left", colours.ink3);
+    if (this.width > 460)
+      write(
+        context,
+        "filled: in an accepted response   ring: in a rejected one",
+        MARGIN.left,
+        this.height - 4,
+        "left",
+        colours.ink3,
+      );
   }
 
   /** Grey first, then the chosen ones by strength, so that what matters lies on top. */
@@ -132,7 +148,12 @@ export class Scatter {
       else drawAt(index, colours.line2, isChosen ? 0.6 : 0.35);
     }
     chosen.sort((a, b) => Math.abs(influence[a]) - Math.abs(influence[b]));
-    for (const index of chosen) drawAt(index, influence[index] > 0 ? colours.p4 : colours.n4, 0.35 + 0.6 * Math.min(1, Math.abs(influence[index]) / this.top));
+    for (const index of chosen)
+      drawAt(
+        index,
+        influence[index] > 0 ? colours.p4 : colours.n4,
+        0.35 + 0.6 * Math.min(1, Math.abs(influence[index]) / this.top),
+      );
     context.globalAlpha = 1;
     context.lineWidth = 1;
   }
@@ -146,17 +167,26 @@ export class Scatter {
       const h = Math.min(BINS - 1, Math.floor(this.horizontal.at(entropy[index]) * BINS));
       const v = Math.min(BINS - 1, Math.floor((1 - this.vertical.at(influence[index])) * BINS));
       const isChosen = this.contains(index);
-      for (const [bins, bin] of [[across, h], [down, v]]) {
+      for (const [bins, bin] of [
+        [across, h],
+        [down, v],
+      ]) {
         if (!(bin >= 0)) continue;
         bins.all[bin] += 1;
         if (isChosen) bins.chosen[bin] += 1;
       }
     }
     const bar = (count, most, length) => (most ? (Math.log1p(count) / Math.log1p(most)) * length : 0);
-    const [wide, high] = [(this.width - MARGIN.left - MARGIN.right) / BINS, (this.height - MARGIN.top - MARGIN.bottom) / BINS];
+    const [wide, high] = [
+      (this.width - MARGIN.left - MARGIN.right) / BINS,
+      (this.height - MARGIN.top - MARGIN.bottom) / BINS,
+    ];
     const [mostAcross, mostDown] = [Math.max(...across.all), Math.max(...down.all)];
     for (let bin = 0; bin < BINS; bin++) {
-      for (const [which, horizontalColour, verticalColour] of [["all", colours.line, colours.line], ["chosen", colours.e3, bin < BINS / 2 ? colours.p3 : colours.n3]]) {
+      for (const [which, horizontalColour, verticalColour] of [
+        ["all", colours.line, colours.line],
+        ["chosen", colours.e3, bin < BINS / 2 ? colours.p3 : colours.n3],
+      ]) {
         const [upward, sideward] = [bar(across[which][bin], mostAcross, 24), bar(down[which][bin], mostDown, 44)];
         context.fillStyle = horizontalColour;
         context.fillRect(MARGIN.left + bin * wide, MARGIN.top - 4 - upward, wide - 1, upward);

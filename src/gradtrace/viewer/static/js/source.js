@@ -1,6 +1,6 @@
 // Where data comes from: the server, or, in a report, the page itself. Both answer to the same paths.
 
-export class SourceError extends Error {
+class SourceError extends Error {
   constructor(message, status) {
     super(message);
     this.status = status;

@@ -7,7 +7,8 @@ export function tokenStatistics(points, isChosen) {
     if (!isChosen(at)) continue;
     const index = points.token[at];
     let entry = found.get(index);
-    if (!entry) found.set(index, (entry = { index, count: 0, scored: 0, sum: 0, size: 0, entropySum: 0, entropies: 0 }));
+    if (!entry)
+      found.set(index, (entry = { index, count: 0, scored: 0, sum: 0, size: 0, entropySum: 0, entropies: 0 }));
     entry.count += 1;
     const influence = points.influence[at];
     if (Number.isFinite(influence)) {
@@ -35,5 +36,10 @@ export function occurrencesOf(points, index, isChosen, most) {
   }
   const strength = (at) => Math.abs(points.influence[at]) || 0;
   found.sort((a, b) => strength(b) - strength(a));
-  return { total: found.length, shown: found.slice(0, most).map((at) => ({ ...points.place(at), influence: points.influence[at], entropy: points.entropy[at] })) };
+  return {
+    total: found.length,
+    shown: found
+      .slice(0, most)
+      .map((at) => ({ ...points.place(at), influence: points.influence[at], entropy: points.entropy[at] })),
+  };
 }

@@ -5,7 +5,11 @@ const lenient = new TextDecoder("utf-8", { ignoreBOM: true });
 
 /** The vocabulary of an answer: {ids, bytes: hex or null each, special: indices} → one entry per index. */
 export function readVocabulary({ ids, bytes, special }) {
-  const entries = ids.map((id, index) => ({ id, bytes: bytes[index] === null ? null : fromHex(bytes[index]), special: false }));
+  const entries = ids.map((id, index) => ({
+    id,
+    bytes: bytes[index] === null ? null : fromHex(bytes[index]),
+    special: false,
+  }));
   for (const index of special) entries[index].special = true;
   for (const entry of entries) entry.text = entry.bytes === null ? `⟨${entry.id}⟩` : decodeOrNull(entry.bytes);
   return entries;
@@ -35,7 +39,7 @@ function decodeOrNull(bytes) {
  */
 export function piecesOf(entries) {
   const pieces = [];
-  for (let i = 0; i < entries.length; ) {
+  for (let i = 0; i < entries.length;) {
     if (entries[i].text !== null) {
       pieces.push({ text: entries[i].text, lead: "", split: false });
       i += 1;
@@ -119,5 +123,8 @@ export function drawingClass(entry, piece) {
 export function drawnText(entry, piece) {
   if (/^\n+$/.test(piece.text)) return "\n";
   if (entry.special) return visibleText(entry);
-  return piece.text.replace(/[\u0000-\u0008\u000b-\u001f\u007f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, (character) => `⟨${character.charCodeAt(0).toString(16)}⟩`);
+  return piece.text.replace(
+    /[\u0000-\u0008\u000b-\u001f\u007f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g,
+    (character) => `⟨${character.charCodeAt(0).toString(16)}⟩`,
+  );
 }

@@ -1,6 +1,6 @@
 // Which colour class every token of the group has, for the channel that a column (a slot) shows.
 
-import { CHANNELS, classOf } from "../channels.js";
+import { classOf } from "../channels.js";
 import { scaleTop } from "../scales.js";
 
 /**
@@ -14,7 +14,8 @@ export function colouring(group, channel, options) {
   const tops = topsOf(group, channel, values, options);
   for (const response of group.responses) {
     const top = tops[response.index];
-    for (let token = response.start; token < response.end; token++) levels[token] = classOf(channel, values[token], top);
+    for (let token = response.start; token < response.end; token++)
+      levels[token] = classOf(channel, values[token], top);
   }
   return { channel, values, tops, levels };
 }
@@ -31,13 +32,9 @@ function topsOf(group, channel, values, { scale, credit, targetValues }) {
 
 /** One number for the legend, or null when every response has its own. */
 export function sharedTop({ channel, tops }, scale) {
-  return scale === "response" && channel !== "advantage" && tops.length > 1 ? null : tops[0] ?? NaN;
+  return scale === "response" && channel !== "advantage" && tops.length > 1 ? null : (tops[0] ?? NaN);
 }
 
 export function largestTop({ tops }) {
   return tops.reduce((most, top) => (Number.isFinite(top) ? Math.max(most, top) : most), 0);
-}
-
-export function isSigned(channel) {
-  return CHANNELS[channel].signed;
 }

@@ -25,7 +25,10 @@ function covers(range, span) {
   const [first, last] = [deepest(span, "firstChild"), deepest(span, "lastChild")];
   text.setStart(first, 0);
   text.setEnd(last, last.nodeType === Node.TEXT_NODE ? last.length : 0);
-  return range.compareBoundaryPoints(Range.END_TO_START, text) < 0 && range.compareBoundaryPoints(Range.START_TO_END, text) > 0;
+  return (
+    range.compareBoundaryPoints(Range.END_TO_START, text) < 0 &&
+    range.compareBoundaryPoints(Range.START_TO_END, text) > 0
+  );
 }
 
 function deepest(node, side) {

@@ -24,7 +24,16 @@ export class Dock {
   show(group, token, context, effects, order) {
     const parts = [tokenPart(group, token, context)];
     if (effects.values) parts.push(this.barsPart(effects, context, order), sumPart(effects));
-    else parts.push(element("div", "", element("h3", "", "Influence of this token on each response"), element("p", "say", effects.why)), element("div"));
+    else
+      parts.push(
+        element(
+          "div",
+          "",
+          element("h3", "", "Influence of this token on each response"),
+          element("p", "say", effects.why),
+        ),
+        element("div"),
+      );
     this.node.replaceChildren(...parts, this.close);
     this.node.hidden = false;
   }
@@ -37,7 +46,8 @@ export class Dock {
     const high = Math.max(0, ...finite(values));
     const low = Math.min(0, ...finite(values));
     const range = high - low || 1;
-    const style = numberStyle(Math.max(high, -low), 2);
+    const largest = Math.max(high, -low);
+    const style = numberStyle(largest, largest >= 1 ? 3 : 2);
     const zero = BAR_TOP + BAR_AREA * (high / range);
     const bars = element("div", "bars");
     for (const accepted of [true, false]) {
@@ -53,7 +63,9 @@ export class Dock {
       bars.append(side);
     }
     const outside = members.filter((member) => member.response === null).length;
-    const note = outside ? element("p", "say", `${outside} responses of other prompts are part of the score and not drawn.`) : null;
+    const note = outside
+      ? element("p", "say", `${outside} responses of other prompts are part of the score and not drawn.`)
+      : null;
     return element("div", "", element("h3", "", "Influence of this token on each response"), bars, note);
   }
 
@@ -81,13 +93,18 @@ function tokenPart(group, token, context) {
   const { response } = context;
   const position = token - response.start;
   const title = `${response.name}, position ${position}${position === response.first_wrong ? ", first wrong" : ""}`;
-  const names = element("div", "", element("h3", "", title), element("div", "dim", `id ${group.entry(token).id}, bytes ${tokenBytes(group, token)}`));
+  const names = element(
+    "div",
+    "",
+    element("h3", "", title),
+    element("div", "dim", `id ${group.entry(token).id}, bytes ${tokenBytes(group, token)}`),
+  );
   const chip = element("span", "token-chip", visibleText(group.entry(token), group.piece(token)));
   const list = element("dl");
   for (const { name, text, share, tone } of tokenMetrics(group, token, context)) {
     const bar = element("span", "mini");
     if (tone && share > 0) {
-      bar.style.width = `${Math.max(2, Math.min(1, share) * 56)}px`;
+      bar.style.width = `max(2px, ${100 * Math.min(1, share)}%)`;
       bar.style.background = `var(--${tone})`;
     }
     list.append(element("dt", "", name), bar, element("dd", "", text));
@@ -98,16 +115,20 @@ function tokenPart(group, token, context) {
 function sumPart({ sum, score, creditName, excludesSelf }) {
   const style = numberStyle(Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(sum.total)));
   const table = element("dl", "sum-table");
-  for (const { label, value } of sum.lines) table.append(element("dt", "", label), element("dd", "", style.signed(value)));
+  for (const { label, value } of sum.lines)
+    table.append(element("dt", "", label), element("dd", "", style.signed(value)));
   table.append(element("dt", "total", "= influence of this token"), element("dd", "total", style.signed(sum.total)));
   const part = element("div", "", element("h3", "", `How the score adds up (${creditName} credit)`), table);
-  const meaning = sum.total > 0
-    ? "Positive: a step along its gradient helps the accepted responses against the rejected ones."
-    : "Negative: a step along its gradient helps the rejected responses against the accepted ones.";
+  const meaning =
+    sum.total > 0
+      ? "Positive: a step along its gradient helps the accepted responses against the rejected ones."
+      : "Negative: a step along its gradient helps the rejected responses against the accepted ones.";
   part.append(element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "")));
   const tolerance = 1e-3 * Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(score)) + 1e-12;
   if (Number.isFinite(score) && Math.abs(score - sum.total) > tolerance) {
-    part.append(element("p", "say", `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`));
+    part.append(
+      element("p", "say", `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`),
+    );
   }
   return part;
 }

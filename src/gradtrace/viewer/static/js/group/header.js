@@ -2,7 +2,7 @@
 
 import { button, element, fact, passDots } from "../dom.js";
 import { fixed, MISSING, numberStyle } from "../format.js";
-import { drawnText, piecesOf, rawText, visibleText } from "../token_text.js";
+import { piecesOf, rawText, visibleText } from "../token_text.js";
 import { meanOf } from "./model.js";
 
 const LONG_PROMPT = 600;
@@ -39,15 +39,25 @@ function factsOf(group, credit) {
   const facts = element("div", "facts");
   const { responses } = group;
   const accepted = responses.filter((response) => response.accepted).length;
-  if (group.mixed) facts.append(fact(element("span", "", `${accepted}/${responses.length}\u2002`, passDots(accepted, responses.length)), "accepted"));
+  if (group.mixed)
+    facts.append(
+      fact(
+        element("span", "", `${accepted}/${responses.length}\u2002`, passDots(accepted, responses.length)),
+        "accepted",
+      ),
+    );
   else if (responses.length) facts.append(fact(fixed(responses[0].reward, 2), `reward of all ${responses.length}`));
   const answer = rawText(group.expected.filter((entry) => !entry.special));
-  if (answer && answer.length <= LONGEST_ANSWER && !group.isChain) facts.append(fact(element("span", "mono", answer), "expected answer"));
+  if (answer && answer.length <= LONGEST_ANSWER && !group.isChain)
+    facts.append(fact(element("span", "mono", answer), "expected answer"));
   const entropy = group.values("entropy");
   if (entropy) facts.append(fact(fixed(meanOf(entropy), 3), "mean entropy, nats"));
   const influence = group.values("influence", credit);
   const size = influence ? meanOf(influence.map(Math.abs)) * influence.filter(Number.isFinite).length : NaN;
-  if (group.credits.length) facts.append(fact(Number.isFinite(size) ? numberStyle(size).plain(size) : MISSING, "Σ |influence|, response tokens"));
+  if (group.credits.length)
+    facts.append(
+      fact(Number.isFinite(size) ? numberStyle(size).plain(size) : MISSING, "Σ |influence|, response tokens"),
+    );
   facts.append(fact(fixed(meanOf(responses.map((response) => response.length)), 1).replace(/\.0$/, ""), "mean length"));
   return facts;
 }
@@ -62,10 +72,14 @@ export function whyNoInfluence(group) {
     return `No influence here: all ${count || ""} rewards are equal, so there is nothing to contrast.${rest}`;
   }
   if (count === 1) return `No influence here: one response alone has nothing to be contrasted with.${rest}`;
-  if (status === "over_prompt_cap") return `No influence here: the step had more mixed groups than trainer.influence_trace.max_prompts_per_step.${rest}`;
-  if (status === "non_finite") return `No influence here: gradients or scores of this group were not finite (NaN or infinity).${rest}`;
-  if (status === "not_captured") return `No influence here: the hooks saw none of this group's tokens. \`gradtrace doctor\` checks the gradient flow.${rest}`;
-  if (!traced) return `No influence trace of this step: trainer.influence_trace.enable is off, or this step was not a multiple of its write_every.${rest}`;
+  if (status === "over_prompt_cap")
+    return `No influence here: the step had more mixed groups than trainer.influence_trace.max_prompts_per_step.${rest}`;
+  if (status === "non_finite")
+    return `No influence here: gradients or scores of this group were not finite (NaN or infinity).${rest}`;
+  if (status === "not_captured")
+    return `No influence here: the hooks saw none of this group's tokens. \`gradtrace doctor\` checks the gradient flow.${rest}`;
+  if (!traced)
+    return `No influence trace of this step: trainer.influence_trace.enable is off, or this step was not a multiple of its write_every.${rest}`;
   return `No influence scores were stored for this group.${rest}`;
 }
 

@@ -22,13 +22,14 @@ export class LegendHead {
   }
 
   /** top: of the scale, or null when every response has its own. */
-  show({ channel, credit, top, target, onClearTarget, perResponse }) {
+  show({ channel, credit, top, target, onClearTarget, perResponse, unit }) {
     this.menu.value = channel;
     this.target.replaceChildren();
     if (channel === "influence" && target !== null) {
       this.target.append(`on ${target}`, button("", "all", onClearTarget));
     }
     this.unit.textContent = unitLine(channel, credit);
+    this.unit.title = channel === "influence" ? unit : "";
     this.ramp.replaceChildren(...rampOf(channel).map((name) => element("i", name)));
     const [low, middle, high] = ends(channel, top, perResponse);
     this.ramp.append(element("b", "low", low), element("b", "middle", middle), element("b", "high", high));
@@ -42,7 +43,8 @@ function unitLine(channel, credit) {
 }
 
 function ends(channel, top, perResponse) {
-  if (perResponse) return CHANNELS[channel].signed ? ["−p99", "0", "+p99 of each response"] : ["0", "", "p99 of each response"];
+  if (perResponse)
+    return CHANNELS[channel].signed ? ["−p99", "0", "+p99 of each response"] : ["0", "", "p99 of each response"];
   if (!(top > 0)) return ["", "no values", ""];
   const style = numberStyle(top, 2);
   if (CHANNELS[channel].signed) return [style.signed(-top), "0", style.signed(top)];
@@ -54,16 +56,31 @@ function ends(channel, top, perResponse) {
 export function explanation(slot, channel, target, { sign, aggregation }) {
   const node = element("p", `slot-${slot}`);
   const sample = (name) => element("span", `sample ${name}`);
-  if (channel === "entropy") node.append("How undecided the model was when it chose this token. Stronger colour: more undecided.");
+  if (channel === "entropy")
+    node.append("How undecided the model was when it chose this token. Stronger colour: more undecided.");
   if (channel === "log_prob") node.append("How unlikely the token was that was sampled. Stronger colour: less likely.");
   if (channel === "advantage") {
-    node.append(sample("p4"), "Positive, bar above: training raises the probability of this response. ", sample("n4"), "Negative, bar below: it lowers it.");
+    node.append(
+      sample("p4"),
+      "Positive, bar above: training raises the probability of this response. ",
+      sample("n4"),
+      "Negative, bar below: it lowers it.",
+    );
   }
   if (channel === "influence" && target === null) {
-    node.append(sample("p4"), `Positive, bar above: ${sign} `, sample("n4"), "Negative, bar below: the reverse. ", aggregation);
+    node.append(
+      sample("p4"),
+      `Positive, bar above: ${sign} `,
+      sample("n4"),
+      "Negative, bar below: the reverse. ",
+      aggregation,
+    );
   }
   if (channel === "influence" && target !== null) {
-    node.append(sample("p4"), `Positive, bar above: a step along this token’s gradient raises ${target}’s own objective. `);
+    node.append(
+      sample("p4"),
+      `Positive, bar above: a step along this token’s gradient raises ${target}’s own objective. `,
+    );
     node.append(sample("n4"), "Negative, bar below: it lowers it.");
   }
   return node;

@@ -1,7 +1,7 @@
 // The cell to the left of a response: reward, advantage, length, Σ influence, and what is special about it.
 
 import { element } from "../dom.js";
-import { fixed, MISSING, numberStyle, signed } from "../format.js";
+import { fixed, MISSING, signed } from "../format.js";
 import { SELECTION_REMARKS } from "./header.js";
 import { sumOver } from "./model.js";
 
@@ -27,7 +27,8 @@ export function fillMetaCell(row) {
   }
   if (!group.isChain && group.credits.length) {
     row.sumCells = [element("span"), element("span")];
-    const hint = "Σ influence over the tokens of this response; below it the part that falls on positions of the prompt";
+    const hint =
+      "Σ influence over the tokens of this response; below it the part that falls on positions of the prompt";
     const [key, promptKey] = [element("span", "key", "Σ influence"), element("span", "key", "Σ at prompt")];
     key.title = promptKey.title = hint;
     numbers.append(key, row.sumCells[0], promptKey, row.sumCells[1]);
@@ -46,7 +47,8 @@ export function showSums(row, credit, style) {
   const { group, response } = row;
   const values = group.values("influence", credit);
   const total = values ? style.signed(sumOver(values, response)) : MISSING;
-  const prompt = credit === "position" && response.prompt_influence !== null ? style.signed(response.prompt_influence) : MISSING;
+  const prompt =
+    credit === "position" && response.prompt_influence !== null ? style.signed(response.prompt_influence) : MISSING;
   if (row.sumCells) {
     row.sumCells[0].textContent = total;
     row.sumCells[1].textContent = prompt;
@@ -65,5 +67,8 @@ export function showSums(row, credit, style) {
 
 /** While a token is selected: what it does to this response. */
 export function showEffect(row, text, own) {
-  row.remarks.replaceChildren(element("span", "", own ? "on its own response" : "influence on it"), element("b", "", text));
+  row.remarks.replaceChildren(
+    element("span", "", own ? "on its own response" : "influence on it"),
+    element("b", "", text),
+  );
 }

@@ -26,7 +26,12 @@ export function tokenMetrics(group, token, context) {
       continue;
     }
     const top = tops[`influence_${credit}`];
-    lines.push({ name, text: numberStyle(top).signed(value), share: Math.abs(value) / top, tone: value < 0 ? "n4" : "p4" });
+    lines.push({
+      name,
+      text: numberStyle(top).signed(value),
+      share: Math.abs(value) / top,
+      tone: value < 0 ? "n4" : "p4",
+    });
   }
   if (response.advantage !== null) lines.push({ name: "advantage", text: signed(response.advantage, 2) });
   return lines;

@@ -38,7 +38,10 @@ export class Group {
   }
 
   entriesOf(response) {
-    return Array.from(this.channels.get("token").subarray(response.start, response.end), (index) => this.vocabulary[index]);
+    return Array.from(
+      this.channels.get("token").subarray(response.start, response.end),
+      (index) => this.vocabulary[index],
+    );
   }
 
   piece(token) {
@@ -52,7 +55,8 @@ export class Group {
 
   /** float32 of every token, or null if this group has no such channel. */
   values(channel, credit) {
-    if (channel === "advantage") return this.responses.some((response) => response.advantage !== null) ? this.advantages : null;
+    if (channel === "advantage")
+      return this.responses.some((response) => response.advantage !== null) ? this.advantages : null;
     return this.channels.get(channel === "influence" ? `influence_${credit}` : channel) ?? null;
   }
 
@@ -72,20 +76,24 @@ export class Group {
   looksLikeChain() {
     if (!this.responses.length || this.responses.some((response) => response.length > LONGEST_CHAIN)) return false;
     const used = new Set(this.channels.get("token"));
-    return [...used].every((index) => this.vocabulary[index].special || (this.vocabulary[index].text ?? "   ").trim().length <= 2);
+    return [...used].every(
+      (index) => this.vocabulary[index].special || (this.vocabulary[index].text ?? "   ").trim().length <= 2,
+    );
   }
 }
 
 /** Sum of the finite values of a response. */
 export function sumOver(values, response) {
   let sum = 0;
-  for (let token = response.start; token < response.end; token++) if (Number.isFinite(values[token])) sum += values[token];
+  for (let token = response.start; token < response.end; token++)
+    if (Number.isFinite(values[token])) sum += values[token];
   return sum;
 }
 
 export function sizeOver(values, response) {
   let sum = 0;
-  for (let token = response.start; token < response.end; token++) if (Number.isFinite(values[token])) sum += Math.abs(values[token]);
+  for (let token = response.start; token < response.end; token++)
+    if (Number.isFinite(values[token])) sum += Math.abs(values[token]);
   return sum;
 }
 

@@ -13,7 +13,10 @@ export class Overview {
     this.group = group;
     this.lines = [];
     this.canvases = [0, 1].map((slot) => {
-      const canvas = setAttributes(element("canvas", `slot-${slot}`), { role: "img", "aria-label": "Overview of the group; the same colours as below" });
+      const canvas = setAttributes(element("canvas", `slot-${slot}`), {
+        role: "img",
+        "aria-label": "Overview of the group; the same colours as below",
+      });
       canvas.addEventListener("click", (event) => this.jump(event, onJump));
       return canvas;
     });
@@ -57,7 +60,13 @@ export class Overview {
       const unit = (width - LEFT) / this.longest;
       context.fillStyle = colours.bg2;
       context.fillRect(LEFT, top, response.length * unit, THICKNESS);
-      drawTicks(context, top, unit, levels.subarray(response.start, response.end), (level) => colours[classNameOf(channel, level)]);
+      drawTicks(
+        context,
+        top,
+        unit,
+        levels.subarray(response.start, response.end),
+        (level) => colours[classNameOf(channel, level)],
+      );
     }
   }
 }

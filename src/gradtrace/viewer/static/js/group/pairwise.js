@@ -1,5 +1,7 @@
 // The effect of each token on each response: blocks [tokens, members], loaded when somebody asks.
 
+import { CREDIT_NAMES } from "../channels.js";
+
 export class PairwiseInfluence {
   /** path: of the group; members: what the columns of a block stand for. */
   constructor(source, path, group) {
@@ -16,6 +18,16 @@ export class PairwiseInfluence {
 
   holds(credit) {
     return this.group.pairwise !== null && this.group.pairwise.credit === credit;
+  }
+
+  /** Why there are no effects on single responses to show; credit null: not for this response. */
+  whyNot(credit) {
+    const { pairwise, credits } = this.group;
+    if (!credits.length) return "This group was not scored, so there is no influence to show.";
+    if (pairwise && credit !== null) {
+      return `The effects on single responses were stored for ${CREDIT_NAMES[pairwise.credit] ?? "another"} credit only. Press c to switch.`;
+    }
+    return "The effects on single responses were not stored here: the step's file would have exceeded trainer.influence_trace.pairwise_max_mb.";
   }
 
   /** float32[members]: what one token does to each of them; null if this response has no block. */
@@ -42,7 +54,10 @@ export class PairwiseInfluence {
   /** float32[tokens of the group]: what every token does to one response. */
   async onResponse(target) {
     if (!this.columns.has(target)) {
-      this.columns.set(target, this.source.isLive ? this.source.floats(`${this.path}/pairwise/on/${target}`) : this.assemble(target));
+      this.columns.set(
+        target,
+        this.source.isLive ? this.source.floats(`${this.path}/pairwise/on/${target}`) : this.assemble(target),
+      );
     }
     try {
       return await this.columns.get(target);
@@ -59,7 +74,8 @@ export class PairwiseInfluence {
     const column = this.members.findIndex((member) => member.response === target);
     for (const response of this.group.responses) {
       const block = column >= 0 ? await this.block(response.index) : null;
-      for (let position = 0; block && position < response.length; position++) values[response.start + position] = block[position * width + column];
+      for (let position = 0; block && position < response.length; position++)
+        values[response.start + position] = block[position * width + column];
     }
     return values;
   }
@@ -72,7 +88,9 @@ export class PairwiseInfluence {
 export function contrast(members, effects, meta, ownResponse) {
   const counted = members
     .map((member, index) => ({ ...member, effect: effects[index] }))
-    .filter((member) => Number.isFinite(member.effect) && !(meta.exclude_self_response && member.response === ownResponse));
+    .filter(
+      (member) => Number.isFinite(member.effect) && !(meta.exclude_self_response && member.response === ownResponse),
+    );
   const accepted = counted.filter((member) => member.accepted);
   const rejected = counted.filter((member) => !member.accepted);
   const sum = (side, weight) => side.reduce((total, member) => total + weight(member) * member.effect, 0);

@@ -13,6 +13,10 @@ export class Rail {
     });
   }
 
+  makeRoom(height) {
+    this.node.style.setProperty("--dock", `${height}px`);
+  }
+
   place(order) {
     this.node.replaceChildren(...order.map((response) => this.cells[response.index]));
   }
@@ -21,7 +25,9 @@ export class Rail {
   show(current, tint = null, say = null) {
     for (const cell of this.cells) {
       const { index, accepted, name } = cell.response;
-      cell.className = [accepted ? "accepted" : "rejected", index === current ? "current" : "", tint?.[index] ?? ""].join(" ").trim();
+      cell.className = [accepted ? "accepted" : "rejected", index === current ? "current" : "", tint?.[index] ?? ""]
+        .join(" ")
+        .trim();
       const words = `${name}, ${accepted ? "accepted" : "rejected"}${say ? `, ${say[index]}` : ""}`;
       setAttributes(cell, { title: words, "aria-label": words, "aria-current": index === current ? "true" : null });
     }

@@ -18,7 +18,12 @@ class RunPage {
   constructor(context) {
     Object.assign(this, { context, run: context.run, runs: [context.run, ...context.overlays], url: context.url });
     this.title = "run";
-    this.hints = [["← →", "step"], ["↵", "open step"], ["m", "smoothing"], ["/", "metric"]];
+    this.hints = [
+      ["← →", "step"],
+      ["↵", "open step"],
+      ["m", "smoothing"],
+      ["/", "metric"],
+    ];
     this.smooth = this.url.choice("smooth", SMOOTHING, "0.6");
     this.step = this.url.number("x");
     this.node = element("div");
@@ -66,7 +71,10 @@ class RunPage {
 
   showFacts() {
     const last = (name, count = 5) => {
-      const values = this.run.series(name).slice(-count).map((point) => point.value);
+      const values = this.run
+        .series(name)
+        .slice(-count)
+        .map((point) => point.value);
       return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : NaN;
     };
     const overheads = this.run.series("influence overhead", overheadOf).slice(-5);
@@ -83,7 +91,9 @@ class RunPage {
   showNotices() {
     const notices = [];
     if (!this.run.rows.size) {
-      const waiting = this.run.isLive ? "The first step is still running; the curves appear by themselves." : "metrics.jsonl has no line.";
+      const waiting = this.run.isLive
+        ? "The first step is still running; the curves appear by themselves."
+        : "metrics.jsonl has no line.";
       notices.push(emptyState("No metrics yet", waiting));
     }
     for (const problem of this.run.problems ?? []) notices.push(element("p", "notice problem", `Left out: ${problem}`));
@@ -93,15 +103,32 @@ class RunPage {
   showKeys() {
     this.keys.replaceChildren();
     this.runs.forEach((run, index) => {
-      const sample = svgElement("svg", { width: 22, height: 8, "aria-hidden": "true" }, svgElement("path", { d: "M0 4H22", class: `line run-${index % 6}` }));
-      const key = element("span", "key", sample, element("span", "mono", run.name), element("span", "dim", run.stateLine()));
+      const sample = svgElement(
+        "svg",
+        { width: 22, height: 8, "aria-hidden": "true" },
+        svgElement("path", { d: "M0 4H22", class: `line run-${index % 6}` }),
+      );
+      const key = element(
+        "span",
+        "key",
+        sample,
+        element("span", "mono", run.name),
+        element("span", "dim", run.stateLine()),
+      );
       this.keys.append(key);
     });
     const control = segmentedControl({
-      label: "Smoothing", value: this.smooth, onChange: (value) => this.setSmoothing(value),
+      label: "Smoothing",
+      value: this.smooth,
+      onChange: (value) => this.setSmoothing(value),
       options: SMOOTHING.map((value) => ({ value, label: value === "0" ? "off" : value })),
     });
-    append(this.keys, element("span", "grow"), element("span", "key dim wide-only", "Hover to read a step in all charts, click to open it"), control);
+    append(
+      this.keys,
+      element("span", "grow"),
+      element("span", "key dim wide-only", "Hover to read a step in all charts, click to open it"),
+      control,
+    );
     this.smoothing = control;
   }
 
@@ -161,15 +188,33 @@ class RunPage {
       ["predicted", (row) => signed(row["entropy_probe/delta_h_predicted"], 4)],
       ["Tracing", (row) => (overheadOf(row) === undefined ? MISSING : `+${fixed(100 * overheadOf(row), 1)} %`)],
     ];
-    const head = element("tr", "", element("th", "", "Step"), ...columns.map(([name]) => element("th", "number", name)), element("th", "", ""));
+    const head = element(
+      "tr",
+      "",
+      element("th", "", "Step"),
+      ...columns.map(([name]) => element("th", "number", name)),
+      element("th", "", ""),
+    );
     const body = element("tbody");
     for (const step of this.run.metricSteps.slice(-TABLE_STEPS).reverse()) {
       const row = this.run.rows.get(step);
       const traced = this.run.tracedSteps.includes(step);
       const link = element("a", "", String(step));
       link.href = this.context.href("step", { step });
-      const remark = traced ? "" : !this.context.source.isLive ? "not in this report" : this.run.isLive && step === this.run.lastStep ? "trace being written" : "not traced";
-      const line = element("tr", "opens", element("td", "", link), ...columns.map(([, value]) => element("td", "number", value(row))), element("td", "dim", remark));
+      const remark = traced
+        ? ""
+        : !this.context.source.isLive
+          ? "not in this report"
+          : this.run.isLive && step === this.run.lastStep
+            ? "trace being written"
+            : "not traced";
+      const line = element(
+        "tr",
+        "opens",
+        element("td", "", link),
+        ...columns.map(([, value]) => element("td", "number", value(row))),
+        element("td", "dim", remark),
+      );
       line.addEventListener("click", () => this.openStep(step));
       body.append(line);
     }
@@ -185,11 +230,16 @@ class RunPage {
     const list = (filter) => {
       const matching = this.run.metricNames.filter((name) => name.toLowerCase().includes(filter.toLowerCase()));
       names.replaceChildren(...matching.slice(0, MOST_NAMES).map((name) => this.metricToggle(name)));
-      if (matching.length > MOST_NAMES) names.append(element("span", "dim", `and ${matching.length - MOST_NAMES} more`));
+      if (matching.length > MOST_NAMES)
+        names.append(element("span", "dim", `and ${matching.length - MOST_NAMES} more`));
     };
     if (this.picker.contains(document.activeElement)) return;
     const box = searchBox("Find a metric", "Find a metric to chart", known, list);
-    this.picker.replaceChildren(element("h2", "", "All metrics"), element("div", "controls", box, element("span", "dim", "Choose metrics to chart them above.")), names);
+    this.picker.replaceChildren(
+      element("h2", "", "All metrics"),
+      element("div", "controls", box, element("span", "dim", "Choose metrics to chart them above.")),
+      names,
+    );
     list(known);
     this.picker.hidden = !this.run.metricNames.length;
   }
@@ -203,7 +253,9 @@ class RunPage {
       this.showPicker();
     });
     const last = this.run.series(name).at(-1);
-    return setAttributes(append(toggle, element("span", "dim", last ? general(last.value) : MISSING)), { "aria-pressed": String(isShown) });
+    return setAttributes(append(toggle, element("span", "dim", last ? general(last.value) : MISSING)), {
+      "aria-pressed": String(isShown),
+    });
   }
 
   key(event) {

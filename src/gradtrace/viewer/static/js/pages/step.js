@@ -46,9 +46,20 @@ class StepPage {
   constructor(context, table, path, credit, pictures) {
     Object.assign(this, { context, table, path, credit, pictures, url: context.url });
     this.title = `step ${table.step}`;
-    this.hints = [["j k", "row"], ["↵", "open"], ["[ ]", "step"], ["/", "filter"]];
-    this.sort = this.url.choice("sort", COLUMNS.filter((column) => !column.fixed).map((column) => column.key), table.has_influence ? "size" : "group");
-    this.descending = this.url.get("dir") ? this.url.get("dir") === "down" : !COLUMNS.find((column) => column.key === this.sort).firstUp;
+    this.hints = [
+      ["j k", "row"],
+      ["↵", "open"],
+      ["[ ]", "step"],
+      ["/", "filter"],
+    ];
+    this.sort = this.url.choice(
+      "sort",
+      COLUMNS.filter((column) => !column.fixed).map((column) => column.key),
+      table.has_influence ? "size" : "group",
+    );
+    this.descending = this.url.get("dir")
+      ? this.url.get("dir") === "down"
+      : !COLUMNS.find((column) => column.key === this.sort).firstUp;
     this.show = this.url.choice("show", SHOW);
     this.query = this.url.get("q") ?? "";
     this.current = -1;
@@ -76,17 +87,26 @@ class StepPage {
     const { groups, responses, step } = this.table;
     const scored = groups.filter((group) => group.status === "scored").length;
     const mixed = groups.filter((group) => !group.constant).length;
-    const influence = this.table.has_influence ? `Influence is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.` : "";
+    const influence = this.table.has_influence
+      ? `Influence is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
+      : "";
     const sub = `${plural(groups.length, "prompt group")}, ${plural(responses, "response")}. ${influence}`;
     const facts = element("div", "facts");
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
     facts.append(fact(fixed(mean(groups.map((group) => group.reward)), 2), "reward"));
-    if (this.table.has_entropy) facts.append(fact(fixed(mean(groups.map((group) => group.entropy ?? 0)), 3), "entropy, nats"));
+    if (this.table.has_entropy)
+      facts.append(fact(fixed(mean(groups.map((group) => group.entropy ?? 0)), 3), "entropy, nats"));
     facts.append(fact(`${mixed} of ${groups.length}`, "mixed groups"));
     const row = this.context.run.rows.get(step);
     const overhead = row && overheadOf(row);
     if (overhead !== undefined) facts.append(fact(`+${fixed(100 * overhead, 1)} %`, "tracing overhead"));
-    return element("div", "head", element("div", "title", element("h1", "", `Step ${step}`), element("p", "sub", sub)), this.spark(), facts);
+    return element(
+      "div",
+      "head",
+      element("div", "title", element("h1", "", `Step ${step}`), element("p", "sub", sub)),
+      this.spark(),
+      facts,
+    );
   }
 
   /** Where this step is in the run. */
@@ -99,8 +119,14 @@ class StepPage {
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const x = (step) => 4 + ((step - first) / (last - first)) * (width - 8);
     const y = (value) => height - 5 - ((value - low) / (high - low || 1)) * (height - 12);
-    const line = points.map((point, index) => `${index ? "L" : "M"}${x(point.step).toFixed(1)} ${y(point.value).toFixed(1)}`).join("");
-    const drawing = svgElement("svg", { width, height, "aria-hidden": "true" }, svgElement("path", { d: line, class: "line run-0" }));
+    const line = points
+      .map((point, index) => `${index ? "L" : "M"}${x(point.step).toFixed(1)} ${y(point.value).toFixed(1)}`)
+      .join("");
+    const drawing = svgElement(
+      "svg",
+      { width, height, "aria-hidden": "true" },
+      svgElement("path", { d: line, class: "line run-0" }),
+    );
     const here = points.find((point) => point.step === this.table.step);
     if (here) {
       drawing.append(svgElement("line", { x1: x(here.step), x2: x(here.step), y1: 2, y2: height, class: "crosshair" }));
@@ -116,37 +142,72 @@ class StepPage {
     if (vocabularyProblem) notices.push(element("p", "notice", vocabularyProblem));
     const say = (text) => notices.push(element("p", "strip notice", text));
     if (!traced && !problems.length) {
-      say(enabled?.influence_trace === false ? "No influence: the influence trace was off in this run (trainer.influence_trace.enable=true turns it on)." : "No influence trace of this step: it is still being written, or the step is no multiple of its write_every.");
+      say(
+        enabled?.influence_trace === false
+          ? "No influence: the influence trace was off in this run (trainer.influence_trace.enable=true turns it on)."
+          : "No influence trace of this step: it is still being written, or the step is no multiple of its write_every.",
+      );
     } else if (traced && !groups.some((group) => group.status === "scored")) {
       const constant = groups.filter((group) => group.status === "constant_reward").length;
-      say(constant === groups.length ? "No mixed group in this step: in every group all rewards are equal, so there is nothing to contrast and no influence." : "No group of this step was scored; the table says why for each.");
+      say(
+        constant === groups.length
+          ? "No mixed group in this step: in every group all rewards are equal, so there is nothing to contrast and no influence."
+          : "No group of this step was scored; the table says why for each.",
+      );
     }
     return notices;
   }
 
   makeControls() {
-    this.search = searchBox("Filter:  *4-   pass<4   ent>0.2", "Filter groups by words of the prompt, or pass, ent, len, inf, reward compared with a number", this.query, (value) => {
-      this.query = value;
-      this.url.update({ q: value || null });
-      this.fill();
-    });
-    this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.search.blur());
-    this.count = setAttributes(element("span"), { "aria-live": "polite" });
-    const controls = element("div", "controls strip step-controls", this.search, segmentedControl({
-      label: "Show", value: this.show, options: SHOW.map((value) => ({ value, label: value })),
-      onChange: (value) => {
-        this.show = value;
-        this.url.update({ show: value });
+    this.search = searchBox(
+      "Filter:  *4-   pass<4   ent>0.2",
+      "Filter groups by words of the prompt, or pass, ent, len, inf, reward compared with a number",
+      this.query,
+      (value) => {
+        this.query = value;
+        this.url.update({ q: value || null });
         this.fill();
       },
-    }));
+    );
+    this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.search.blur());
+    this.count = setAttributes(element("span"), { "aria-live": "polite" });
+    const controls = element(
+      "div",
+      "controls strip step-controls",
+      this.search,
+      segmentedControl({
+        label: "Show",
+        value: this.show,
+        options: SHOW.map((value) => ({ value, label: value })),
+        onChange: (value) => {
+          this.show = value;
+          this.url.update({ show: value });
+          this.fill();
+        },
+      }),
+    );
     if (this.table.credits.length > 1) {
-      controls.append(segmentedControl({
-        label: "Credit", value: this.credit, hint: CREDIT_HINT, onChange: (value) => this.setCredit(value),
-        options: this.table.credits.map((value) => ({ value, label: CREDIT_NAMES[value] })),
-      }));
+      controls.append(
+        segmentedControl({
+          label: "Credit",
+          value: this.credit,
+          hint: CREDIT_HINT,
+          onChange: (value) => this.setCredit(value),
+          options: this.table.credits.map((value) => ({ value, label: CREDIT_NAMES[value] })),
+        }),
+      );
     }
-    const key = this.table.credits.length ? element("span", "", "Σ |influence|:", element("span", "swatch p3"), "positive part", element("span", "swatch n3"), "negative part") : null;
+    const key = this.table.credits.length
+      ? element(
+          "span",
+          "",
+          "Σ |influence|:",
+          element("span", "swatch p3"),
+          "positive part",
+          element("span", "swatch n3"),
+          "negative part",
+        )
+      : null;
     return append(controls, element("span", "tail", key, this.count));
   }
 
@@ -171,7 +232,12 @@ class StepPage {
       this.headRow.append(cell);
     }
     this.body = element("tbody");
-    return element("table", `fixed steps${this.isProse ? " prose" : ""}`, element("thead", "", this.headRow), this.body);
+    return element(
+      "table",
+      `fixed steps${this.isProse ? " prose" : ""}`,
+      element("thead", "", this.headRow),
+      this.body,
+    );
   }
 
   setSort(column) {
@@ -189,8 +255,17 @@ class StepPage {
     const sums = this.influence(group);
     const size = sums ? sums.positive + sums.negative : NaN;
     const values = {
-      group: group.group, prompt: group.prompt, accepted: group.passed / group.responses, entropy: group.entropy, size, length: group.length,
-      pass: group.passed, ent: group.entropy, len: group.length, inf: size, reward: group.reward,
+      group: group.group,
+      prompt: group.prompt,
+      accepted: group.passed / group.responses,
+      entropy: group.entropy,
+      size,
+      length: group.length,
+      pass: group.passed,
+      ent: group.entropy,
+      len: group.length,
+      inf: size,
+      reward: group.reward,
     };
     return values[name];
   }
@@ -201,8 +276,14 @@ class StepPage {
       setAttributes(cell, { "aria-sort": isSorted ? (this.descending ? "descending" : "ascending") : null });
     }
     const matches = groupFilter(this.query, (group, name) => this.value(group, name));
-    const isShown = { all: () => true, mixed: (group) => !group.constant, skipped: (group) => group.status !== "scored" }[this.show];
-    this.shown = this.table.groups.filter((group) => isShown(group) && matches(group)).sort((a, b) => this.compare(a, b));
+    const isShown = {
+      all: () => true,
+      mixed: (group) => !group.constant,
+      skipped: (group) => group.status !== "scored",
+    }[this.show];
+    this.shown = this.table.groups
+      .filter((group) => isShown(group) && matches(group))
+      .sort((a, b) => this.compare(a, b));
     this.count.textContent = `${this.shown.length} of ${plural(this.table.groups.length, "group")}`;
     const tops = {
       entropy: Math.max(1e-9, ...this.table.groups.map((group) => group.entropy ?? 0)),
@@ -210,7 +291,10 @@ class StepPage {
     };
     this.body.replaceChildren(...this.shown.map((group, index) => this.row(group, index, tops)));
     if (!this.shown.length) {
-      const cell = setAttributes(element("td", "dim", this.query ? `No group matches “${this.query}”.` : `No ${this.show} group in this step.`), { colspan: COLUMNS.length });
+      const cell = setAttributes(
+        element("td", "dim", this.query ? `No group matches “${this.query}”.` : `No ${this.show} group in this step.`),
+        { colspan: COLUMNS.length },
+      );
       this.body.append(element("tr", "", cell));
     }
   }
@@ -229,11 +313,22 @@ class StepPage {
     link.href = this.context.href("group", { group: group.group });
     const prompt = element("td", "c-prompt prompt-cell", `${this.cut ? "…" : ""}${group.prompt.slice(this.cut)}`);
     prompt.title = group.prompt;
-    const accepted = element("td", "c-accepted", passDots(group.passed, group.responses), element("span", "dim", `\u2002${group.passed}/${group.responses}`));
+    const accepted = element(
+      "td",
+      "c-accepted",
+      passDots(group.passed, group.responses),
+      element("span", "dim", `\u2002${group.passed}/${group.responses}`),
+    );
     const isThere = !this.context.groups || this.context.groups.includes(group.group);
     const row = element(
-      "tr", `${isThere ? "opens" : "absent"}${group.status === "scored" || !this.table.has_influence ? "" : " skipped"}${index === this.current ? " current" : ""}`,
-      element("td", "c-group dim", isThere ? link : String(group.group)), prompt, accepted, this.pictureCell(group), this.entropyCell(group, tops.entropy), this.sizeCell(group, tops.size),
+      "tr",
+      `${isThere ? "opens" : "absent"}${group.status === "scored" || !this.table.has_influence ? "" : " skipped"}${index === this.current ? " current" : ""}`,
+      element("td", "c-group dim", isThere ? link : String(group.group)),
+      prompt,
+      accepted,
+      this.pictureCell(group),
+      this.entropyCell(group, tops.entropy),
+      this.sizeCell(group, tops.size),
       element("td", "c-length number", fixed(group.length, 1)),
     );
     if (isThere) row.addEventListener("click", () => this.context.go("group", { group: group.group }));
@@ -246,7 +341,11 @@ class StepPage {
     const why = WHY_SKIPPED[group.status] ?? (this.table.has_influence ? "not traced" : "");
     if (!this.pictures || group.status !== "scored") return element("td", "c-map reason", why);
     const values = this.pictures.subarray(start, start + columns * group.responses);
-    return element("td", "c-map", miniature(values, group.responses, columns, group.accepted, this.table.scales[`influence_${this.credit}`]));
+    return element(
+      "td",
+      "c-map",
+      miniature(values, group.responses, columns, group.accepted, this.table.scales[`influence_${this.credit}`]),
+    );
   }
 
   entropyCell(group, top) {
@@ -255,19 +354,29 @@ class StepPage {
     const bar = element("i", "bar-fill");
     bar.style.width = `${(100 * group.entropy) / top}%`;
     bar.style.background = `var(--${group.status === "scored" || !this.table.has_influence ? "e3" : "line2"})`;
-    return append(cell, element("div", "with-bar", element("b", "", fixed(group.entropy, 3)), element("span", "", bar)));
+    return append(
+      cell,
+      element("div", "with-bar", element("b", "", fixed(group.entropy, 3)), element("span", "", bar)),
+    );
   }
 
   sizeCell(group, top) {
     const sums = this.influence(group);
     if (!sums) return element("td", "c-size", MISSING);
-    const bars = [["p3", sums.positive], ["n3", sums.negative]].map(([name, value]) => {
+    const bars = [
+      ["p3", sums.positive],
+      ["n3", sums.negative],
+    ].map(([name, value]) => {
       const bar = element("i", `bar-fill ${name}`);
       bar.style.width = `${(99 * value) / top}%`;
       return bar;
     });
     const size = sums.positive + sums.negative;
-    return element("td", "c-size", element("div", "with-bar", element("b", "", numberStyle(top, 4).plain(size)), element("span", "", ...bars)));
+    return element(
+      "td",
+      "c-size",
+      element("div", "with-bar", element("b", "", numberStyle(top, 4).plain(size)), element("span", "", ...bars)),
+    );
   }
 
   retheme() {
@@ -277,9 +386,12 @@ class StepPage {
   key(event) {
     if (event.key === "j" || event.key === "k") {
       this.current = Math.max(0, Math.min(this.shown.length - 1, this.current + (event.key === "j" ? 1 : -1)));
-      for (const [index, row] of [...this.body.children].entries()) row.classList.toggle("current", index === this.current);
+      for (const [index, row] of [...this.body.children].entries())
+        row.classList.toggle("current", index === this.current);
       this.body.children[this.current]?.scrollIntoView({ block: "nearest" });
-      this.context.announce(`group ${this.shown[this.current]?.group}, ${this.shown[this.current]?.prompt.slice(this.cut, this.cut + 80)}`);
+      this.context.announce(
+        `group ${this.shown[this.current]?.group}, ${this.shown[this.current]?.prompt.slice(this.cut, this.cut + 80)}`,
+      );
       return true;
     }
     if (event.key === "Enter" && this.shown[this.current]) {

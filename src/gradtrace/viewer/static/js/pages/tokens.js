@@ -48,9 +48,14 @@ function readPoints(structure, floats) {
     }
     return low;
   };
-  const isAccepted = Uint8Array.from({ length: size }, (_, at) => structure.responses[responseAt(at * structure.stride)].accepted);
+  const isAccepted = Uint8Array.from(
+    { length: size },
+    (_, at) => structure.responses[responseAt(at * structure.stride)].accepted,
+  );
   return {
-    token: floats.subarray(0, size), entropy: floats.subarray(size, 2 * size), influence: floats.subarray(2 * size),
+    token: floats.subarray(0, size),
+    entropy: floats.subarray(size, 2 * size),
+    influence: floats.subarray(2 * size),
     accepted: (at) => isAccepted[at] === 1,
     place: (at) => {
       const index = responseAt(at * structure.stride);
@@ -64,12 +69,23 @@ class TokensPage {
   constructor(context, path, structure, credit, points) {
     Object.assign(this, { context, path, structure, credit, points, url: context.url });
     this.title = `tokens, step ${structure.step}`;
-    this.hints = [["drag", "brush"], ["esc", "clear"], ["[ ]", "step"], ["/", "filter"]];
+    this.hints = [
+      ["drag", "brush"],
+      ["esc", "clear"],
+      ["[ ]", "step"],
+      ["/", "filter"],
+    ];
     this.vocabulary = readVocabulary(structure.vocabulary);
     this.texts = this.vocabulary.map((entry) => visibleText(entry));
     this.hasInfluence = structure.credits.length > 0;
-    this.sort = this.url.choice("sort", COLUMNS.filter((column) => !column.fixed).map((column) => column.key), this.hasInfluence ? "mean" : "entropy");
-    this.ascending = this.url.get("dir") ? this.url.get("dir") === "up" : Boolean(COLUMNS.find((column) => column.key === this.sort).up);
+    this.sort = this.url.choice(
+      "sort",
+      COLUMNS.filter((column) => !column.fixed).map((column) => column.key),
+      this.hasInfluence ? "mean" : "entropy",
+    );
+    this.ascending = this.url.get("dir")
+      ? this.url.get("dir") === "up"
+      : Boolean(COLUMNS.find((column) => column.key === this.sort).up);
     this.least = this.url.choice("min", LEAST_SEEN, "4");
     this.query = this.url.get("q") ?? "";
     this.opened = this.url.number("token");
@@ -82,11 +98,22 @@ class TokensPage {
     const { structure } = this;
     const distinct = new Set(this.points.token).size;
     const sample = structure.stride > 1 ? ` A regular sample of them is shown: one in ${structure.stride}.` : "";
-    const where = this.hasInfluence ? `in ${structure.scored_groups} scored groups` : `in ${structure.scored_groups} groups, none of them scored`;
+    const where = this.hasInfluence
+      ? `in ${structure.scored_groups} scored groups`
+      : `in ${structure.scored_groups} groups, none of them scored`;
     const sub = `Step ${structure.step}, ${count(structure.total)} response tokens ${where}, ${count(distinct)} distinct.${sample}`;
-    this.node.append(element("div", "head", element("div", "title", element("h1", "", "Tokens"), element("p", "sub", sub))));
+    this.node.append(
+      element("div", "head", element("div", "title", element("h1", "", "Tokens"), element("p", "sub", sub))),
+    );
     for (const problem of structure.problems) this.node.append(element("p", "notice problem", problem));
-    if (!this.hasInfluence) this.node.append(element("p", "strip notice", "No influence in this step: no group was mixed, or the influence trace was off. Counts and entropy are shown."));
+    if (!this.hasInfluence)
+      this.node.append(
+        element(
+          "p",
+          "strip notice",
+          "No influence in this step: no group was mixed, or the influence trace was off. Counts and entropy are shown.",
+        ),
+      );
     this.node.append(this.makeControls());
     this.headRow = element("tr");
     this.body = element("tbody");
@@ -95,7 +122,9 @@ class TokensPage {
     this.line = element("div", "brush-line");
     this.fields = element("div", "brush-fields");
     this.scatter = new Scatter(this.points, (brush) => this.setBrush(brush));
-    this.node.append(element("div", "tokens-page", table, element("div", "scatter", this.line, this.scatter.node, this.fields)));
+    this.node.append(
+      element("div", "tokens-page", table, element("div", "scatter", this.line, this.scatter.node, this.fields)),
+    );
   }
 
   makeControls() {
@@ -104,24 +133,39 @@ class TokensPage {
       this.url.update({ q: value || null });
       this.list();
     });
-    const controls = element("div", "controls strip", box, segmentedControl({
-      label: "Seen at least", value: this.least, options: LEAST_SEEN.map((value) => ({ value, label: value })),
-      onChange: (value) => {
-        this.least = value;
-        this.url.update({ min: value });
-        this.list();
-      },
-    }));
-    if (this.structure.credits.length > 1) {
-      controls.append(segmentedControl({
-        label: "Credit", value: this.credit, hint: CREDIT_HINT, options: this.structure.credits.map((value) => ({ value, label: CREDIT_NAMES[value] })),
-        onChange: (credit) => {
-          this.url.update({ credit, brush: null });
-          this.context.go("tokens", { credit, q: this.query, sort: this.sort, min: this.least });
+    const controls = element(
+      "div",
+      "controls strip",
+      box,
+      segmentedControl({
+        label: "Seen at least",
+        value: this.least,
+        options: LEAST_SEEN.map((value) => ({ value, label: value })),
+        onChange: (value) => {
+          this.least = value;
+          this.url.update({ min: value });
+          this.list();
         },
-      }));
+      }),
+    );
+    if (this.structure.credits.length > 1) {
+      controls.append(
+        segmentedControl({
+          label: "Credit",
+          value: this.credit,
+          hint: CREDIT_HINT,
+          options: this.structure.credits.map((value) => ({ value, label: CREDIT_NAMES[value] })),
+          onChange: (credit) => {
+            this.url.update({ credit, brush: null });
+            this.context.go("tokens", { credit, q: this.query, sort: this.sort, min: this.least });
+          },
+        }),
+      );
     }
-    controls.append(element("span", "grow"), element("span", "dim wide-only", "Drag on the plot to restrict the table. Click a token to see where it stands."));
+    controls.append(
+      element("span", "grow"),
+      element("span", "dim wide-only", "Drag on the plot to restrict the table. Click a token to see where it stands."),
+    );
     return controls;
   }
 
@@ -129,12 +173,14 @@ class TokensPage {
     const cell = element("th", `c-${column.key}${column.number ? " number" : ""}`);
     cell.column = column;
     if (column.fixed) return cell;
-    cell.append(button("", column.title, () => {
-      this.ascending = this.sort === column.key ? !this.ascending : Boolean(column.up);
-      this.sort = column.key;
-      this.url.update({ sort: this.sort, dir: this.ascending ? "up" : "down" });
-      this.list();
-    }));
+    cell.append(
+      button("", column.title, () => {
+        this.ascending = this.sort === column.key ? !this.ascending : Boolean(column.up);
+        this.sort = column.key;
+        this.url.update({ sort: this.sort, dir: this.ascending ? "up" : "down" });
+        this.list();
+      }),
+    );
     return cell;
   }
 
@@ -152,7 +198,11 @@ class TokensPage {
 
   setBrush(brush) {
     this.brush = brush;
-    this.url.update({ brush: brush ? [...brush.entropy, ...brush.influence].map((value) => Number(value.toPrecision(4))).join("_") : null });
+    this.url.update({
+      brush: brush
+        ? [...brush.entropy, ...brush.influence].map((value) => Number(value.toPrecision(4))).join("_")
+        : null,
+    });
     this.scatter.draw(brush);
     this.list();
   }
@@ -160,12 +210,23 @@ class TokensPage {
   /* ---------- the table ---------- */
 
   list() {
-    for (const cell of this.headRow.children) setAttributes(cell, { "aria-sort": cell.column.key === this.sort ? (this.ascending ? "ascending" : "descending") : null });
+    for (const cell of this.headRow.children)
+      setAttributes(cell, {
+        "aria-sort": cell.column.key === this.sort ? (this.ascending ? "ascending" : "descending") : null,
+      });
     const everything = tokenStatistics(this.points, (at) => this.scatter.contains(at));
     const query = this.query.toLowerCase();
-    const matches = ({ index, count: seen }) => seen >= Number(this.least) && (!query || this.texts[index].toLowerCase().includes(query) || (this.vocabulary[index].text ?? "").toLowerCase().includes(query));
+    const matches = ({ index, count: seen }) =>
+      seen >= Number(this.least) &&
+      (!query ||
+        this.texts[index].toLowerCase().includes(query) ||
+        (this.vocabulary[index].text ?? "").toLowerCase().includes(query));
     const entries = everything.filter(matches).sort((a, b) => this.compare(a, b));
-    const tops = { mean: Math.max(1e-12, ...entries.map((entry) => Math.abs(entry.mean) || 0)), entropy: Math.max(1e-12, ...entries.map((entry) => entry.entropy || 0)), size: Math.max(1e-12, ...entries.map((entry) => entry.size)) };
+    const tops = {
+      mean: Math.max(1e-12, ...entries.map((entry) => Math.abs(entry.mean) || 0)),
+      entropy: Math.max(1e-12, ...entries.map((entry) => entry.entropy || 0)),
+      size: Math.max(1e-12, ...entries.map((entry) => entry.size)),
+    };
     this.body.replaceChildren(...this.visibleRows(entries, tops));
     this.showBrushLine(everything.reduce((sum, entry) => sum + entry.count, 0));
     this.showFields();
@@ -181,28 +242,43 @@ class TokensPage {
 
   /** By mean influence both ends matter, so the middle is folded. */
   visibleRows(entries, tops) {
-    if (!entries.length) return [wideRow("dim", this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.")];
+    if (!entries.length)
+      return [wideRow("dim", this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.")];
     const fold = this.sort === "mean" && entries.length > 2 * BOTH_ENDS + 8;
     const first = fold ? entries.slice(0, BOTH_ENDS) : entries.slice(0, MOST_ROWS);
     const rows = first.flatMap((entry) => this.rowsOf(entry, tops));
     if (fold) {
       rows.push(wideRow("between", `${count(entries.length - 2 * BOTH_ENDS)} tokens in between`));
       rows.push(...entries.slice(-BOTH_ENDS).flatMap((entry) => this.rowsOf(entry, tops)));
-    } else if (entries.length > MOST_ROWS) rows.push(wideRow("between", `${count(entries.length - MOST_ROWS)} more; filter to see them`));
+    } else if (entries.length > MOST_ROWS)
+      rows.push(wideRow("between", `${count(entries.length - MOST_ROWS)} more; filter to see them`));
     return rows;
   }
 
   rowsOf(entry, tops) {
     const isOpen = this.opened === this.vocabulary[entry.index].id;
-    const chip = setAttributes(button("link-button", element("span", "token-chip", this.texts[entry.index]), () => this.toggle(entry.index)), { "aria-expanded": String(isOpen) });
+    const chip = setAttributes(
+      button("link-button", element("span", "token-chip", this.texts[entry.index]), () => this.toggle(entry.index)),
+      { "aria-expanded": String(isOpen) },
+    );
     const bar = element("i", entry.mean < 0 ? "n4" : "p4");
     bar.style.width = `${(50 * Math.abs(entry.mean)) / tops.mean}%`;
     const entropyBar = element("i", "bar-fill e4");
     entropyBar.style.width = `${(100 * entry.entropy) / tops.entropy}%`;
     const row = element(
-      "tr", "opens", element("td", "c-text", chip), element("td", "c-count number", count(entry.count)),
-      element("td", "c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)), element("td", "c-bar", Number.isFinite(entry.mean) ? element("span", "diverging", bar) : ""),
-      element("td", "c-entropy", Number.isFinite(entry.entropy) ? element("div", "with-bar", element("b", "", fixed(entry.entropy, 2)), element("span", "", entropyBar)) : MISSING),
+      "tr",
+      "opens",
+      element("td", "c-text", chip),
+      element("td", "c-count number", count(entry.count)),
+      element("td", "c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)),
+      element("td", "c-bar", Number.isFinite(entry.mean) ? element("span", "diverging", bar) : ""),
+      element(
+        "td",
+        "c-entropy",
+        Number.isFinite(entry.entropy)
+          ? element("div", "with-bar", element("b", "", fixed(entry.entropy, 2)), element("span", "", entropyBar))
+          : MISSING,
+      ),
       element("td", "c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING),
     );
     row.addEventListener("click", (event) => !event.target.closest("button") && this.toggle(entry.index));
@@ -218,10 +294,17 @@ class TokensPage {
 
   occurrenceRow(index) {
     const { total, shown } = occurrencesOf(this.points, index, (at) => this.scatter.contains(at), MOST_OCCURRENCES);
-    const row = wideRow("occurrences", total > shown.length ? `The strongest ${shown.length} of ${count(total)}: ` : "Where it stands: ");
+    const row = wideRow(
+      "occurrences",
+      total > shown.length ? `The strongest ${shown.length} of ${count(total)}: ` : "Where it stands: ",
+    );
     const style = numberStyle(this.scatter.top);
     for (const { group, response, position, influence } of shown) {
-      const link = element("a", "", `group ${group}, r${response} at ${position}${Number.isFinite(influence) ? `  ${style.signed(influence)}` : ""}`);
+      const link = element(
+        "a",
+        "",
+        `group ${group}, r${response} at ${position}${Number.isFinite(influence) ? `  ${style.signed(influence)}` : ""}`,
+      );
       link.href = this.context.href("group", { group, sel: `${response}.${position}` });
       row.firstChild.append(link);
     }
@@ -235,14 +318,21 @@ class TokensPage {
     const { entropy, influence } = this.brush;
     const style = numberStyle(this.scatter.top, 2);
     const words = `entropy ${fixed(entropy[0], 2)} to ${fixed(entropy[1], 2)} nats, influence ${style.signed(influence[0])} to ${style.signed(influence[1])}`;
-    this.line.replaceChildren(element("b", "", `${count(chosen)} tokens`), element("span", "mid", words), button("link-button", "clear", () => this.setBrush(null)));
+    this.line.replaceChildren(
+      element("b", "", `${count(chosen)} tokens`),
+      element("span", "mid", words),
+      button("link-button", "clear", () => this.setBrush(null)),
+    );
   }
 
   /** The brush without a pointer. */
   showFields() {
     if (this.fields.contains(document.activeElement)) return;
     const { horizontal, vertical } = this.scatter;
-    const shown = this.brush ?? { entropy: [horizontal.low, horizontal.high], influence: [vertical.low, vertical.high] };
+    const shown = this.brush ?? {
+      entropy: [horizontal.low, horizontal.high],
+      influence: [vertical.low, vertical.high],
+    };
     const field = (axis, end, label) => {
       const input = setAttributes(element("input"), { type: "number", step: "any", "aria-label": `${axis} ${label}` });
       input.value = Number(shown[axis][end].toPrecision(3));
@@ -254,7 +344,16 @@ class TokensPage {
       });
       return input;
     };
-    this.fields.replaceChildren("entropy", field("entropy", 0, "from"), "to", field("entropy", 1, "to"), "influence", field("influence", 0, "from"), "to", field("influence", 1, "to"));
+    this.fields.replaceChildren(
+      "entropy",
+      field("entropy", 0, "from"),
+      "to",
+      field("entropy", 1, "to"),
+      "influence",
+      field("influence", 0, "from"),
+      "to",
+      field("influence", 1, "to"),
+    );
   }
 
   retheme() {

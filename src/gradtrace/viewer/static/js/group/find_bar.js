@@ -1,0 +1,45 @@
+// The search box of the group page, its hits and its place among them.
+
+import { searchBox } from "../controls.js";
+import { element, setAttributes } from "../dom.js";
+import { plural } from "../format.js";
+import { findInGroup } from "./find.js";
+
+export class FindBar {
+  /** on: {change(needle), jump(response, position)} */
+  constructor(sheet, needle, on) {
+    this.sheet = sheet;
+    this.on = on;
+    this.hits = [];
+    this.at = -1;
+    this.box = searchBox("Find in responses", "Find in responses", needle, (value) => this.find(value));
+    this.count = setAttributes(element("span"), { "aria-live": "polite" });
+    this.box.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this.step(event.shiftKey ? -1 : 1);
+    });
+    this.node = element("div", "find", this.box, this.count);
+  }
+
+  find(needle) {
+    this.on.change(needle);
+    this.flagHits(false);
+    this.hits = findInGroup(this.sheet.responses, needle);
+    this.at = -1;
+    this.flagHits(true);
+    this.count.textContent = needle ? plural(this.hits.length, "hit") : "";
+  }
+
+  flagHits(on) {
+    for (const { response, from, to } of this.hits) {
+      for (let position = from; position < to; position++) this.sheet.rows[response.index].flag(position, "found", on);
+    }
+  }
+
+  step(direction) {
+    if (!this.hits.length) return;
+    this.at = (this.at + direction + this.hits.length) % this.hits.length;
+    const hit = this.hits[this.at];
+    this.count.textContent = `${this.at + 1} of ${this.hits.length}`;
+    this.on.jump(hit.response.index, hit.from);
+  }
+}

@@ -1,0 +1,98 @@
+// One token selected: what it does to every response. The dock shows it, meta cells and rail take its tint; the
+// colours of the tokens never change.
+
+import { CREDIT_NAMES } from "../channels.js";
+import { numberStyle } from "../format.js";
+import { signedClass, signedClassName } from "../scales.js";
+import { visibleText } from "../token_text.js";
+import { showEffect } from "./meta_cell.js";
+import { contrast } from "./pairwise.js";
+
+const STRONGEST_TINT = 3;
+/** Spreads the tints so that the largest effect just reaches the strongest of them. */
+const TINT_REACH = 1.67;
+
+export class TokenSelection {
+  constructor(sheet, pairwise, dock, rail) {
+    Object.assign(this, { sheet, pairwise, dock, rail, group: sheet.group });
+    this.token = null;
+    this.tint = null;
+  }
+
+  /** Show a token. Resolves to words for the announcer, or null if another token was chosen meanwhile. */
+  async show(token, context) {
+    this.unmark();
+    this.token = token;
+    const { response } = context;
+    const position = token - response.start;
+    const row = this.sheet.rowOf(token);
+    this.sheet.builder.build(row);
+    row.flag(position, "sel", true);
+    const effects = await this.effectsOf(token, context);
+    if (this.token !== token) return null;
+    this.dock.show(this.group, token, context, effects, this.sheet.responses);
+    this.makeRoom(this.dock.height);
+    if (effects.values) this.tintRows(effects, response);
+    this.sheet.reveal(row, position, this.dock.height);
+    const score = effects.values ? `, influence ${numberStyle(Math.abs(effects.score)).signed(effects.score)}` : "";
+    const text = visibleText(this.group.entry(token), this.group.piece(token));
+    return `${text}, ${response.name} position ${position}${score}`;
+  }
+
+  unmark() {
+    if (this.token === null) return;
+    const row = this.sheet.rowOf(this.token);
+    row.flag(this.token - row.response.start, "sel", false);
+    this.token = null;
+  }
+
+  clear() {
+    this.unmark();
+    this.dock.hide();
+    this.makeRoom(0);
+    this.tint = null;
+    for (const row of this.sheet.rows) row.meta.className = "meta";
+  }
+
+  async effectsOf(token, { response, credit }) {
+    if (!this.pairwise.holds(credit)) return { values: null, why: this.pairwise.whyNot(credit) };
+    const values = await this.pairwise.ofToken(response.index, token - response.start);
+    if (!values) return { values: null, why: this.pairwise.whyNot(null) };
+    const score = this.group.values("influence", credit)[token];
+    if (!Number.isFinite(score)) return { values: null, why: "This token's gradient was not captured." };
+    const { members } = this.pairwise;
+    const { meta } = this.group;
+    return {
+      members,
+      values,
+      score,
+      creditName: CREDIT_NAMES[credit],
+      sum: contrast(members, values, meta, response.index),
+      excludesSelf: Boolean(meta.exclude_self_response),
+    };
+  }
+
+  tintRows({ members, values }, own) {
+    const largest = Math.max(...Array.from(values).filter(Number.isFinite).map(Math.abs));
+    const style = numberStyle(largest);
+    this.tint = { classes: [], words: [] };
+    for (const row of this.sheet.rows) {
+      const { index } = row.response;
+      const column = members.findIndex((member) => member.response === index);
+      const value = column >= 0 ? values[column] : NaN;
+      const level = Number.isFinite(value) ? signedClass(value, largest * TINT_REACH) : 0;
+      const tint = signedClassName(Math.sign(level) * Math.min(STRONGEST_TINT, Math.abs(level)));
+      row.meta.className = `meta tinted ${tint}`;
+      showEffect(row, style.signed(value), index === own.index);
+      this.tint.classes[index] = tint;
+      this.tint.words[index] = `influence on it ${style.signed(value)}`;
+    }
+  }
+
+  /** Not as a variable of the body: every token would inherit it, and 4,096 of them would be styled again. */
+  makeRoom(height) {
+    document.body.style.paddingBottom = height ? `calc(var(--foot) + ${height + 24}px)` : "";
+    this.rail?.makeRoom(height);
+    if (this.group.isChain) this.sheet.node.style.setProperty("--dock", `${height}px`);
+  }
+}

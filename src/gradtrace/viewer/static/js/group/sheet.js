@@ -1,0 +1,231 @@
+// The sheet: column heads, the expected row, the overview, and the responses in their sections. It knows how things
+// are laid out and painted; what is shown is decided by the page.
+
+import { acceptedMark, element } from "../dom.js";
+import { visibleText } from "../token_text.js";
+import { explanation, LegendHead } from "./legend.js";
+import { fillMetaCell, metaHead } from "./meta_cell.js";
+import { sizeOver } from "./model.js";
+import { Overview } from "./overview.js";
+import { estimatedLines, ResponseRow, RowBuilder } from "./rows.js";
+import { sharedTop } from "./colouring.js";
+
+const CELL = { least: 16, most: 25, gap: 1, end: 66 };
+const STACK_INDENT = 76;
+const LINE_HEIGHT = 21;
+const ROW_PADDING = 23;
+const LOWEST_ROW = 130;
+const MOST_SETTLING = 5;
+const ORDER_KEYS = {
+  reward: () => (response) => -response.reward,
+  influence: (values) => (response) => (values ? -sizeOver(values, response) : 0),
+  length: () => (response) => -response.length,
+};
+export const ORDERS = Object.keys(ORDER_KEYS);
+
+/** Width of a chain's cell so that the longest chain fits a column; below CELL.least it does not. */
+function cellWidth(group, column) {
+  const lengths = group.responses.map((response) => response.length);
+  const longest = Math.max(1, ...lengths, group.expected.length);
+  return Math.min(CELL.most, Math.floor((column - CELL.end) / Math.max(1, longest - 1)) - CELL.gap);
+}
+
+/** Would the chains of this group fit two columns of a window this wide? */
+export function fitsSideBySide(group, windowWidth) {
+  const column = (Math.min(windowWidth, 1760) - 48 - 232 - 56) / 2;
+  return !group.isChain || cellWidth(group, column) >= CELL.least;
+}
+
+export class Sheet {
+  /** on: {channel(slot, name), target(response), jump(response, position)} */
+  constructor(group, on) {
+    this.group = group;
+    this.node = element("div", `sheet ${group.isChain ? "chain" : "prose"}`);
+    this.legends = [0, 1].map((slot) => new LegendHead(slot, (channel) => on.channel(slot, channel)));
+    this.head = element("div", "sheet-head", metaHead(group), ...this.legends.map((legend) => legend.node));
+    this.explain = element("div", "explain");
+    this.node.append(this.head, this.explain);
+    if (group.isChain && group.expected.length) this.node.append(expectedRow(group));
+    if (!group.isChain) {
+      this.overview = new Overview(group, on.jump);
+      this.node.append(this.overview.node);
+    }
+    this.rows = group.responses.map((response) => new ResponseRow(group, response, on.target));
+    for (const row of this.rows) fillMetaCell(row);
+    this.sections = makeSections(group);
+    this.node.append(...this.sections.map((section) => section.node));
+  }
+
+  /** From top to bottom. */
+  get responses() {
+    return this.sections.flatMap((section) => section.members);
+  }
+
+  get orderedRows() {
+    return this.responses.map((response) => this.rows[response.index]);
+  }
+
+  rowOf(token) {
+    return this.rows[this.group.responseOfToken[token]];
+  }
+
+  /** Called once the sheet is in the document: only then do widths exist. */
+  begin() {
+    this.builder = new RowBuilder(this.rows, () => this.colourings);
+    if (this.group.isChain) for (const row of this.rows) this.builder.build(row);
+    let width = this.node.clientWidth;
+    this.resize = new ResizeObserver(() => {
+      this.measureHead();
+      if (this.node.clientWidth === width) return;
+      width = this.node.clientWidth;
+      this.fit();
+    });
+    this.resize.observe(this.node);
+  }
+
+  end() {
+    this.builder?.disconnect();
+    this.resize?.disconnect();
+  }
+
+  /** Order applies within accepted and rejected. */
+  place(order, credit) {
+    const key = ORDER_KEYS[order](this.group.values("influence", credit));
+    for (const section of this.sections) {
+      section.members = [...section.members].sort((a, b) => key(a) - key(b) || a.index - b.index);
+      section.node.append(...section.members.map((response) => this.rows[response.index].node));
+    }
+    this.drawOverview();
+  }
+
+  layOut(view, showsSpaces) {
+    this.view = view;
+    this.node.dataset.view = view;
+    this.node.classList.toggle("spaces", showsSpaces);
+    this.measureHead();
+    this.fit();
+  }
+
+  measureHead() {
+    const height = `${this.head.offsetHeight}px`;
+    if (this.node.style.getPropertyValue("--head") !== height) this.node.style.setProperty("--head", height);
+  }
+
+  /** Everything that depends on the width. */
+  fit() {
+    const slot = this.rows[0].slots[1];
+    const width = slot.clientWidth - (this.view === "stack" ? STACK_INDENT : 0);
+    if (this.group.isChain) {
+      const cell = Math.max(CELL.least, cellWidth(this.group, width));
+      this.node.style.setProperty("--cell", `${cell}px`);
+      this.node.style.setProperty("--cell-font", `${Math.min(16, Math.round(cell * 0.82))}px`);
+    } else this.reserveHeights(slot, width);
+    this.drawOverview();
+  }
+
+  /** Rows that are not drawn yet need a fair guess of their height, or jumps land on the wrong response. */
+  reserveHeights(slot, width) {
+    const probe = element("span", "t", "0".repeat(40));
+    slot.append(probe);
+    const character = probe.getBoundingClientRect().width / 40 || 7.6;
+    probe.remove();
+    const perLine = Math.max(16, Math.floor(width / character));
+    for (const row of this.rows) {
+      const lines = estimatedLines(row.response, perLine) * (this.view === "stack" ? 2 : 1);
+      row.reserve(Math.max(LOWEST_ROW, ROW_PADDING + lines * LINE_HEIGHT));
+    }
+  }
+
+  paint(colourings) {
+    this.colourings = colourings;
+    for (const row of this.rows) row.paint(colourings);
+    this.drawOverview();
+  }
+
+  drawOverview() {
+    if (this.colourings) this.overview?.draw(this.responses, this.colourings);
+  }
+
+  /** Heads and explanations. target: name of a response or null. */
+  explainWith({ scale, credit, target, onClearTarget, sign, aggregation, unit }) {
+    for (const [slot, legend] of this.legends.entries()) {
+      const top = sharedTop(this.colourings[slot], scale);
+      const { channel } = this.colourings[slot];
+      legend.show({ channel, credit, top, perResponse: top === null, target, onClearTarget, unit });
+    }
+    const texts = this.colourings.map(({ channel }, slot) => explanation(slot, channel, target, { sign, aggregation }));
+    this.explain.replaceChildren(element("span"), ...texts);
+    this.measureHead();
+  }
+
+  markCurrent(index) {
+    for (const row of this.rows) row.node.classList.toggle("current", row.response.index === index);
+  }
+
+  /** Bring a response (or one of its tokens) to where it can be read. `below`: height covered at the bottom. */
+  scrollTo(index, position, below) {
+    const row = this.rows[index];
+    this.builder.build(row);
+    // Rows above may get their true height only now; look again until the place is steady.
+    let tries = 0;
+    const settle = () => {
+      const before = row.node.getBoundingClientRect().top;
+      if (position === null) row.node.scrollIntoView({ block: this.group.isChain ? "nearest" : "start" });
+      else this.reveal(row, position, below);
+      tries += 1;
+      if (tries > MOST_SETTLING) return;
+      requestAnimationFrame(() => {
+        if (Math.abs(row.node.getBoundingClientRect().top - before) > 1) settle();
+      });
+    };
+    settle();
+  }
+
+  /** Scroll only if the token is under the bar, the head or the dock. */
+  reveal(row, position, below) {
+    const span = row.spans.map((spans) => spans[position]).find((each) => each.offsetParent !== null);
+    if (!span) return;
+    const box = span.getBoundingClientRect();
+    const top = this.head.getBoundingClientRect().bottom + 8;
+    const bottom = innerHeight - below - 40;
+    if (box.top < top) scrollBy(0, box.top - top);
+    else if (box.bottom > bottom) scrollBy(0, box.bottom - bottom);
+  }
+}
+
+function makeSections({ responses, mixed }) {
+  const section = (title, mark, members) => {
+    const count = element("span", "dim", `${members.length} of ${responses.length}`);
+    const heading = element("h3", "section", mark, title, count);
+    return { node: element("div", "", heading), heading, members };
+  };
+  if (!mixed) return [section("Responses", null, responses)];
+  const accepted = section(
+    "Accepted",
+    acceptedMark(true),
+    responses.filter((response) => response.accepted),
+  );
+  const rejected = section(
+    "Rejected",
+    acceptedMark(false),
+    responses.filter((response) => !response.accepted),
+  );
+  if (responses.some((response) => response.first_wrong !== null && response.first_wrong >= 0)) {
+    rejected.heading.append(element("span", "dim first-wrong-key", element("i", "", "▾"), " first wrong token"));
+  }
+  return [accepted, rejected].filter((each) => each.members.length);
+}
+
+/** The right answer above the chains, with the numbers of the positions. */
+function expectedRow(group) {
+  const cells = (slot) => {
+    const line = element("div", `tokens slot-${slot}`);
+    for (const [position, entry] of group.expected.entries()) {
+      const cell = element("span", entry.special ? "t x" : "t", entry.text ?? visibleText(entry));
+      if (position % 4 === 0 && !entry.special) cell.dataset.place = position;
+      line.append(cell);
+    }
+    return line;
+  };
+  return element("div", "expected", element("span", "caption", "Expected"), cells(0), cells(1));
+}
