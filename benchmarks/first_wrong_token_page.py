@@ -20,9 +20,10 @@ token comes out. It is rewritten by
 ```
 
 {responses} rejected responses, {single} of them with a single local error; seeds {seeds}, training steps {steps},
-scored at the weights that sampled them; {machine}. *Percentile* is the share of the other tokens that rank below it (0.5 is
-chance), *hit@k* the share of responses in which it is among the first k. ± is the standard deviation over seeds.
-All influence scores are exact (no projection), contrast `mean`. With the objective `log_prob` a score says what making
+scored at the weights that sampled them; {machine}. *Percentile* is the share of the other tokens that rank below it
+(0.5 is chance), *hit@k* the share of responses in which it is among the first k. ± is the standard deviation
+over seeds. All influence scores are exact (no projection), contrast `mean`. With the objective `log_prob` a
+score says what making
 the token likelier does, and the most negative ranks first; with `training_loss` it says what the training step
 on the token does, which in a rejected response makes it less likely, and the most positive ranks first. Entropy and
 −log-prob rank from the largest.

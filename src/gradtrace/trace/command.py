@@ -108,7 +108,7 @@ def _step_table(run: Run, kind: str) -> Table:
         table.add_column(heading, justify="right")
     for entry in run.entries(kind).values():
         per_token = f"{entry.bytes / entry.tokens:.1f}" if entry.tokens else "–"
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
+        written = time.strftime("%d %b %H:%M:%S", time.localtime(entry.time))
         counts = (entry.step, entry.groups, entry.responses, entry.tokens)
         table.add_row(*map(str, counts), f"{entry.bytes / 1000:.1f}", per_token, written)
     return table

@@ -17,6 +17,9 @@ from gradtrace.trace.token_text import TokenBytes
 
 SIGNED = ("influence_position", "influence_loss_term", "entropy_change")
 
+HEADINGS = {"influence_position": "infl. (pos.)", "influence_loss_term": "infl. (term)"}
+"""Of columns whose names are wider than their numbers."""
+
 
 def score_columns(step: Step) -> list[str]:
     """Token columns that can colour a text, the most telling first."""
@@ -110,18 +113,19 @@ def _coloured(shown: list[str], tokens: dict[str, Any], column: str, scale: floa
 
 
 def _background(value: float, signed: bool) -> str:
-    """Green for positive, red for negative, yellow for a quantity without sign; paler where it is small."""
+    """Blue for positive, orange for negative, teal for a quantity without sign, as in the viewer; paler where small."""
     strength = min(1.0, abs(value))
     pale = int(245 - 150 * strength)
     if not signed:
-        return f"rgb(255,{int(250 - 90 * strength)},{pale})"
-    return f"rgb({pale},{int(245 - 40 * strength)},{pale})" if value >= 0 else f"rgb(255,{pale},{pale})"
+        return f"rgb({pale},{int(250 - 50 * strength)},{int(240 - 70 * strength)})"
+    middle = int(245 - 75 * strength)
+    return f"rgb({pale},{middle},250)" if value >= 0 else f"rgb(255,{middle},{pale})"
 
 
 def _print_lines(console: Console, shown: list[str], tokens: dict[str, Any], column: str) -> None:
     names = [column] + [name for name in ("entropy", "log_prob") if name in tokens and name != column]
     captured = tokens.get("captured")
-    headings = "  ".join(f"{name[-12:]:>12}" for name in names)
+    headings = "  ".join(f"{HEADINGS.get(name, name)[-12:]:>12}" for name in names)
     console.print(Text(f"  {'':4}  {headings}  token", style="dim"), soft_wrap=True)
     for i, piece in enumerate(shown):
         values = "  ".join(f"{tokens[name][i]:+12.5g}" for name in names)

@@ -1,0 +1,25 @@
+"""The README's example runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_example_runs_and_prints_scores(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(example.strip().splitlines()) <= 25
+    exec(compile(example, "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["accepted", "rejected", "accepted", "rejected"]
+    assert "torch.Size([6, 4])" in lines[4]
+
+
+@pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_links_point_at_files_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
