@@ -288,3 +288,16 @@ def test_the_sign_is_counted_once_not_twice() -> None:
 def batch_with_unit_weights(batch: Responses) -> Responses:
     batch.weights = [torch.ones_like(weights) for weights in batch.weights]
     return batch
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_profiling_says_where_the_time_goes(streamed: bool) -> None:
+    model, batch = tiny_model(), random_responses()
+    profiled = engine_scores(model, batch, exact_config(profile_timing=True), labels_at_capture=streamed)
+    plain = engine_scores(model, batch, exact_config(), labels_at_capture=streamed)
+    assert (
+        profiled.metrics["timing_s/influence_project"] > 0
+        and profiled.metrics["timing_s/influence_solve"] > 0
+    )
+    assert "timing_s/influence_solve" not in plain.metrics
+    assert_close(profiled.token_scores, plain.token_scores)

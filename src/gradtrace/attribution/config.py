@@ -70,7 +70,7 @@ class InfluenceConfig:
     pairwise: bool = True
     """Keep infl(t→r) for every token and every response of its scope."""
     profile_timing: bool = False
-    """Synchronise the device around each phase so that timings say where time goes (slower on GPU)."""
+    """Time each phase (timing_s/influence_{project, gradients, solve}); synchronises a GPU around each, so slower."""
     seed: int = 0
     """Seed of the projections; each also depends on its module's name, never on call order."""
 

@@ -74,6 +74,7 @@ class InfluenceTracer:
         self._fired: set[Block] = set()
         self._captures = 0
         self._capture_seconds = 0.0
+        self._phases: dict[str, float] = {}
         self._failure: Exception | None = None
 
     def close(self) -> None:
@@ -192,17 +193,29 @@ class InfluenceTracer:
         # The pass may run under autocast; factors are never rounded to half precision.
         try:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                gradient, x, positions = self._open.wanted(site, gradient, x)
-                self._open.add(block, *sides(block, site, gradient, x), positions)
+                with self._phase("project", gradient):
+                    gradient, x, positions = self._open.wanted(site, gradient, x)
+                    self._open.add(block, *sides(block, site, gradient, x), positions)
                 if self._hooks.calls[block] == 1:  # known to be the only call: nothing more will come for it
                     self._finish_block(block)
-                if self.config.profile_timing and gradient.is_cuda:
-                    torch.cuda.synchronize(gradient.device)
         except Exception as error:
             if not self.defer_errors:
                 raise
             self._failure = self._failure or error
         self._capture_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def _phase(self, name: str, tensor: Tensor) -> Iterator[None]:
+        """Adds up the time of a phase if `profile_timing` asks for it; that makes a GPU wait each time."""
+        if not self.config.profile_timing:
+            yield
+            return
+        started = time.perf_counter()
+        yield
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        key = f"timing_s/influence_{name}"
+        self._phases[key] = self._phases.get(key, 0.0) + time.perf_counter() - started
 
     def _finish_block(self, block: Block) -> None:
         """All factors of this module are here: score the scopes that are whole, store the rest."""
@@ -210,11 +223,14 @@ class InfluenceTracer:
         assert capture is not None
         for batch, positions in zip(self._whole, self._whole_positions, strict=True):
             members = batch.members
-            gradients = capture.gradients(block, members)
-            gradients = self._reduced(gradients, members, capture.layout.token_counts)
-            u, v = capture.tokens(block, positions)
-            rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
-            batch.add(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows, Ranks())
+            some = capture.parts[block][0].u
+            with self._phase("gradients", some):
+                gradients = capture.gradients(block, members)
+                gradients = self._reduced(gradients, members, capture.layout.token_counts)
+                u, v = capture.tokens(block, positions)
+            with self._phase("solve", some):
+                rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
+                batch.add(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows, Ranks())
         if self._to_store:
             self._store(block, capture)
         del capture.parts[block]
@@ -285,6 +301,7 @@ class InfluenceTracer:
             trace = assemble(self._batches, self._token_counts, self._labels, loss_terms, self.config)
             trace.skipped = self._all_skipped()
             trace.metrics = self._metrics(len(owners))
+            trace.metrics |= self._phases
             trace.metrics["timing_s/influence_capture"] = self._capture_seconds
             trace.metrics["timing_s/influence_score"] = solved - started
             trace.metrics["timing_s/influence_loss_term"] = time.perf_counter() - solved
@@ -390,8 +407,9 @@ class InfluenceTracer:
         stored = self._stored[block]
         factors = [[(stored.get(r), count) for r, count in counts.items()] for counts in batch.tokens]
         reduced = self._reduced(gradients, batch.members, self._lengths)
-        rows = join(factors, batch.width, like=gradients)
-        batch.add(block, reduced.unflatten(0, (len(batch.scopes), -1)), rows, ranks)
+        with self._phase("solve", gradients):
+            rows = join(factors, batch.width, like=gradients)
+            batch.add(block, reduced.unflatten(0, (len(batch.scopes), -1)), rows, ranks)
 
     def _loss_terms(self, terms: Terms, method: Method) -> dict[int, Tensor]:
         """Response → [T_r]: the derivative of every token's own term along the direction its score is about."""
