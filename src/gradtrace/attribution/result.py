@@ -119,3 +119,30 @@ def assemble(
         credit=config.credit,
         _pairwise=pairwise,
     )
+
+
+def counters(batches: list[ScopeBatch], labels: Labels, skipped: Mapping[int, str]) -> dict[str, float]:
+    """What was scored and what was not, under the names of the logs."""
+    mixed, total = len(labels.mixed_groups()), len(labels.groups())
+    scored = [
+        (scope, counts)
+        for batch in batches
+        for scope, counts in zip(batch.scopes, batch.tokens, strict=True)
+        if counts
+    ]
+    reasons = list(skipped.values())
+    metrics: dict[str, float] = {
+        "influence_trace/selected_responses": sum(len(counts) for _, counts in scored),
+        "influence_trace/selected_prompts": sum(len(scope.groups) for scope, _ in scored),
+        "influence_trace/uid_total": total,
+        "influence_trace/uid_constant": total - mixed,
+        "influence_trace/uid_mixed": mixed,
+        "influence_trace/rows_emitted": sum(sum(counts.values()) for _, counts in scored),
+        "influence_trace/debug_groups_not_captured": reasons.count("not_captured"),
+        "influence_trace/debug_groups_non_finite": reasons.count("non_finite"),
+    }
+    for batch in batches:
+        for name, number in batch.solvers.items():
+            key = f"influence_trace/debug_solver_{name}"
+            metrics[key] = metrics.get(key, 0) + number
+    return {name: float(value) for name, value in metrics.items()}

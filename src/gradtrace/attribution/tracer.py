@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,14 +20,12 @@ from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.layout import Layout
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
-from gradtrace.attribution.result import InfluenceTrace, assemble
+from gradtrace.attribution.loss_terms import Terms, loss_term_scores
+from gradtrace.attribution.result import InfluenceTrace, assemble, counters
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
 from gradtrace.attribution.solvers import TokenRows
 from gradtrace.attribution.store import StoredFactors, join, padded
-from gradtrace.attribution.tangent import Method, directional_derivative
-
-Terms = Callable[[list[int]], Tensor]
-"""Responses → their tokens' terms w_t ℓ_t, one after the other: 1-D, summing to the captured objective."""
+from gradtrace.attribution.tangent import Method
 
 
 class InfluenceTracer:
@@ -296,11 +294,22 @@ class InfluenceTracer:
             with torch.no_grad():
                 self._score_stored(owners)
                 solved = time.perf_counter()
-                loss_terms = self._loss_terms(terms, method) if terms and self.config.wants_loss_term else {}
+                loss_terms = {}
+                if terms is not None and self.config.wants_loss_term:
+                    with self._hooks.paused():
+                        loss_terms = loss_term_scores(
+                            self._batches, self.model, self._token_counts, terms, method
+                        )
             self._drop_non_finite()
             trace = assemble(self._batches, self._token_counts, self._labels, loss_terms, self.config)
             trace.skipped = self._all_skipped()
-            trace.metrics = self._metrics(len(owners))
+            trace.metrics = counters(self._batches, self._labels, self._skipped) | {
+                "influence_trace/debug_captures": float(self._captures),
+                "influence_trace/debug_modules": float(len(self.blocks)),
+                "influence_trace/debug_modules_fired": float(len(self._fired)),
+                "influence_trace/debug_responses_captured": float(len(owners)),
+                "influence_trace/debug_bytes_moved": float(self.ranks.bytes_moved),
+            }
             trace.metrics |= self._phases
             trace.metrics["timing_s/influence_capture"] = self._capture_seconds
             trace.metrics["timing_s/influence_score"] = solved - started
@@ -411,38 +420,6 @@ class InfluenceTracer:
             rows = join(factors, batch.width, like=gradients)
             batch.add(block, reduced.unflatten(0, (len(batch.scopes), -1)), rows, ranks)
 
-    def _loss_terms(self, terms: Terms, method: Method) -> dict[int, Tensor]:
-        """Response → [T_r]: the derivative of every token's own term along the direction its score is about."""
-        scores: dict[int, Tensor] = {}
-        for batch in self._batches:
-            for index, (scope, counts) in enumerate(zip(batch.scopes, batch.tokens, strict=True)):
-                local = list(counts)
-                if self.config.exclude_self_response:  # every response has a direction of its own
-                    parts = [(scope.members.index(response), [response]) for response in local]
-                else:
-                    parts = [(0, local)] if local else []
-                for row, responses in parts:
-                    direction = {
-                        block.parameter_name: block.weight_direction(found[index, row])
-                        for block, found in batch.directions.items()
-                    }
-                    scores |= self._terms_along(direction, responses, terms, method)
-            batch.directions.clear()
-        return scores
-
-    def _terms_along(
-        self, direction: dict[str, Tensor], responses: list[int], terms: Terms, method: Method
-    ) -> dict[int, Tensor]:
-        lengths = [self._token_counts[response] for response in responses]
-        with self._hooks.paused():
-            values = directional_derivative(self.model, lambda: terms(responses), direction, method)
-        if values.shape != (sum(lengths),):
-            raise AttributionError(
-                f"terms({responses}) returned {list(values.shape)}; these responses have {sum(lengths)} tokens, and"
-                " it must return one term for each, in order, in one dimension"
-            )
-        return dict(zip(responses, values.split(lengths), strict=True))
-
     def _drop_non_finite(self) -> None:
         """A scope with a bad gradient has no scores; it is skipped with a warning that names the place."""
         for batch in self._batches:
@@ -462,34 +439,3 @@ class InfluenceTracer:
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
         elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
         return dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
-
-    def _metrics(self, captured: int) -> dict[str, float]:
-        assert self._labels is not None
-        mixed, total = len(self._labels.mixed_groups()), len(self._labels.groups())
-        tokens = [counts for batch in self._batches for counts in batch.tokens if counts]
-        reasons = list(self._skipped.values())
-        metrics: dict[str, float] = {
-            "influence_trace/selected_responses": sum(len(counts) for counts in tokens),
-            "influence_trace/selected_prompts": sum(
-                len(scope.groups)
-                for batch in self._batches
-                for scope, counts in zip(batch.scopes, batch.tokens, strict=True)
-                if counts
-            ),
-            "influence_trace/uid_total": total,
-            "influence_trace/uid_constant": total - mixed,
-            "influence_trace/uid_mixed": mixed,
-            "influence_trace/rows_emitted": sum(sum(counts.values()) for counts in tokens),
-            "influence_trace/debug_captures": self._captures,
-            "influence_trace/debug_modules": len(self.blocks),
-            "influence_trace/debug_modules_fired": len(self._fired),
-            "influence_trace/debug_responses_captured": captured,
-            "influence_trace/debug_groups_not_captured": reasons.count("not_captured"),
-            "influence_trace/debug_groups_non_finite": reasons.count("non_finite"),
-            "influence_trace/debug_bytes_moved": self.ranks.bytes_moved,
-        }
-        for batch in self._batches:
-            for name, number in batch.solvers.items():
-                key = f"influence_trace/debug_solver_{name}"
-                metrics[key] = metrics.get(key, 0) + number
-        return {name: float(value) for name, value in metrics.items()}
