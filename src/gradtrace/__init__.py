@@ -4,8 +4,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"open_run": "gradtrace.trace.reader", "TraceWriter": "gradtrace.trace.writer"}
-__all__ = ["TraceWriter", "__version__", "open_run"]
+_LAZY = {
+    "InfluenceTracer": "gradtrace.attribution",
+    "TraceWriter": "gradtrace.trace.writer",
+    "open_run": "gradtrace.trace.reader",
+    "show": "gradtrace.viewer.report",
+}
+__all__ = ["InfluenceTracer", "TraceWriter", "__version__", "open_run", "show"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,9 +18,9 @@ from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.factors import FactorHooks, sides
 from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.layout import Layout
+from gradtrace.attribution.loss_terms import Terms, loss_term_scores
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
-from gradtrace.attribution.loss_terms import Terms, loss_term_scores
 from gradtrace.attribution.result import InfluenceTrace, assemble, counters
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
 from gradtrace.attribution.solvers import TokenRows
