@@ -19,7 +19,9 @@ def test_the_example_runs_and_prints_scores(capsys: pytest.CaptureFixture[str]) 
     assert "torch.Size([6, 4])" in lines[4]
 
 
-@pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name
+)
 def test_links_point_at_files_that_exist(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
