@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._first_wrong_token_page import write_page
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
-from benchmarks.first_wrong_token_page import write_page
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.batch import RolloutBatch
