@@ -363,6 +363,24 @@ def test_a_failure_inside_the_backward_pass_does_not_reach_training(
     assert all(torch.equal(tensor, plain[name]) for name, tensor in weights(run_dir).items())
 
 
+def test_groups_of_a_skipped_update_are_marked_as_not_finite(tmp_path: Path) -> None:
+    trainer = small.trainer(tmp_path, *EXACT, *ONE_STEP)
+    trainer.observer = build_observer(trainer.parts, trainer.files, print)
+    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], _timer())
+    calls: list[int] = []
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return gradient * float("nan") if len(calls) == 1 else gradient
+
+    trainer.parts.policy.model.get_input_embeddings().weight.register_hook(spoil)
+    _, metrics = trainer.train_step(batch, 1, _timer())
+    trainer.observer.close()
+    assert metrics["actor/skipped_updates"] == 1
+    status = columns(trainer.files.path)["group_status"]
+    assert (status == GroupStatus.NON_FINITE).sum() == 2 and (status == GroupStatus.SCORED).sum() == 2
+
+
 def test_a_filter_that_matches_nothing_stops_the_run_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match="matches none"):
         run(tmp_path, *EXACT, *influence("module_name_filter=[c_attn]"))

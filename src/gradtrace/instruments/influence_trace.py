@@ -115,13 +115,25 @@ class InfluenceTraceInstrument(StepObserver):
         """The first micro-batch of a mini-batch: number its selected responses."""
         if self._pending is update:
             return
-        self.tracer.reset()  # a mini-batch whose gradients were not finite was never scored
-        self._pending = update
         assert self._batch is not None
+        self._drop_unscored(self._batch)
+        self._pending = update
         chosen = self._status[self._batch.group[update.rows]] == int(GroupStatus.SCORED)
         self._rows = update.rows[chosen]
         self._local = torch.full((len(self._batch),), -1, dtype=torch.long)
         self._local[self._rows] = torch.arange(len(self._rows))
+
+    def _drop_unscored(self, batch: RolloutBatch) -> None:
+        """A mini-batch whose gradients were not finite had no optimizer step, so it was never scored."""
+        update = self._pending
+        if (
+            update is None
+            or self._failed
+            or any(part.optimizer_step == update.number for part in self._scored)
+        ):
+            return
+        self.tracer.reset()
+        self._status[batch.group[self._rows]] = int(GroupStatus.NON_FINITE)
 
     @contextmanager
     def _captured(self, backward: Backward, response: Tensor) -> Iterator[None]:
@@ -229,6 +241,7 @@ class InfluenceTraceInstrument(StepObserver):
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         if not self._active:
             return {}
+        self._drop_unscored(batch)
         self._batch = None
         self.tracer.close()
         metrics = self._metrics()
