@@ -98,8 +98,9 @@ class LlamaDecoder:
         shape = (len(self.layers), len(row_prompts), slots, 2, self.kv_heads, self.head_dim)
         self.cache = torch.empty(shape)
         for layer, stored in zip(self.cache, cache.layers, strict=True):
-            layer[:, : self.filled, 0] = pair_halves(stored.keys, 3).transpose(1, 2)[row_prompts]
-            layer[:, : self.filled, 1] = stored.values.transpose(1, 2)[row_prompts]
+            # Stacked as the cache has it, so that a row is one contiguous piece to copy.
+            keys_values = torch.stack([pair_halves(stored.keys, 3), stored.values]).permute(1, 3, 0, 2, 4)
+            layer[:, : self.filled] = keys_values.contiguous()[row_prompts]
 
         self.bias: Tensor | None = None
         """float[B, 1, 1, slots], -inf at padding; None when no prompt is padded."""
@@ -109,7 +110,7 @@ class LlamaDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         rotation = self.rotary[self.positions]  # complex[B, 1, head_dim / 2]
-        x = self.embedding[tokens]  # [B, hidden]
+        x = F.embedding(tokens, self.embedding)  # [B, hidden]
         if len(tokens) in WEIGHT_FIRST_ROWS:
             x = x.t().contiguous().t()  # the layout that `Linear` leaves
         for layer, cache in zip(self.layers, self.cache, strict=True):
