@@ -32,7 +32,7 @@ def lora(model: Any, **options: Any) -> Any:
 def assert_decoders_agree(model: Any, prompts: list[list[int]], rows: int) -> None:
     """Logits of both decoders through steps and departures."""
     row_prompts = torch.arange(rows) % len(prompts)
-    rectangle = Prompts(prompts, 0, CPU)
+    rectangle = Prompts(prompts, CPU)
     fast = LlamaDecoder(model, rectangle, row_prompts, 12)
     plain = ModelDecoder(model, rectangle, row_prompts, 12)
     torch.testing.assert_close(fast.first_logits, plain.first_logits)

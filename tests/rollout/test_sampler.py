@@ -258,6 +258,21 @@ def test_parameters_out_of_range_are_refused(changes: dict[str, Any]) -> None:
         SamplingParams(**changes)
 
 
+def test_pad_token_is_never_shown_to_the_model(either: Any, prompts: list[list[int]]) -> None:
+    batch = Sampler(either, pad_token_id=999).generate(
+        prompts, SamplingParams(n=4, max_new_tokens=12, stop_token_ids=(0, 1)), seed()
+    )
+    assert (batch.responses[~batch.response_mask] == 999).all() and not batch.response_mask.all()
+
+
+def test_adapters_with_virtual_tokens_are_refused(either: Any) -> None:
+    from peft import PromptTuningConfig, TaskType, get_peft_model
+
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
+    with pytest.raises(GradtraceError, match="PROMPT_TUNING"):
+        Sampler(get_peft_model(either, config))
+
+
 def test_batch_size_out_of_range_is_refused(either: Any) -> None:
     with pytest.raises(GradtraceError, match="max_batch_tokens=0"):
         Sampler(either, max_batch_tokens=0)

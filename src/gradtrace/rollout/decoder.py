@@ -29,9 +29,10 @@ class Decoder(Protocol):
 class Prompts:
     """Prompts of different lengths as one left-padded rectangle, so that all rows write the same cache slot."""
 
-    def __init__(self, prompts: list[list[int]], pad_token_id: int, device: torch.device) -> None:
+    def __init__(self, prompts: list[list[int]], device: torch.device) -> None:
         longest = max(len(prompt) for prompt in prompts)
-        padded = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+        # Padding is masked; the first token is a valid id everywhere, which a tokenizer's pad token may not be.
+        padded = [prompt[:1] * (longest - len(prompt)) + prompt for prompt in prompts]
         self.ids = torch.tensor(padded, device=device)
         """long[P, L]."""
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)

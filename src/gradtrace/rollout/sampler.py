@@ -44,10 +44,17 @@ class Sampler:
     def __init__(self, model: Any, pad_token_id: int = 0, max_batch_tokens: int = 32_768) -> None:
         """`model`: a transformers causal LM, or peft's wrapper around one.
 
+        `pad_token_id` fills responses after their end; it is never shown to the model.
         `max_batch_tokens` bounds rows x (prompt + response) held in the cache at once; at least one row runs.
         """
         if max_batch_tokens < 1:
             raise GradtraceError(f"max_batch_tokens={max_batch_tokens}; it must be at least 1")
+        adapter = getattr(model, "active_peft_config", None)
+        if adapter is not None and adapter.is_prompt_learning:
+            raise GradtraceError(
+                f"the sampler cannot run {adapter.peft_type.value} adapters, which put virtual tokens before the "
+                "prompt; use LoRA, or another adapter that changes the layers"
+            )
         self.model = model
         self.pad_token_id = pad_token_id
         self.max_batch_tokens = max_batch_tokens
@@ -111,7 +118,7 @@ class Sampler:
     def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
         if not prompts:
             raise GradtraceError("no prompts to sample from: the prompt list is empty")
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        vocabulary = len(self.model.get_input_embeddings().weight)
         limit = _context_limit(self.model)
         for index, prompt in enumerate(prompts):
             if not prompt:
@@ -154,7 +161,7 @@ class Sampler:
         device = self.model.get_input_embeddings().weight.device
         chunk_prompts = list(dict.fromkeys(row // params.n for row in rows))
         place = {prompt: index for index, prompt in enumerate(chunk_prompts)}
-        rectangle = Prompts([list(prompts[prompt]) for prompt in chunk_prompts], self.pad_token_id, device)
+        rectangle = Prompts([list(prompts[prompt]) for prompt in chunk_prompts], device)
         row_prompts = torch.tensor([place[row // params.n] for row in rows], device=device)
         decoder: Decoder = make_decoder(self.model, rectangle, row_prompts, params.max_new_tokens)
 
