@@ -216,7 +216,11 @@ class ActorConfig:
     forward pass, exactly. For the others: `sampler` takes what the sampler recorded, `recompute` runs one more
     forward pass, `auto` takes the sampler's when it drew from the full float32 distribution."""
     packing: str = _choice("auto", "never", "always")
-    """Responses behind one another without padding. `auto`: with flash attention only (sdpa would mask S×S)."""
+    """Responses behind one another without padding. `auto`: where the attention implementation allows it and more
+    than a tenth of a padded batch would be padding. Gradients are the same."""
+    share_prompts: bool = False
+    """Compute each prompt once for all its responses in the update: less work, the same gradients. Not together
+    with instruments that need every response's own gradient (influence_trace)."""
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 

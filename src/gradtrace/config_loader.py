@@ -211,6 +211,11 @@ def check_together(config: Config) -> None:
             f"actor.mini_batch_size={config.actor.mini_batch_size} is more than "
             f"data.train_batch_size={config.data.train_batch_size}: a mini-batch is a part of the batch."
         )
+    if config.actor.share_prompts and config.trainer.influence_trace.enable:
+        raise GradtraceError(
+            "actor.share_prompts=true computes a prompt once for all its responses, so that the prompt's part of one "
+            "response's gradient cannot be told apart: turn it or trainer.influence_trace.enable off."
+        )
     validation = config.trainer.validation
     if too_many := [k for k in validation.pass_k if k > validation.n or k < 1]:
         raise GradtraceError(

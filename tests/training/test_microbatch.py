@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradtrace.algorithms import Denominator
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import ActorConfig, AlgorithmConfig, OptimConfig
-from gradtrace.training.microbatch import MicroBatch, Sequences, split_rows
+from gradtrace.errors import GradtraceError
+from gradtrace.training.microbatch import MicroBatch, MicroBatches, Sequences, split_rows
 from gradtrace.training.observer import OptimizerStep, StepObserver
 from gradtrace.training.optimizer import Optimizer
 from gradtrace.training.policy import Policy
-from gradtrace.training.update import MicroBatches, PolicyUpdate
+from gradtrace.training.update import PolicyUpdate
 from tests.training.small import model, policy, random_batch
 
 
@@ -32,13 +36,22 @@ def one_by_one(batch: RolloutBatch, actor: Policy) -> tuple[Tensor, Tensor]:
     return log_probs, entropies
 
 
-@pytest.mark.parametrize("packed", [False, True])
+LAYOUTS = ["padded", "packed", "shared"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "grouped_queries": {"num_key_value_heads": 1},
+    "untied": {"tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [1, 30, 10**6])
-def test_statistics_equal_those_of_each_response_alone(packed: bool, budget: int) -> None:
-    batch, actor = random_batch(), policy(temperature=0.7)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_equal_those_of_each_response_alone(layout: str, budget: int, family: str) -> None:
+    batch, actor = random_batch(), policy(temperature=0.7, **FAMILIES[family])
     expected_log_probs, expected_entropies = one_by_one(batch, actor)
     seen = torch.zeros(len(batch), dtype=torch.long)
-    for micro in MicroBatches(batch, budget, packed)(torch.arange(len(batch))):
+    for micro in MicroBatches(batch, budget, layout)(torch.arange(len(batch))):
         log_probs, entropies = (micro.unflatten(values) for values in actor.statistics(micro))
         length = micro.mask.shape[1]
         torch.testing.assert_close(log_probs, expected_log_probs[micro.rows, :length])
@@ -47,18 +60,54 @@ def test_statistics_equal_those_of_each_response_alone(packed: bool, budget: int
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_responses_do_not_see_one_another(attention: str) -> None:
-    batch, actor = random_batch(), policy(attn_implementation=attention)
-    micro = Sequences.of(batch).packed(torch.arange(len(batch)))
-    alone = one_by_one(batch, actor)[0]
-    # eager attention takes its softmax in float32
-    torch.testing.assert_close(micro.unflatten(actor.statistics(micro)[0]), alone, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_layouts_work_with_other_architectures(layout: str, name: str) -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = {
+        "llama": {**size, "intermediate_size": 32},
+        "qwen3": {**size, "intermediate_size": 32, "head_dim": 8},
+        "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, vocab_size=18, **settings[name])
+    other = AutoModelForCausalLM.from_config(config).double().eval()
+    batch, actor = random_batch(), Policy(other, torch.device("cpu"), 1.0)
+    micro = next(MicroBatches(batch, 10**6, layout)(torch.arange(len(batch))))
+    torch.testing.assert_close(
+        micro.unflatten(actor.statistics(micro)[0]), one_by_one(batch, actor)[0][micro.rows]
+    )
 
 
-def gradients(
-    batch: RolloutBatch, budget: int, packed: bool, algorithm: AlgorithmConfig
-) -> dict[str, Tensor]:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("longest", [1, 2])
+def test_very_short_responses(layout: str, longest: int) -> None:
+    batch, actor = random_batch(longest=longest), policy()
+    for micro in MicroBatches(batch, 10**6, layout)(torch.arange(len(batch))):
+        expected = one_by_one(batch, actor)[0][micro.rows]
+        torch.testing.assert_close(micro.unflatten(actor.statistics(micro)[0]), expected)
+
+
+def test_sliding_windows_are_refused_when_packed() -> None:
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model("mistral", vocab_size=18, num_key_value_heads=2, sliding_window=3, **size)
+    actor = Policy(AutoModelForCausalLM.from_config(config).eval(), torch.device("cpu"), 1.0)
+    micro = next(MicroBatches(random_batch(), 10**6, "packed")(torch.arange(9)))
+    with pytest.raises(GradtraceError, match=r"sliding_window.*actor\.packing=never"):
+        actor.statistics(micro)
+
+
+def test_model_attends_as_before_outside_of_packed_passes() -> None:
+    batch, actor = random_batch(), policy()
+    ids = torch.tensor([[5, 6, 7]])
+    before = actor.model(ids).logits
+    actor.statistics(next(MicroBatches(batch, 10**6, "packed")(torch.arange(9))))
+    assert actor.model.config._attn_implementation == "sdpa"
+    assert torch.equal(actor.model(ids).logits, before)
+
+
+def gradients(batch: RolloutBatch, budget: int, layout: str, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
     """Gradients of one mini-batch with all rows, as the update makes them before its optimizer step."""
     actor = Policy(model(), torch.device("cpu"), 1.0)
     optimizer = Optimizer(actor.trainable(), OptimConfig(lr=0.0, grad_clip=0.0), 1)
@@ -75,7 +124,7 @@ def gradients(
     # number=1: not the first update, so that the given old log-probs, away from the current ones, hold
     steps = [OptimizerStep(step=1, epoch=0, mini_batch=0, number=1, rows=torch.arange(len(batch)))]
     batch = batch.replace(old_log_probs=batch.sampler_log_probs)
-    update.run(batch, MicroBatches(batch, budget, packed), steps, Catch())
+    update.run(batch, MicroBatches(batch, budget, layout), steps, Catch())
     return found
 
 
@@ -89,38 +138,52 @@ ALGORITHMS = [
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.policy_loss}-{a.aggregation}")
-@pytest.mark.parametrize(("budget", "packed"), [(1, False), (25, False), (40, True), (10**6, True)])
+@pytest.mark.parametrize(
+    ("budget", "layout"),
+    [
+        (1, "padded"),
+        (25, "padded"),
+        (40, "packed"),
+        (10**6, "packed"),
+        (1, "shared"),
+        (40, "shared"),
+        (10**6, "shared"),
+    ],
+)
 def test_cutting_and_packing_do_not_change_gradients(
-    algorithm: AlgorithmConfig, budget: int, packed: bool
+    algorithm: AlgorithmConfig, budget: int, layout: str
 ) -> None:
     batch = random_batch()
-    whole = gradients(batch, 10**6, False, algorithm)
+    whole = gradients(batch, 10**6, "padded", algorithm)
     assert sum(float(g.abs().sum()) for g in whole.values()) > 1e-3
-    parts = gradients(batch, budget, packed, algorithm)
+    parts = gradients(batch, budget, layout, algorithm)
+    # Gradients of a shared prompt are added up before the model's norms round them to float32.
+    atol = 1e-6 if layout == "shared" else 1e-11
     for name, expected in whole.items():
-        torch.testing.assert_close(parts[name], expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(parts[name], expected, rtol=1e-9, atol=atol)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 200), st.booleans(), st.integers(0, 100))
+@given(
+    st.integers(1, 6), st.integers(1, 5), st.integers(1, 200), st.sampled_from(LAYOUTS), st.integers(0, 100)
+)
 def test_split_covers_every_row_once_within_the_budget(
-    groups: int, n: int, budget: int, packed: bool, seed: int
+    groups: int, n: int, budget: int, layout: str, seed: int
 ) -> None:
     sequences = Sequences.of(random_batch(groups, n, seed=seed))
     rows = torch.arange(groups * n)
-    parts = split_rows(sequences, rows, budget, packed)
+    parts = split_rows(sequences, rows, budget, layout)
     assert sorted(torch.cat(parts).tolist()) == rows.tolist()
     for part in parts:
-        lengths = sequences.lengths[part]
-        cost = int(lengths.sum()) if packed else len(part) * int(lengths.max())
-        assert cost <= budget or len(part) == 1
+        micro = getattr(sequences, layout)(part)
+        assert micro.input_ids.numel() <= budget or len(part) == 1
 
 
 def test_a_group_that_fits_is_not_torn() -> None:
     batch = random_batch(groups=6, n=4)
     sequences = Sequences.of(batch)
     largest = max(4 * int(sequences.lengths[batch.group == group].max()) for group in range(6))
-    for part in split_rows(sequences, torch.arange(24), largest):
+    for part in split_rows(sequences, torch.arange(24), largest, "padded"):
         assert all(int((batch.group[part] == group).sum()) in (0, 4) for group in range(6))
 
 

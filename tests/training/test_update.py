@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import OptimConfig
 from gradtrace.training.metrics import Timer
+from gradtrace.training.microbatch import MicroBatches
 from gradtrace.training.observer import Backward, Observers, OptimizerStep, StepObserver
 from gradtrace.training.schedule import learning_rate
-from gradtrace.training.update import plan_updates
+from gradtrace.training.update import fill_statistics, plan_updates
 from tests.training.small import random_batch, trainer
 
 
@@ -182,11 +183,7 @@ class WantsEntropies(StepObserver):
 def test_entropies_are_complete_and_of_the_sampling_policy_when_asked_for(tmp_path: Path) -> None:
     run = trainer(tmp_path, observer=WantsEntropies())
     batch = collected(run)
-    from gradtrace.training.update import MicroBatches, fill_statistics
-
-    expected = fill_statistics(
-        run.parts.policy, batch, MicroBatches(batch, 10**6, False), torch.arange(len(batch))
-    )
+    expected = fill_statistics(run.parts.policy, batch, MicroBatches(batch, 10**6), torch.arange(len(batch)))
     trained, _ = run.train_step(batch, 1, Timer())
     torch.testing.assert_close(trained.entropies, expected.entropies, rtol=1e-4, atol=1e-5)
 

@@ -15,11 +15,11 @@ from gradtrace.algorithms import Denominator, aggregate, value_loss
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, CriticConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.training.microbatch import MicroBatch
+from gradtrace.training.microbatch import MicroBatch, MicroBatches
 from gradtrace.training.observer import OptimizerStep
 from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import choose_device, disable_dropout
-from gradtrace.training.update import MicroBatches, Totals
+from gradtrace.training.policy import choose_device, disable_dropout, run_model
+from gradtrace.training.update import Totals
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -36,7 +36,7 @@ class ValueModel(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """float[N]: the value of the state that each response token was chosen in."""
-        output = self.backbone(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+        output = run_model(self.backbone, micro)
         hidden = output.last_hidden_state
         at_states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.logit_positions)
         return self.head(at_states).squeeze(-1)

@@ -18,13 +18,18 @@ from gradtrace.training.experience import Experience, add_advantages
 from gradtrace.training.interrupt import Interrupt
 from gradtrace.training.logger import Tracker
 from gradtrace.training.metrics import Timer, batch_metrics
+from gradtrace.training.microbatch import MicroBatches, padding_share
 from gradtrace.training.observer import OptimizerStep, StepObserver
+from gradtrace.training.packed_attention import is_supported
 from gradtrace.training.parts import Parts
 from gradtrace.training.policy import export_model
 from gradtrace.training.state import LightState, save_state
 from gradtrace.training.terminal import Display
-from gradtrace.training.update import MicroBatches, PolicyUpdate, fill_statistics, plan_updates
+from gradtrace.training.update import PolicyUpdate, fill_statistics, plan_updates
 from gradtrace.training.validation import validate
+
+WORTH_PACKING = 0.1
+"""Share of padding above which packing pays for its rearranging."""
 
 
 class Trainer:
@@ -121,7 +126,7 @@ class Trainer:
         """Learn from a batch with rewards. Returns it with every column that the step made, and metrics."""
         parts, actor = self.parts, self.config.actor
         generator = parts.generators["update"]
-        micro_batches = MicroBatches(batch, actor.token_budget, self._packed())
+        micro_batches = MicroBatches(batch, actor.token_budget, self._layout(batch))
         metrics = {"actor/lr": parts.optimizer.begin_step(step)}
 
         if "old_log_probs" in self.estimator.needs:
@@ -191,11 +196,18 @@ class Trainer:
         full = rollout.top_p == 1 and rollout.top_k == 0 and self.parts.policy.device.type == "cpu"
         return source == "sampler" or (source == "auto" and full)
 
-    def _packed(self) -> bool:
-        packing = self.config.actor.packing
-        return packing == "always" or (
-            packing == "auto" and self.config.model.attention == "flash_attention_2"
-        )
+    def _layout(self, batch: RolloutBatch) -> str:
+        """How responses are laid out for the model: see `microbatch`."""
+        actor = self.config.actor
+        if actor.share_prompts:
+            return "shared"
+        if actor.packing == "auto":
+            attention = self.config.model.attention
+            can_pack = attention.startswith("flash") or (
+                attention in ("auto", "sdpa") and is_supported(self.parts.policy.model)
+            )
+            return "packed" if can_pack and padding_share(batch) > WORTH_PACKING else "padded"
+        return "packed" if actor.packing == "always" else "padded"
 
     def _validate(self, timer: Timer) -> dict[str, float]:
         with timer("testing"):

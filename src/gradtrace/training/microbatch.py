@@ -1,21 +1,23 @@
 """From rows of a `RolloutBatch` to model inputs, in pieces that fit a token budget.
 
-Two layouts, with the same gradients:
+Three layouts, with the same gradients:
 - padded: one response per input row, its prompt before it, padding on the right. Causal attention never looks
   right, so no mask is needed and attention takes its fast path.
-- packed: responses behind one another in a single row, told apart by position ids that start again at 0.
+- packed: responses, each with its prompt, behind one another in a single row; no padding.
+- shared: the same, with the prompt of a group once, for all its responses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.training.packed_attention import Packing, Rectangle
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,19 +30,19 @@ class MicroBatch:
     """long[B, S]."""
     position_ids: Tensor | None
     """long[1, S] when packed; None when padded (0, 1, 2 … in every row)."""
+    packing: Packing | None
+    """Who attends to whom, when packed."""
     response: Tensor
-    """`RolloutBatch` row of each input row, long[B], or of each position when packed, long[1, S]."""
+    """`RolloutBatch` row of each input row, long[B], or of each position when packed, long[1, S]; −1 where a prompt
+    is shared."""
     tokens: Tensor
     """bool[B, S]: True where `input_ids` holds a response token."""
+    logit_positions: Tensor
+    """long[N]: flat positions (b·S + s) whose logits predict `targets`; lm_head runs on these alone."""
     mask: Tensor
     """bool[r, T]: the responses' mask, trimmed to the longest of them."""
     targets: Tensor
     """long[N]: the response tokens, row by row."""
-
-    @cached_property
-    def logit_positions(self) -> Tensor:
-        """long[N]: flat positions (b·S + s) whose logits predict `targets`; lm_head runs on these alone."""
-        return self.tokens.flatten().nonzero().squeeze(-1) - 1
 
     @property
     def is_packed(self) -> bool:
@@ -93,32 +95,77 @@ class Sequences:
     def padded(self, rows: Tensor) -> MicroBatch:
         """One input row for each of `rows`."""
         ids, _, in_response = self._rectangle(rows)
-        mask = self.batch.response_mask[rows, : int(self.response_lengths[rows].max())]
-        return MicroBatch(
-            rows=rows,
-            input_ids=ids,
-            position_ids=None,
-            response=rows,
-            tokens=in_response,
-            mask=mask,
-            targets=ids[in_response],
-        )
+        return self._micro_batch(rows, ids, in_response, response=rows)
 
     def packed(self, rows: Tensor) -> MicroBatch:
         """One input row for all of `rows`, without padding."""
         ids, in_prompt, in_response = self._rectangle(rows)
         real = in_prompt | in_response
         positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        mask = self.batch.response_mask[rows, : int(self.response_lengths[rows].max())]
+        return self._micro_batch(
+            rows,
+            ids[real][None],
+            in_response[real][None],
+            response=rows.repeat_interleave(self.lengths[rows])[None],
+            position_ids=positions[real][None],
+            packing=Packing(Rectangle.of(self.lengths[rows])),
+        )
+
+    def shared(self, rows: Tensor) -> MicroBatch:
+        """As packed, with each prompt once: first the prompts, then the responses without their last tokens,
+        which predict nothing."""
+        groups, prompt_of = self.batch.group[rows].unique(return_inverse=True)
+        prompts, inputs = self.prompts[groups], self.batch.responses[rows]
+        prompt_lengths = torch.tensor([len(self.batch.prompts[group]) for group in groups.tolist()])
+        input_lengths = (self.response_lengths[rows] - 1).clamp(min=0)
+        in_prompt = torch.arange(prompts.shape[1]) < prompt_lengths[:, None]
+        in_input = torch.arange(inputs.shape[1]) < input_lengths[:, None]
+        prompt_positions = torch.arange(prompts.shape[1]).expand(in_prompt.shape)[in_prompt]
+        input_positions = (prompt_lengths[prompt_of, None] + torch.arange(inputs.shape[1]))[in_input]
+        border = int(prompt_lengths.sum())
+
+        # A response's first token is predicted at the end of its prompt, the others at the token before.
+        mask = self._mask(rows)
+        predicted_at = torch.zeros(mask.shape, dtype=torch.long)
+        predicted_at[:, 0] = (prompt_lengths.cumsum(0) - 1)[prompt_of]
+        continued = mask[:, 1:]
+        predicted_at[:, 1:][continued] = border + torch.arange(int(input_lengths.sum()))
+        owner = torch.cat([torch.full((border,), -1), rows.repeat_interleave(input_lengths)])
         return MicroBatch(
             rows=rows,
-            input_ids=ids[real][None],
-            position_ids=positions[real][None],
-            response=rows.repeat_interleave(self.lengths[rows])[None],
-            tokens=in_response[real][None],
+            input_ids=torch.cat([prompts[in_prompt], inputs[in_input]])[None],
+            position_ids=torch.cat([prompt_positions, input_positions])[None],
+            packing=Packing(Rectangle.of(input_lengths), Rectangle.of(prompt_lengths), prompt_of),
+            response=owner[None],
+            tokens=(owner >= 0)[None],
+            logit_positions=predicted_at[mask],
             mask=mask,
-            targets=ids[in_response],
+            targets=inputs[:, : mask.shape[1]][mask],
         )
+
+    def _micro_batch(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        tokens: Tensor,
+        response: Tensor,
+        position_ids: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> MicroBatch:
+        return MicroBatch(
+            rows=rows,
+            input_ids=ids,
+            position_ids=position_ids,
+            packing=packing,
+            response=response,
+            tokens=tokens,
+            logit_positions=tokens.flatten().nonzero().squeeze(-1) - 1,
+            mask=self._mask(rows),
+            targets=ids[tokens],
+        )
+
+    def _mask(self, rows: Tensor) -> Tensor:
+        return self.batch.response_mask[rows, : int(self.response_lengths[rows].max())]
 
     def _rectangle(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Ids long[r, S], padded on the right, and where the prompt and the response are, bool[r, S]."""
@@ -135,21 +182,45 @@ class Sequences:
         return ids, in_prompt, in_response
 
 
-def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, packed: bool = False) -> list[Tensor]:
+class MicroBatches:
+    """Cuts rows of one batch into model inputs of one layout: padded, packed or shared."""
+
+    def __init__(self, batch: RolloutBatch, token_budget: int, layout: str = "padded") -> None:
+        self.sequences = Sequences.of(batch)
+        self.token_budget = token_budget
+        self.layout = layout
+
+    def __call__(self, rows: Tensor) -> Iterator[MicroBatch]:
+        make = getattr(self.sequences, self.layout)
+        for part in split_rows(self.sequences, rows, self.token_budget, self.layout):
+            yield make(part)
+
+
+def padding_share(batch: RolloutBatch) -> float:
+    """The share of padding if all rows of the batch were padded to the longest."""
+    lengths = batch.prompt_lengths + batch.response_lengths
+    return 1 - float(lengths.sum()) / (len(lengths) * int(lengths.max()))
+
+
+def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: str) -> list[Tensor]:
     """`rows` in parts of at most `token_budget` tokens (padding counted) each; a part has at least one row.
 
     A group stays in one part where it fits: scores that compare the responses of a group can then be computed
     inside the backward pass. Long groups go together, so that short ones are not padded up to them.
     """
-    lengths = sequences.lengths
-    groups = sequences.batch.group[rows]
-    members = [rows[groups == group] for group in groups.unique()]
-    members.sort(key=lambda group_rows: int(lengths[group_rows].max()), reverse=True)
+    lengths, groups = sequences.lengths, sequences.batch.group
 
     def cost(part: list[Tensor]) -> int:
-        joined = lengths[torch.cat(part)]
-        return int(joined.sum()) if packed else len(joined) * int(joined.max())
+        joined = torch.cat(part)
+        if layout == "padded":
+            return len(joined) * int(lengths[joined].max())
+        if layout == "packed":
+            return int(lengths[joined].sum())
+        prompts = sum(len(sequences.batch.prompts[group]) for group in groups[joined].unique().tolist())
+        return int(sequences.response_lengths[joined].sum()) + prompts
 
+    members = [rows[groups[rows] == group] for group in groups[rows].unique()]
+    members.sort(key=lambda group_rows: int(lengths[group_rows].max()), reverse=True)
     parts: list[list[Tensor]] = []
     current: list[Tensor] = []
     for group_rows in members:

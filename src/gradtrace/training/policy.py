@@ -18,6 +18,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.training.microbatch import MicroBatch
+from gradtrace.training.packed_attention import packed_attention
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Policy:
         """Log-probs of the response tokens and entropies of their distributions, both float32[N], in order."""
         micro = micro.to(self.device)
         with self.autocast(), logits_only_at(self.model, micro.logit_positions):
-            output = self.model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+            output = run_model(self.model, micro)
         return log_probs_and_entropies(output.logits[0], micro.targets, self.temperature)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -41,6 +42,22 @@ class Policy:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def run_model(model: Any, micro: MicroBatch) -> Any:
+    """The model's forward pass on the inputs of a micro-batch, in whatever layout they are."""
+    if micro.packing is None:
+        return model(input_ids=micro.input_ids, use_cache=False)
+    if micro.packing.prefixes is None and model.config._attn_implementation.startswith("flash"):
+        # Flash attention reads the borders of packed sequences from the position ids itself.
+        return model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+    with packed_attention(model):
+        return model(
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            packing=micro.packing,
+            use_cache=False,
+        )
 
 
 @contextlib.contextmanager

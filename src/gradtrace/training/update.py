@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from gradtrace.algorithms import (
 )
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import ActorConfig, AlgorithmConfig
-from gradtrace.training.microbatch import MicroBatch, Sequences, split_rows
+from gradtrace.training.microbatch import MicroBatch, MicroBatches
 from gradtrace.training.observer import Backward, OptimizerStep, StepObserver
 from gradtrace.training.optimizer import Optimizer
 from gradtrace.training.policy import Policy
@@ -48,19 +47,6 @@ def plan_updates(
             if len(rows):
                 updates.append(OptimizerStep(step, epoch, index, len(updates), rows))
     return updates
-
-
-class MicroBatches:
-    """Cuts the rows of one batch into model inputs."""
-
-    def __init__(self, batch: RolloutBatch, token_budget: int, packed: bool) -> None:
-        self.sequences = Sequences.of(batch)
-        self.token_budget = token_budget
-        self.packed = packed
-
-    def __call__(self, rows: Tensor) -> Iterator[MicroBatch]:
-        for part in split_rows(self.sequences, rows, self.token_budget, self.packed):
-            yield self.sequences.packed(part) if self.packed else self.sequences.padded(part)
 
 
 class PolicyUpdate:

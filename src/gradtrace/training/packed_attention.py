@@ -1,0 +1,158 @@
+"""Attention over sequences that stand behind one another in a single row without padding.
+
+A mask of S×S positions would make attention the most expensive part; kernels for packed rows exist on GPUs only.
+Here queries, keys and values are laid out as rectangles for the attention alone, so every other layer runs on
+real tokens only, on any device. Optionally sequences share a prefix (one prompt, several responses): its
+positions are computed once, and every response attends to it.
+
+It is an attention function of transformers, in force inside `packed_attention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from gradtrace.errors import GradtraceError
+
+NAME = "gradtrace_packed"
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangle:
+    """Consecutive runs of a packed row as rows of a rectangle, padded on the right."""
+
+    index: Tensor | None
+    """long[R, L]: which position of the part stands where; 0 in the padding. None: all have length L, a plain view."""
+    mask: Tensor
+    """bool[R, L]: False in the padding."""
+
+    @staticmethod
+    def of(lengths: Tensor) -> Rectangle:
+        longest = int(lengths.max()) if len(lengths) else 0
+        mask = torch.arange(longest) < lengths[:, None]
+        if bool(mask.all()):
+            return Rectangle(None, mask)
+        index = torch.zeros(mask.shape, dtype=torch.long)
+        index[mask] = torch.arange(int(lengths.sum()))
+        return Rectangle(index, mask)
+
+    def spread(self, part: Tensor) -> Tensor:
+        """[s, H, D] → [R, H, L, D]."""
+        rows, longest = self.mask.shape
+        laid_out = part.view(rows, longest, *part.shape[1:]) if self.index is None else part[self.index]
+        return laid_out.transpose(1, 2)
+
+    def collect(self, rectangle: Tensor) -> Tensor:
+        """[R, H, L, D] → [s, H, D]."""
+        rectangle = rectangle.transpose(1, 2)
+        return rectangle.flatten(0, 1) if self.index is None else rectangle[self.mask]
+
+    def to(self, device: torch.device) -> Rectangle:
+        return Rectangle(None if self.index is None else self.index.to(device), self.mask.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """A packed row: shared prefixes first, if there are any, then the sequences."""
+
+    sequences: Rectangle
+    prefixes: Rectangle | None = None
+    prefix_of: Tensor | None = None
+    """long[R]: the prefix that each sequence continues."""
+
+    def to(self, device: torch.device) -> Packing:
+        return Packing(
+            self.sequences.to(device),
+            None if self.prefixes is None else self.prefixes.to(device),
+            None if self.prefix_of is None else self.prefix_of.to(device),
+        )
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The interface of transformers: query [1, H, S, D], key and value [1, K, S, D] → [1, S, H, D]."""
+    assert packing is not None
+    refuse_unknown(options, packing)
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))  # [S, H, D]
+    grouped: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if packing.prefixes is None:
+        q, k, v = (packing.sequences.spread(part) for part in (query, key, value))
+        # Padding is on the right, where causal attention never looks.
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+        return packing.sequences.collect(output)[None], None
+
+    border = int(packing.prefixes.mask.sum())
+    q, k, v = (packing.prefixes.spread(part[:border]) for part in (query, key, value))
+    prefix_output = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+    if packing.sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
+        return packing.prefixes.collect(prefix_output)[None], None
+    own_q, own_k, own_v = (packing.sequences.spread(part[border:]) for part in (query, key, value))
+    own_k, own_v = (
+        torch.cat([shared.index_select(0, packing.prefix_of), own], dim=2)  # type: ignore[arg-type]
+        for shared, own in ((k, own_k), (v, own_v))
+    )
+    output = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=visible(packing), **grouped)
+    return torch.cat([packing.prefixes.collect(prefix_output), packing.sequences.collect(output)])[None], None
+
+
+def visible(packing: Packing) -> Tensor:
+    """bool[R or 1, 1, L, P + L]: a token sees its whole prefix and its own sequence up to itself."""
+    assert packing.prefixes is not None and packing.prefix_of is not None
+    prefixes = packing.prefixes.mask
+    length = packing.sequences.mask.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=prefixes.device).tril()
+    seen = prefixes[packing.prefix_of] if packing.prefixes.index is not None else prefixes[:1]  # [R or 1, P]
+    rows = [seen[:, None].expand(-1, length, -1), causal.expand(len(seen), -1, -1)]
+    return torch.cat(rows, dim=-1)[:, None]
+
+
+def refuse_unknown(options: dict[str, Any], packing: Packing) -> None:
+    """Attention variants that this function does not compute must not be computed wrongly."""
+    longest = packing.sequences.mask.shape[1]
+    if packing.prefixes is not None:
+        longest += packing.prefixes.mask.shape[1]
+    window = options.get("sliding_window")
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if window is not None and window < longest:
+        unknown.append("sliding_window")
+    if unknown:
+        raise GradtraceError(
+            f"This model's attention uses {unknown[0]}, which packed rows do not support: set actor.packing=never "
+            "and actor.share_prompts=false."
+        )
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def is_supported(model: Any) -> bool:
+    """The model calls its attention through transformers' interface and hands options down to it."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+@contextlib.contextmanager
+def packed_attention(model: Any) -> Iterator[None]:
+    """Inside, the model attends with `attend`; its forward must be given `packing=`."""
+    config = model.config
+    previous = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = previous
