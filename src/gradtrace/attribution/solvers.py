@@ -53,12 +53,17 @@ class TokenRows:
 
     def contract(self, x: Tensor) -> Tensor:
         """[S, m, k_out, k_in] → [S, T, m]: u_tᵀ X_j v_t."""
-        scopes, columns, k_out, k_in = x.shape
-        scores = self.u.new_empty(scopes, self.u.shape[1], columns)
-        flat = x.permute(0, 2, 1, 3).reshape(scopes, k_out, columns * k_in)
-        for rows in self._chunks(columns * k_in):
-            left = torch.bmm(self.u[:, rows], flat).view(scopes, -1, columns, k_in)
-            scores[:, rows] = torch.matmul(left, self.v[:, rows, :, None]).squeeze(-1)
+        u, v = self.u, self.v
+        if (
+            u.shape[2] < v.shape[2]
+        ):  # multiply the longer side first: what is left to sum over is the shorter one
+            u, v, x = v, u, x.transpose(2, 3)
+        scopes, columns, first, second = x.shape
+        scores = u.new_empty(scopes, u.shape[1], columns)
+        flat = x.permute(0, 2, 1, 3).reshape(scopes, first, columns * second)
+        for rows in self._chunks(columns * second):
+            left = torch.bmm(u[:, rows], flat).view(scopes, -1, columns, second)
+            scores[:, rows] = torch.matmul(left, v[:, rows, :, None]).squeeze(-1)
         return self._to_tokens(scores)
 
     def accumulate(self, weights: Tensor) -> Tensor:
