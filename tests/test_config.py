@@ -28,7 +28,9 @@ def test_no_arguments_are_the_demo() -> None:
     config = load_config([])
     assert config.recipe == "demo"
     assert config.task.name == "arithmetic"
-    assert config.trainer.influence_trace.enable and config.trainer.influence_trace.output_function == "log_prob"
+    assert (
+        config.trainer.influence_trace.enable and config.trainer.influence_trace.output_function == "log_prob"
+    )
 
 
 def test_overrides_win_over_the_recipe_and_keep_their_types() -> None:
