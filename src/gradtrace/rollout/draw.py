@@ -49,36 +49,31 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
 
 def _draw_from(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """One index per row in proportion to exp(logits) [B, C], and its normalised log-prob."""
-    largest = logits.amax(-1, keepdim=True)
-    weights = (logits - largest).exp_()
-    if weights.shape[1] < 4 * BLOCK:
-        choice, total = _invert(weights, uniforms)
-    else:
-        choice, total = _invert_by_blocks(weights, uniforms)
-    log_probs = _at(logits, choice) - largest.squeeze(-1) - total.log().float()
-    return choice, log_probs
+    log_probs = logits.log_softmax(-1)
+    probabilities = log_probs.exp()
+    search = _invert if probabilities.shape[1] < 4 * BLOCK else _invert_by_blocks
+    choice = search(probabilities, uniforms)
+    return choice, _at(log_probs, choice)
 
 
-def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index whose running sum exceeds `uniform * total`, and the total (float64[B])."""
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index whose running sum exceeds `uniform * total`."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    return _first_above(cumulative, uniforms * total), total
+    return _first_above(cumulative, uniforms * cumulative[:, -1])
 
 
-def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
     """As `_invert`, but finds the block first: a running sum over the whole vocabulary is slow."""
     missing = -weights.shape[1] % BLOCK
     if missing:
         weights = F.pad(weights, (0, missing))
     blocks = weights.view(len(weights), -1, BLOCK)
     cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    target = uniforms * total
+    target = uniforms * cumulative[:, -1]
     block = _first_above(cumulative, target)
     before = torch.where(block > 0, _at(cumulative, (block - 1).clamp_(min=0)), 0.0)
     inside = blocks[torch.arange(len(blocks), device=blocks.device), block].cumsum(-1, dtype=torch.float64)
-    return block * BLOCK + _first_above(inside, target - before), total
+    return block * BLOCK + _first_above(inside, target - before)
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

@@ -114,9 +114,9 @@ class LlamaDecoder:
         if len(tokens) in WEIGHT_FIRST_ROWS:
             x = x.t().contiguous().t()  # the layout that `Linear` leaves
         for layer, cache in zip(self.layers, self.cache, strict=True):
-            x.add_(layer.output(self._attend(layer, layer.attention_norm(x), cache, rotation)))
+            layer.output.add_to_(x, self._attend(layer, layer.attention_norm(x), cache, rotation))
             normed = layer.mlp_norm(x)
-            x.add_(layer.down(layer.activation(layer.gate(normed)).mul_(layer.up(normed))))
+            layer.down.add_to_(x, layer.activation(layer.gate(normed)).mul_(layer.up(normed)))
         self.filled += 1
         self.positions = self.positions + 1
         return self.head(self.final_norm(x)).contiguous()

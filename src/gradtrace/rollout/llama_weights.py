@@ -71,6 +71,15 @@ class Linear:
             return torch.mm(self.weight, x.t()).t()
         return torch.addmm(self.bias[:, None], self.weight, x.t()).t()
 
+    def add_to_(self, residual: Tensor, x: Tensor) -> None:
+        """residual [B, out] += layer(x [B, in]), accumulated by the product itself."""
+        if len(x) in WEIGHT_FIRST_ROWS:
+            residual.t().addmm_(self.weight, x.t())
+        else:
+            residual.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            residual.add_(self.bias)
+
 
 @dataclass
 class Norm:
@@ -87,9 +96,12 @@ class Norm:
         return Norm(pair_halves(self.weight, 0), self.epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
-        sum_of_squares = x.square().sum(-1, keepdim=True)
-        scale = torch.add(self.epsilon, sum_of_squares, alpha=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).mul_(self.weight)
+        if x.is_contiguous():
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass, but slow along a stride
+            mean_square = torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1])
+        else:
+            mean_square = torch.add(self.epsilon, x.square().sum(-1, keepdim=True), alpha=1 / x.shape[-1])
+        return (x * mean_square.rsqrt_()).mul_(self.weight)
 
 
 @dataclass
