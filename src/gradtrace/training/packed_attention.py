@@ -68,12 +68,25 @@ class Packing:
     prefix_of: Tensor | None = None
     """long[R]: the prefix that each sequence continues."""
 
+    def hand_out(self, shared: Tensor) -> Tensor:
+        """[G, H, P, D] of the prefixes → [R, H, P, D]: for each sequence that of its prefix."""
+        assert self.prefix_of is not None
+        groups, rows = len(shared), len(self.prefix_of)
+        if rows % groups == 0 and torch.equal(self.prefix_of, even_share(groups, rows).to(shared.device)):
+            # As many sequences for each prefix, in order: gradients then add up by a plain sum.
+            return shared[:, None].expand(-1, rows // groups, -1, -1, -1).flatten(0, 1)
+        return shared.index_select(0, self.prefix_of)
+
     def to(self, device: torch.device) -> Packing:
         return Packing(
             self.sequences.to(device),
             None if self.prefixes is None else self.prefixes.to(device),
             None if self.prefix_of is None else self.prefix_of.to(device),
         )
+
+
+def even_share(groups: int, rows: int) -> Tensor:
+    return torch.arange(groups).repeat_interleave(rows // groups)
 
 
 def attend(
@@ -97,18 +110,19 @@ def attend(
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
         return packing.sequences.collect(output)[None], None
 
-    border = int(packing.prefixes.mask.sum())
-    q, k, v = (packing.prefixes.spread(part[:border]) for part in (query, key, value))
-    prefix_output = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
-    if packing.sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
-        return packing.prefixes.collect(prefix_output)[None], None
-    own_q, own_k, own_v = (packing.sequences.spread(part[border:]) for part in (query, key, value))
+    prefixes, sequences = packing.prefixes, packing.sequences
+    sizes = [int(part.mask.sum()) for part in (prefixes, sequences)]
+    heads = [part.split(sizes) for part in (query, key, value)]
+    q, k, v = (prefixes.spread(of_prefixes) for of_prefixes, _ in heads)
+    prefix_output = prefixes.collect(F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped))
+    if sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
+        return prefix_output[None], None
+    own_q, own_k, own_v = (sequences.spread(own) for _, own in heads)
     own_k, own_v = (
-        torch.cat([shared.index_select(0, packing.prefix_of), own], dim=2)  # type: ignore[arg-type]
-        for shared, own in ((k, own_k), (v, own_v))
+        torch.cat([packing.hand_out(shared), own], dim=2) for shared, own in ((k, own_k), (v, own_v))
     )
     output = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=visible(packing), **grouped)
-    return torch.cat([packing.prefixes.collect(prefix_output), packing.sequences.collect(output)])[None], None
+    return torch.cat([prefix_output, sequences.collect(output)])[None], None
 
 
 def visible(packing: Packing) -> Tensor:
