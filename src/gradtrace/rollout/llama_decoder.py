@@ -1,15 +1,16 @@
-"""A faster decode step for the Llama family on the CPU; everything else takes `ModelDecoder`.
+"""A faster decoder for the Llama family on the CPU; everything else takes `ModelDecoder`.
 
 The same mathematics as the model's own forward, from the same parameters. What it saves, at one token per row:
 - matrix products are taken as W·xᵀ rather than x·Wᵀ: see `Linear`;
 - keys and values go into one preallocated tensor, in place, instead of a growing concatenation;
 - query heads that share a key head are treated as query positions, so keys are never repeated;
 - no masks are built, rotary angles are looked up, and only rows that move are copied when others leave.
-Prompts are read by the model itself; `supports` says which models qualify, and tests compare the logits.
+`supports` says which models qualify, and tests compare the logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from gradtrace.rollout.decoder import ModelForward, Prompts, without_adapters
-from gradtrace.rollout.llama_weights import WEIGHT_FIRST_ROWS, Layer, Linear, Norm, pair_halves, rotary_table
+from gradtrace.rollout.decoder import Prompts, without_adapters
+from gradtrace.rollout.llama_weights import WEIGHT_FIRST_ROWS, Layer, Linear, Norm, rotary_table
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 FIXED_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
@@ -80,72 +81,111 @@ class LlamaDecoder:
 
     def __init__(self, model: Any, prompts: Prompts, row_prompts: Tensor, max_new_tokens: int) -> None:
         """`row_prompts` long[B]: the prompt of each row."""
-        mask = prompts.mask()
-        logits, cache = ModelForward(model)(prompts.ids, prompts.positions(), mask, None)
         inner: Any = without_adapters(model)
-        self.first_logits = logits[row_prompts]
         self.embedding = inner.model.embed_tokens.weight
         self.layers = [Layer.of(layer) for layer in inner.model.layers[: inner.config.num_hidden_layers]]
         self.final_norm = Norm.of(inner.model.norm)
         self.head = Linear.of(inner.lm_head)
-        self.positions = prompts.lengths[row_prompts]
-        self.filled = prompts.longest
+        self.query_heads, self.kv_heads = inner.config.num_attention_heads, inner.config.num_key_value_heads
+        self.head_dim = inner.model.layers[0].self_attn.head_dim
+
         slots = prompts.longest + max_new_tokens
         self.rotary = rotary_table(inner, slots)
+        self.cache = torch.empty(len(self.layers), len(row_prompts), slots, 2, self.kv_heads, self.head_dim)
+        self.filled = prompts.longest
+        """Slots of every row that hold a token, or the padding before its prompt."""
+        self.first_logits = self._read(prompts, row_prompts)
 
-        _, self.kv_heads, _, self.head_dim = cache.layers[0].keys.shape
-        self.query_heads = inner.config.num_attention_heads
-        shape = (len(self.layers), len(row_prompts), slots, 2, self.kv_heads, self.head_dim)
-        self.cache = torch.empty(shape)
-        for layer, stored in zip(self.cache, cache.layers, strict=True):
-            # Stacked as the cache has it, so that a row is one contiguous piece to copy.
-            keys_values = torch.stack([pair_halves(stored.keys, 3), stored.values]).permute(1, 3, 0, 2, 4)
-            layer[:, : self.filled] = keys_values.contiguous()[row_prompts]
-
+        self.padding = prompts.longest - prompts.lengths[row_prompts]
         self.bias: Tensor | None = None
         """float[B, 1, 1, slots], -inf at padding; None when no prompt is padded."""
+        mask = prompts.mask()
         if mask is not None:
             self.bias = torch.zeros(len(row_prompts), 1, 1, slots)
             self.bias[:, 0, 0, : self.filled].masked_fill_(~mask[row_prompts], -torch.inf)
 
+    def _read(self, prompts: Prompts, row_prompts: Tensor) -> Tensor:
+        """Fill the cache with the prompts, each read once; the logits [B, V] of the rows' first tokens."""
+        count, length = prompts.ids.shape
+        mask = prompts.mask()
+        allowed: Tensor | None = None
+        if mask is not None:
+            causal = torch.ones(length, length, dtype=torch.bool).tril_()
+            # Padding looks at padding: a row of the softmax without any entry would be NaN, and NaN spreads.
+            allowed = (causal & (mask[:, None, :] | ~mask[:, :, None]))[:, None]  # [P, 1, L, L]
+
+        def attend(layer: Layer, cache: Tensor, heads: Tensor) -> Tensor:
+            heads = heads.view(count, length, -1, self.head_dim)
+            keys_values = heads[:, :, self.query_heads :].unflatten(
+                2, (2, -1)
+            )  # [P, L, 2, kv_heads, head_dim]
+            cache[:, :length] = keys_values.contiguous()[row_prompts]
+            keys, values = keys_values.permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(
+                heads[:, :, : self.query_heads].transpose(1, 2),
+                keys,
+                values,
+                attn_mask=allowed,
+                is_causal=allowed is None,
+                scale=layer.scaling,
+                enable_gqa=self.query_heads != self.kv_heads,
+            )
+            return attended.transpose(1, 2).reshape(count * length, -1)
+
+        x = self._forward(prompts.ids.flatten(), self.rotary[prompts.positions().flatten()], attend)
+        return self._logits(x.view(count, length, -1)[:, -1])[row_prompts]
+
     def step(self, tokens: Tensor) -> Tensor:
-        rotation = self.rotary[self.positions]  # complex[B, 1, head_dim / 2]
-        x = F.embedding(tokens, self.embedding)  # [B, hidden]
-        if len(tokens) in WEIGHT_FIRST_ROWS:
+        rows, slots = len(tokens), self.filled + 1
+        bias = None if self.bias is None else self.bias[:, :, :, :slots]
+
+        def attend(layer: Layer, cache: Tensor, heads: Tensor) -> Tensor:
+            cache[:rows, self.filled] = heads[:, self.query_heads :].unflatten(1, (2, -1))
+            keys, values = cache[:rows, :slots].permute(2, 0, 3, 1, 4)
+            # Query heads of one key head take the place of query positions: [B, kv_heads, group, head_dim].
+            queries = heads[:, : self.query_heads].unflatten(1, (self.kv_heads, -1))
+            attended = F.scaled_dot_product_attention(queries, keys, values, bias, scale=layer.scaling)
+            return attended.reshape(rows, -1)
+
+        # complex[B, 1, head_dim / 2], or complex[1, head_dim / 2] when every row is at the same position
+        rotation = self.rotary[self.filled if self.bias is None else self.filled - self.padding]
+        x = self._forward(tokens, rotation, attend)
+        self.filled = slots
+        return self._logits(x)
+
+    def _forward(
+        self, ids: Tensor, rotation: Tensor, attend: Callable[[Layer, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """All layers for N positions: long[N] to [N, hidden]. `attend(layer, cache, heads)` mixes the positions.
+
+        heads: [N, query_heads + 2 · kv_heads, head_dim], rotated; the result is [N, query_heads · head_dim].
+        """
+        x = F.embedding(ids, self.embedding)
+        if len(ids) in WEIGHT_FIRST_ROWS:
             x = x.t().contiguous().t()  # the layout that `Linear` leaves
         for layer, cache in zip(self.layers, self.cache, strict=True):
-            layer.output.add_to_(x, self._attend(layer, layer.attention_norm(x), cache, rotation))
+            heads = self._rotated_heads(layer, layer.attention_norm(x), rotation)
+            layer.output.add_to_(x, attend(layer, cache, heads))
             normed = layer.mlp_norm(x)
             layer.down.add_to_(x, layer.activation(layer.gate(normed)).mul_(layer.up(normed)))
-        self.filled += 1
-        self.positions = self.positions + 1
-        return self.head(self.final_norm(x)).contiguous()
+        return x
 
-    def _attend(self, layer: Layer, x: Tensor, cache: Tensor, rotation: Tensor) -> Tensor:
-        """Attention of the new position [B, hidden] over all slots filled so far, before the output layer."""
-        rows, queries, keys = len(x), self.query_heads, self.kv_heads
-        heads = layer.qkv(x).contiguous().view(rows, queries + 2 * keys, self.head_dim)
+    def _rotated_heads(self, layer: Layer, x: Tensor, rotation: Tensor) -> Tensor:
+        queries, rotated = self.query_heads, self.query_heads + self.kv_heads
+        heads = layer.qkv(x).contiguous().view(len(x), -1, self.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             heads[:, :queries] = layer.query_norm(heads[:, :queries])
-            heads[:, queries : queries + keys] = layer.key_norm(heads[:, queries : queries + keys])
-        torch.view_as_complex(heads[:, : queries + keys].unflatten(2, (-1, 2))).mul_(rotation)
-        cache[:rows, self.filled] = heads[:, queries:].view(rows, 2, keys, self.head_dim)
-        past_keys, past_values = cache[:rows, : self.filled + 1].permute(2, 0, 3, 1, 4)
-        # Query heads of one key head take the place of query positions: [B, kv_heads, group, head_dim].
-        attended = F.scaled_dot_product_attention(
-            heads[:, :queries].view(rows, keys, -1, self.head_dim),
-            past_keys,
-            past_values,
-            attn_mask=None if self.bias is None else self.bias[:rows, :, :, : self.filled + 1],
-            scale=layer.scaling,
-        )
-        return attended.reshape(rows, -1)
+            heads[:, queries:rotated] = layer.key_norm(heads[:, queries:rotated])
+        torch.view_as_complex(heads[:, :rotated].unflatten(2, (-1, 2))).mul_(rotation)
+        return heads
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.head(self.final_norm(x)).contiguous()
 
     def keep(self, rows: Tensor) -> None:
         places = torch.arange(len(rows))
         moved = places[rows != places]
         if len(moved):
             self.cache[:, moved, : self.filled] = self.cache[:, rows[moved], : self.filled]
-        self.positions = self.positions[rows]
         if self.bias is not None:
-            self.bias = self.bias[rows]
+            self.bias, self.padding = self.bias[rows], self.padding[rows]
