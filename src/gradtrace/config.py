@@ -116,7 +116,7 @@ class DataConfig:
 @dataclass
 class RewardConfig:
     name: str = _choice("task", "gsm8k", "last_number")
-    """`task`: as the task judges (arithmetic: 1 if the final digit is right). `gsm8k`: the number after ####.
+    """`task`: as the task judges (arithmetic: 1 if the whole chain is right). `gsm8k`: the number after ####.
     `last_number`: the number in the last \\boxed{} or after the last `Answer:`."""
     path: str = ""
     """Your own: `my_rewards.py:my_reward`, a function (response: str, item: dict) -> float."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,12 +61,14 @@ def test_first_wrong_token_is_the_first_difference(chain: Chain, data: st.DataOb
     assert arithmetic.first_wrong_token(item, [*right, 5]) == len(right)
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [("3+7=0*4=0-2=8+9=7", 1.0), ("=7", 1.0), ("3+7=0*4=0-2=8+9=8", 0.0), ("7", 0.0), ("", 0.0)],
-)
-def test_reward_sees_the_final_digit(response: str, reward: float) -> None:
-    assert task().reward(response, {"answer": "7"}) == reward
+@given(chains)
+def test_reward_is_one_exactly_where_no_token_is_wrong(chain: Chain) -> None:
+    arithmetic = task()
+    right, wrong = chain.solution(), chain.solution(0.5, random.Random(1))
+    item = {"expected": right}
+    for text in (right, wrong, right[:-1], ""):
+        ids = [*arithmetic.encode(text), arithmetic.stop_token_ids[0]]
+        assert arithmetic.reward(text, item) == float(arithmetic.first_wrong_token(item, ids) is None)
 
 
 def test_tokenizer_is_one_token_per_character_and_survives_saving(tmp_path: Path) -> None:

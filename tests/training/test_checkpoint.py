@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -99,6 +100,35 @@ def test_folder_that_latest_never_reached_is_removed_on_resume(tmp_path: Path) -
     (tmp_path / "checkpoints/.step_000003.77.tmp").mkdir()
     checkpoints.discard_unfinished()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_000001"]
+
+
+def test_disk_that_fills_up_while_saving_costs_one_checkpoint(tmp_path: Path) -> None:
+    """Writes beyond a size limit fail in the middle of a file, as on a full disk, from the second checkpoint on."""
+
+    class SmallDiskTrainer(Trainer):
+        def save(self, step: int) -> Path:
+            if step == 4:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+            return super().save(step)
+
+    settings = ("trainer.total_steps=5", "trainer.checkpoint.every=2", "trainer.validation.every=0")
+    process = os.fork()
+    if process == 0:
+        run.Trainer = SmallDiskTrainer  # type: ignore[misc]
+        try:
+            run.train(load_config(overrides(tmp_path, *settings)))
+        except GradtraceError as error:
+            told = "could not be saved" in str(error) and "step_000002, is untouched" in str(error)
+            os._exit(7 if told else 1)
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    folder = tmp_path / "runs/demo"
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step_000002"]
+    straight = run.train(config(tmp_path, *settings, "trainer.name=straight")).run_dir
+    run.train(load_config([f"resume={folder}"]))
+    assert metrics(folder) == metrics(straight)
 
 
 @pytest.mark.slow

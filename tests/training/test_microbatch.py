@@ -61,12 +61,17 @@ def test_statistics_equal_those_of_each_response_alone(layout: str, budget: int,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "granite"])
 def test_layouts_work_with_other_architectures(layout: str, name: str) -> None:
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     settings = {
         "llama": {**size, "intermediate_size": 32},
         "qwen3": {**size, "intermediate_size": 32, "head_dim": 8},
+        "granite": {
+            **size,
+            "intermediate_size": 32,
+            "logits_scaling": 3.0,
+        },  # divides its logits after lm_head
         "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
     }
     torch.manual_seed(0)

@@ -4,7 +4,8 @@
     response  3+7=0*4=0-2=8+9=7<eos>
 
 The one correct response follows from the prompt, so the first wrong token of any response is known by rule and
-attribution can be judged against the truth. The reward sees the final digit only, as an outcome reward does.
+attribution can be judged against the truth. The reward is 1 for that response and 0 for every other: a single
+number at the end, as verifiers give it, that says nothing about where a response went wrong.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class ArithmeticTask:
         return list(prompts.values())
 
     def reward(self, response: str, item: Item) -> float:
-        """1 if the text ends in `=d` with d the right final digit."""
-        return float(response[-2:] == f"={item['answer']}")
+        """1 if the whole chain is right."""
+        return float(response == item["expected"])
 
     def first_wrong_token(self, item: Item, response_ids: list[int]) -> int | None:
         """Index of the first token that differs from the one correct response; None if every token is right."""

@@ -178,8 +178,8 @@ def samples_table(step: int, batch: RolloutBatch) -> Table:
 
 
 def _tail(text: str, limit: int = 160) -> str:
-    """The end of a long text: that is where the answer is."""
-    text = text.replace("\n", " ")
+    """The end of a long text, where the answer is. A model's control characters must not reach the terminal."""
+    text = "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
     return text if len(text) <= limit else f"…{text[-limit:]}"
 
 
