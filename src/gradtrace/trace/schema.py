@@ -77,6 +77,11 @@ class TracinReason(enum.IntEnum):
     DROPPED_BELOW_FRACTION = 5
     DROPPED_LOWEST = 6
     DROPPED_NON_FINITE = 7
+    KEPT_SCORE_ONLY = 8
+    """`selection: none`: scored, and nothing was dropped."""
+    VALIDATION = 9
+    """No candidate: a response of the validation set, stored so that it can be looked at. Its score is NaN,
+    its `kept` False, and its group holds validation responses only."""
 
 
 class ProbeBatch(enum.IntEnum):
@@ -136,7 +141,8 @@ COLUMNS: dict[str, Column] = {column.name: column for column in (
     Column("reason", "uint8", "response", "why it was kept or dropped", values=TracinReason),
     Column("batch", "uint8", "response", "the probe's evaluation or update batch", values=ProbeBatch),
     Column("share", "float32", "response",
-           "its share of the predicted entropy change (update batch; else 0)", unit="nats"),
+           "its share of the predicted entropy change (update batch; else 0); positive = raises entropy",
+           unit="nats"),
     Column("token_offsets", "int64", "response", "where each response begins in the token columns",
            is_offsets=True),
 
@@ -156,6 +162,12 @@ COLUMNS: dict[str, Column] = {column.name: column for column in (
     Column("entropy_change", "float32", "token",
            "predicted change of the entropy at this token (evaluation batch)",
            unit="nats", ragged_by="token_offsets"),
+    Column("entropy_change_measured", "float32", "token",
+           "measured change of the entropy at this token, same prefix, after the update (evaluation batch)",
+           unit="nats", ragged_by="token_offsets"),
+    Column("token_share", "float32", "token",
+           "its share of the predicted entropy change (update batch; else 0); sums to the response's share; "
+           "positive = raises entropy", unit="nats", ragged_by="token_offsets"),
 
     Column("pairwise_member_offsets", "int64", "response",
            "where each response's list begins in pairwise_member", is_offsets=True),
@@ -220,7 +232,10 @@ _PROBE = Kind(
     ENTROPY_PROBE,
     "predicted entropy change of an update: per evaluation token and per update response",
     required=(*_EVERY_KIND, "batch", "share", "entropy"),
-    optional=("accepted", "advantage", "log_prob", "entropy_change"),
+    optional=(
+        *("accepted", "advantage", "log_prob"),
+        *("entropy_change", "entropy_change_measured", "token_share"),
+    ),
 )
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (_ENTROPY, _INFLUENCE, _TRACIN, _PROBE)}
 
@@ -237,6 +252,24 @@ META_KEYS = {
     "sign": SIGN_STATEMENT,
     "temperature": "sampling temperature; entropy and log_prob are taken at it",
     "task": "name of the task",
+    # tracin
+    "diagnosis": "list of sentences: what is notable about this step's scores",
+    "selection": "the rule that kept and dropped",
+    "val_strategy": "how the validation responses were chosen",
+    # entropy_probe; every entropy change is in nats per token, positive = entropy rises
+    "delta_h_predicted": "predicted change of the mean entropy by this update",
+    "delta_h_predicted_stderr": "its standard error (jackknife over evaluation sequences)",
+    "delta_h_measured": "measured change, same sequences with importance weights",
+    "delta_h_measured_stderr": "its standard error",
+    "delta_h_fresh": "measured change on freshly sampled sequences",
+    "delta_h_fresh_stderr": "its standard error",
+    "delta_h_legacy": "predicted change in the older form, inner product of mean gradients",
+    "delta_h_covariance": "the estimate −η·Cov(log π, A)",
+    "ess": "effective sample size of the importance weights, in sequences",
+    "momentum_share": "part of delta_h_predicted that earlier batches (the first moment) bring",
+    "decay_share": "part of delta_h_predicted that weight decay brings",
+    "eta_sweep": "list of {eta, predicted, measured, predicted_stderr, measured_stderr, ess}; eta in units of "
+    "the learning rate of the update",
 }
 
 # columns that another column of the same file decides, filled in when the caller leaves them out
