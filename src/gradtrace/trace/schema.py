@@ -82,6 +82,14 @@ class TracinReason(enum.IntEnum):
     VALIDATION = 9
     """No candidate: a response of the validation set, stored so that it can be looked at. Its score is NaN,
     its `kept` False, and its group holds validation responses only."""
+    KEPT_NO_SIGNAL = 10
+    """The validation gradient says nothing in this step (it is zero), so that everything was kept."""
+    KEPT_ZERO = 11
+    """Its own gradient is zero, or orthogonal: neither helpful nor harmful, and the rule drops harmful ones only."""
+    DROPPED_ZERO = 12
+    """Its own gradient is zero, or orthogonal, and the rule keeps helpful ones only."""
+    KEPT_WEIGHTED = 13
+    """The rule gives every response a weight instead of dropping some."""
 
 
 class ProbeBatch(enum.IntEnum):
@@ -139,6 +147,13 @@ COLUMNS: dict[str, Column] = {column.name: column for column in (
            unit="inner product"),
     Column("kept", "bool", "response", "used by the update"),
     Column("reason", "uint8", "response", "why it was kept or dropped", values=TracinReason),
+    Column("score_low", "float32", "response",
+           "lower end of the score's bootstrap interval over validation prompts; NaN = not measured",
+           unit="inner product"),
+    Column("score_high", "float32", "response", "upper end of that interval; NaN = not measured",
+           unit="inner product"),
+    Column("weight", "float32", "response", "what the update multiplies its advantage with; 0 = dropped"),
+    Column("flipped", "bool", "response", "its reward was flipped on purpose (reward.flip_probability)"),
     Column("batch", "uint8", "response", "the probe's evaluation or update batch", values=ProbeBatch),
     Column("share", "float32", "response",
            "its share of the predicted entropy change (update batch; else 0); positive = raises entropy",
@@ -226,7 +241,11 @@ _TRACIN = Kind(
     TRACIN,
     "score of every response against a validation objective, and what selection made of it",
     required=(*_EVERY_KIND, "score", "kept", "reason"),
-    optional=(*_EXPECTED, "accepted", "advantage", "entropy", "log_prob", "first_wrong"),
+    optional=(
+        *_EXPECTED,
+        *("accepted", "advantage", "entropy", "log_prob", "first_wrong"),
+        *("score_low", "score_high", "weight", "flipped"),
+    ),
 )
 _PROBE = Kind(
     ENTROPY_PROBE,
@@ -256,6 +275,11 @@ META_KEYS = {
     "diagnosis": "list of sentences: what is notable about this step's scores",
     "selection": "the rule that kept and dropped",
     "val_strategy": "how the validation responses were chosen",
+    "method": "how the scores were computed: ghost or tangent",
+    "val_loss": "validation loss −mean_r(A_r Σ_t log-prob)",
+    "val_norm": "norm of the validation gradient",
+    "train_norm": "norm of the gradient of the whole training batch; absent where it was not measured",
+    "val_norms": "norm of the validation gradient by layer group",
     # entropy_probe; every entropy change is in nats per token, positive = entropy rises
     "delta_h_predicted": "predicted change of the mean entropy by this update",
     "delta_h_predicted_stderr": "its standard error (jackknife over evaluation sequences)",
