@@ -22,7 +22,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt, Task
 from gradtrace.tasks.rewards import RewardFunction
-from gradtrace.training.metrics import Timer
+from gradtrace.training.metrics import GENERATED, Timer
 
 
 class Experience:
@@ -106,6 +106,7 @@ class Experience:
         assert batch.rewards is not None
         counts = count_groups(batch.rewards, batch.group)
         return {
+            GENERATED: float(len(scores)),
             "critic/score/mean": float(scores.mean()),
             "rollout/groups_mixed": counts.mixed / counts.total,
             "rollout/groups_constant": counts.constant / counts.total,

@@ -17,7 +17,7 @@ from gradtrace.training.checkpoint import Checkpoints
 from gradtrace.training.experience import Experience, add_advantages
 from gradtrace.training.interrupt import Interrupt
 from gradtrace.training.logger import Tracker
-from gradtrace.training.metrics import Timer, batch_metrics
+from gradtrace.training.metrics import GENERATED, Timer, batch_metrics
 from gradtrace.training.microbatch import MicroBatches, padding_share
 from gradtrace.training.observer import OptimizerStep, StepObserver
 from gradtrace.training.packed_attention import is_supported
@@ -107,7 +107,8 @@ class Trainer:
                 f"with: gradtrace train resume={self.files.path}"
             ) from error
         batch, step_metrics = self.train_step(batch, step, timer)
-        metrics.update(step_metrics)
+        generated = metrics[GENERATED] + step_metrics.get(GENERATED, 0.0)  # instruments may sample, too
+        metrics.update({**step_metrics, GENERATED: generated})
         validation = self.config.trainer.validation
         if validation.every and step % validation.every == 0:
             metrics.update(self._validate(timer))

@@ -11,6 +11,12 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 
+GENERATED = "perf/generated_responses"
+"""Responses sampled in a step, whatever for (evaluation on `trainer.validation` left out). An instrument that samples,
+such as TracIn its validation set, reports its own under the same name, and the counts are added up."""
+TRAINED = "perf/trained_responses"
+"""Responses that the update of a step used."""
+
 
 class Timer:
     """`with timer("gen"): …` adds up seconds under timing_s/gen."""
@@ -55,6 +61,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         **spread("critic/advantages", batch.advantages[batch.response_mask]),
         **spread("response_length", batch.response_lengths),
         "response_length/clip_ratio": float((~batch.finished).float().mean()),
+        TRAINED: float(len(batch) if batch.kept is None else batch.kept.sum()),
         "prompt_length/mean": float(prompt_lengths.mean()),
         "prompt_length/max": float(prompt_lengths.max()),
     }

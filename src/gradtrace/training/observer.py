@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.training.metrics import GENERATED
 from gradtrace.training.microbatch import MicroBatch
 
 
@@ -69,7 +70,8 @@ class StepObserver:
         return nullcontext()
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """All updates of the step are done. Returns metrics."""
+        """All updates of the step are done. Returns metrics; `perf/generated_responses`, if the instrument sampled
+        responses of its own, is added to the rollout's."""
         return {}
 
     def close(self) -> None:
@@ -110,7 +112,14 @@ class Observers(StepObserver):
             yield
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        return {k: v for observer in self.observers for k, v in observer.after_update(batch, step).items()}
+        metrics: dict[str, float] = {}
+        for observer in self.observers:
+            own = observer.after_update(batch, step)
+            generated = metrics.get(GENERATED, 0.0) + own.get(GENERATED, 0.0)
+            metrics.update(own)
+            if generated:
+                metrics[GENERATED] = generated
+        return metrics
 
     def close(self) -> None:
         for observer in self.observers:
