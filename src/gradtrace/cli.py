@@ -16,6 +16,7 @@ COMMANDS = {
     "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
     "trace": ("gradtrace.trace.command", "list, show, export or import the traces of a run"),
     "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
+    "completion": ("gradtrace.completion", "print a script that completes commands and keys in your shell"),
 }
 
 EPILOG = """\

@@ -1,0 +1,90 @@
+"""Parts of the site that are made from the code, so that they cannot go stale.
+
+`<!-- generated: knobs -->` becomes one table per configuration class, from the fields and the docstrings under them;
+`<!-- generated: columns -->` the columns of step files; `<!-- generated: commands -->` each command's `--help`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import re
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from gradtrace import cli, config
+from gradtrace.trace.schema import COLUMNS
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATORS[found.group(1)](), markdown)
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """{field: the string literal under it}."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            value = following.value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                assert isinstance(statement.target, ast.Name)
+                found[statement.target.id] = value.value
+    return found
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def tables(cls: type, prefix: str) -> list[str]:
+    """A section for `cls`, then one for each of its nested classes."""
+    texts, hints = docstrings(cls), typing.get_type_hints(cls)
+    rows, nested = [], []
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            nested += tables(hints[field.name], f"{prefix}{field.name}.")
+            continue
+        default = default_of(field)
+        choices = field.metadata.get("choices")
+        meaning = cell(texts.get(field.name, ""))
+        if choices:
+            meaning += " One of " + ", ".join(f"`{choice}`" for choice in choices) + "."
+        shown = repr(default) if default != "" else "empty"
+        rows.append(f"| `{prefix}{field.name}` | `{shown}` | {meaning} |")
+    title = [f"### {prefix.rstrip('.') or 'top level'}", "", "| key | default | meaning |", "|---|---|---|"]
+    return [*title, *rows, "", *nested] if rows else nested
+
+
+def knobs() -> str:
+    return "\n".join(tables(config.Config, ""))
+
+
+def columns() -> str:
+    lines = ["| column | level | type | meaning |", "|---|---|---|---|"]
+    for name, column in COLUMNS.items():
+        meaning = cell(column.meaning) + (f" [{column.unit}]" if column.unit else "")
+        lines.append(f"| `{name}` | {column.level} | {column.dtype} | {meaning} |")
+    return "\n".join(lines)
+
+
+def commands() -> str:
+    parts = []
+    for name, (_, summary) in cli.COMMANDS.items():
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            cli.build_parser([name]).parse_args([name, "--help"])
+        parts.append(f"## gradtrace {name}\n\n{summary}\n\n```text\n{text.getvalue()}```\n")
+    return "\n".join(parts)
+
+
+GENERATORS: dict[str, Callable[[], str]] = {"knobs": knobs, "columns": columns, "commands": commands}
