@@ -27,7 +27,8 @@ class Scored:
 
     rows: Tensor
     """long[r]: `RolloutBatch` rows, in the order of the trace's responses."""
-    optimizer_step: int
+    optimizer_step: Tensor
+    """long[r]: steps taken on this rollout before each of them was captured."""
     trace: InfluenceTrace
 
 
@@ -78,7 +79,9 @@ def influence_columns(
         "group_status": status.numpy(),
         **response_columns(batch, rows, truth),
         "selection": np.array([selection_of(flags) for flags in captured], dtype=np.uint8),
-        "optimizer_step": np.array([part.optimizer_step for _, _, part in entries], dtype=np.int64),
+        "optimizer_step": np.array(
+            [int(part.optimizer_step[local]) for _, local, part in entries], dtype=np.int64
+        ),
         "prompt_influence": np.array(
             [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
         ),

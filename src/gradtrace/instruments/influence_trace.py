@@ -50,6 +50,8 @@ class InfluenceSettings:
     on_error: str = "warn"
     kl_in_loss: bool = False
     entropy_bonus: bool = False
+    policy_gradient: bool = True
+    """At ratio 1 the loss has the gradient −A ∇ℓ for every token, up to one factor per response."""
 
 
 class InfluenceTraceInstrument(StepObserver):
@@ -118,27 +120,26 @@ class InfluenceTraceInstrument(StepObserver):
         assert self._batch is not None
         self._drop_unscored(self._batch)
         self._pending = update
+        self._pending_is_scored = False
         chosen = self._status[self._batch.group[update.rows]] == int(GroupStatus.SCORED)
         self._rows = update.rows[chosen]
         self._local = torch.full((len(self._batch),), -1, dtype=torch.long)
         self._local[self._rows] = torch.arange(len(self._rows))
+        self._captured_at = torch.full((len(self._rows),), update.number)
 
     def _drop_unscored(self, batch: RolloutBatch) -> None:
         """A mini-batch whose gradients were not finite had no optimizer step, so it was never scored."""
-        update = self._pending
-        if (
-            update is None
-            or self._failed
-            or any(part.optimizer_step == update.number for part in self._scored)
-        ):
+        if self._pending is None or self._failed or self._pending_is_scored:
             return
         self.tracer.reset()
         self._status[batch.group[self._rows]] = int(GroupStatus.NON_FINITE)
 
     @contextmanager
     def _captured(self, backward: Backward, response: Tensor) -> Iterator[None]:
-        micro, update = backward.micro, backward.update
-        own_pass = needs_own_backward(self.config.output_function, self._training_pass(update))
+        micro = backward.micro
+        captured = self._local[micro.rows]
+        self._captured_at[captured[captured >= 0]] = backward.number
+        own_pass = needs_own_backward(self.config.output_function, self._training_pass(backward))
         if own_pass:
             with self._guarded(), self._capture(micro, response, 1.0):
                 self._own_backward(micro)
@@ -179,9 +180,10 @@ class InfluenceTraceInstrument(StepObserver):
         head = self.policy.model.get_output_embeddings()
         return [name for name, module in self.policy.model.named_modules() if module is head]
 
-    def _training_pass(self, update: OptimizerStep) -> TrainingPass:
+    def _training_pass(self, backward: Backward) -> TrainingPass:
         return TrainingPass(
-            on_policy=update.number == 0,
+            on_policy=backward.number == 0,
+            policy_gradient_at_ratio_one=self.settings.policy_gradient,
             kl_in_loss=self.settings.kl_in_loss,
             entropy_bonus=self.settings.entropy_bonus,
             one_advantage_per_response=bool(
@@ -211,7 +213,9 @@ class InfluenceTraceInstrument(StepObserver):
         if self._active and self._pending is update and not self._failed and len(self._rows):
             with self._guarded():
                 terms = self._terms if self.config.wants_loss_term else None
-                self._scored.append(Scored(self._rows, update.number, self.tracer.score(terms=terms)))
+                trace = self.tracer.score(terms=terms)
+                self._scored.append(Scored(self._rows, self._captured_at, trace))
+                self._pending_is_scored = True
         yield
 
     def _terms(self, responses: list[int]) -> Tensor:

@@ -46,6 +46,14 @@ class Backward:
     token_losses: Callable[[Tensor], Tensor]
     """Rows of the `RolloutBatch` → their tokens' own terms of the loss at the current weights, before aggregation,
     one after the other; runs the model."""
+    optimizer_steps: int | None = None
+    """Optimizer steps taken on this rollout before this pass, where a host spreads `update.rows` over several of
+    them; None: `update.number`."""
+
+    @property
+    def number(self) -> int:
+        """Optimizer steps taken on this rollout before this pass: which θ it runs at."""
+        return self.update.number if self.optimizer_steps is None else self.optimizer_steps
 
 
 class StepObserver:
