@@ -2,15 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTHON_FILES := src tests benchmarks docs/_hooks examples
 # kronfluence would pull torchvision and another torch; it needs only these and works with ours.
 NO_DEPS := kronfluence einconv einops opt-einsum
 
-.PHONY: help demo test quick lint bench clean
+.PHONY: help demo test quick lint docs bench bench-check clean
 help:
 	@echo "make demo    create .venv, install, run the embedded demo"
 	@echo "make test    create .venv, install everything, lint, type-check and run all tests"
 	@echo "make quick   the tests that take seconds"
+	@echo "make docs    build the documentation into build/site; a broken link fails"
 	@echo "make bench   run every benchmark and rewrite docs/benchmarks.md"
+	@echo "make bench-check   run the benchmarks of the engine and the loop, fail where a ratio misses its target"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,19 +33,25 @@ $(VENV)/.full: $(VENV)/.core
 demo: $(VENV)/.core
 	$(BIN)/gradtrace train
 
-test: $(VENV)/.full lint
+test: $(VENV)/.full lint docs
 	$(BIN)/pytest
 
 quick: $(VENV)/.full
 	$(BIN)/pytest -m "not slow"
 
 lint: $(VENV)/.full
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy
+
+docs: $(VENV)/.full
+	$(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/.full
 	$(BIN)/python -m benchmarks
+
+bench-check: $(VENV)/.full
+	$(BIN)/python -m benchmarks --check solvers capture rollout trainer trace_overhead
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,13 +1,17 @@
-"""Run every benchmark, one after the other, and rewrite the table in docs/benchmarks.md.
+"""Run benchmarks, one after the other, and rewrite the table in docs/benchmarks.md.
 
 python -m benchmarks                  all of them
-python -m benchmarks --quick rollout  only these, small sizes; the table is left alone
+python -m benchmarks rollout solvers  only these; the others keep their last results in the table
+python -m benchmarks --quick rollout  small sizes; results and table are left alone
+python -m benchmarks --check solvers  as above, and fail if a ratio misses its target (benchmarks/targets.json)
+python -m benchmarks --table          only make the table again, from the results of the last runs
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import pkgutil
 import subprocess
 import sys
@@ -18,6 +22,10 @@ import benchmarks
 from benchmarks.common import REPOSITORY, machine
 
 DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+"""The last full result of each benchmark, NAME.json, with the machine and the day."""
+TARGETS = REPOSITORY / "benchmarks" / "targets.json"
+"""{ratio: {"min": …} or {"max": …}}: what a ratio must reach."""
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 NOT_BENCHMARKS = {"__main__", "common"}
 NEW_DOCUMENT = f"""# Benchmarks
@@ -52,22 +60,41 @@ def run(name: str, quick: bool) -> dict[str, Any] | None:
     return json.loads(last_line)
 
 
-def table(results: list[dict[str, Any]], failed: list[str]) -> str:
-    versions: dict[str, str] = {}
-    for result in results:
-        versions.update(result["versions"])
-    lines = [
-        f"Measured on {time.strftime('%Y-%m-%d')}: {machine()}; "
-        + ", ".join(f"{package} {version}" for package, version in versions.items())
-        + ".",
-        "",
-        "| benchmark | ratio | value |",
-        "|---|---|---:|",
-    ]
+def missed_targets(ratios: dict[str, float]) -> list[str]:
+    """One sentence for each ratio that is worse than its target."""
+    missed = []
+    for label, target in json.loads(TARGETS.read_text()).items():
+        if label not in ratios:
+            continue
+        low, high = target.get("min", -math.inf), target.get("max", math.inf)
+        if not low <= ratios[label] <= high:
+            missed.append(f"{label} is {ratios[label]:.3g}, to reach: {describe(target)}")
+    return missed
+
+
+def describe(target: dict[str, float]) -> str:
+    return " and ".join(
+        f"{sign} {target[end]:g}" for end, sign in (("min", "≥"), ("max", "≤")) if end in target
+    )
+
+
+def save(result: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    result = result | {"machine": machine(), "day": time.strftime("%Y-%m-%d")}
+    (RESULTS / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    targets = json.loads(TARGETS.read_text())
+    lines = ["| benchmark | ratio | value | to reach |", "|---|---|---:|---|"]
     for result in results:
         for label, ratio in result["ratios"].items():
-            lines.append(f"| {result['name']} | `{label}` | {ratio:.2f} |")
-    lines += [f"| {name} | did not finish | – |" for name in failed]
+            target = describe(targets.get(label, {}))
+            lines.append(f"| {result['name']} | `{label}` | {ratio:.2f} | {target} |")
+    lines += ["", "Measured on:", ""]
+    for result in results:
+        versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+        lines.append(f"- {result['name']}: {result['day']}, {result['machine']}; {versions}")
     return "\n".join(lines)
 
 
@@ -87,26 +114,31 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these benchmarks (default: all)")
     parser.add_argument("--quick", action="store_true", help="small sizes; does not rewrite the table")
+    parser.add_argument("--check", action="store_true", help="fail if a ratio misses its target")
+    parser.add_argument("--table", action="store_true", help="run nothing, make the table again")
     args = parser.parse_args()
 
     known = benchmark_names()
     unknown = sorted(set(args.names) - set(known))
     if unknown:
         sys.exit(f"benchmarks: no benchmark {', '.join(unknown)}; there are: {', '.join(known)}")
-    results, failed = [], []
-    for name in args.names or known:
+    problems = []
+    for name in [] if args.table else args.names or known:
         print(f"{name}:", flush=True)
         result = run(name, args.quick)
         if result is None:
-            failed.append(name)
-        else:
-            results.append(result)
+            problems.append(f"{name} did not finish; see its messages above")
+            continue
+        if args.check:
+            problems += missed_targets(result["ratios"])
+        if not args.quick:
+            save(result)
 
-    if not args.quick and not args.names:
-        rewrite(table(results, failed))
+    if not args.quick:
+        rewrite(table([json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]))
         print(f"table rewritten in {DOCUMENT}")
-    if failed:
-        sys.exit(f"benchmarks: {', '.join(failed)} did not finish; see the messages above")
+    if problems:
+        sys.exit("benchmarks: " + "\n            ".join(problems))
 
 
 if __name__ == "__main__":
