@@ -15,6 +15,10 @@ COMMANDS = {
     "view": ("gradtrace.viewer.view", "look at runs in the browser: curves, groups, token heat maps"),
     "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
     "trace": ("gradtrace.trace.command", "list, show, export or import the traces of a run"),
+    "compare": (
+        "gradtrace.compare.command",
+        "curves of several runs with intervals over seeds, at equal cost",
+    ),
     "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
     "completion": ("gradtrace.completion", "print a script that completes commands and keys in your shell"),
 }
