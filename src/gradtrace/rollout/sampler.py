@@ -95,7 +95,7 @@ class Sampler:
         # of the family that LlamaDecoder supports we know that it keeps none.
         known = llama_decoder.supports(self.model)
         make_decoder = LlamaDecoder if known else ModelDecoder
-        with _evaluation_mode(self.model), torch.inference_mode() if known else torch.no_grad():
+        with evaluation_mode(self.model), torch.inference_mode() if known else torch.no_grad():
             for rows in self._chunks([len(prompt) for prompt in prompts], params):
                 self._sample_chunk(make_decoder, prompts, rows, params, uniforms, responses, report)
 
@@ -203,7 +203,7 @@ def _context_limit(model: Any) -> int | None:
 
 
 @contextmanager
-def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """No dropout while sampling; afterwards exactly those modules train that did before."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,0 +1,186 @@
+"""From numbers per token to entropy changes with their standard errors.
+
+Every estimate here is a function of sums over sequences, so that the jackknife (leave one prompt out, all its
+sequences with it) costs nothing and speaks of exactly the number that is reported. Everything is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_WEIGHT_LIMIT = 10.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """In nats per token; positive = entropy rises."""
+
+    value: float
+    stderr: float
+
+
+Statistic = Callable[[dict[str, Tensor]], Tensor]
+"""Sums over sequences by name (each [...]) → the estimate [...]."""
+
+
+def jackknife(columns: dict[str, Tensor], group: Tensor, statistic: Statistic) -> Estimate:
+    """`columns`: one number per sequence, [R]; `group`: long[R], sequences of one number are left out together."""
+    _, member = group.unique(return_inverse=True)
+    count = int(member.max()) + 1
+    totals = {name: values.double().sum() for name, values in columns.items()}
+    value = float(statistic(totals))
+    if count < 2:
+        return Estimate(value, float("nan"))
+    without = {
+        name: totals[name] - torch.zeros(count, dtype=torch.float64).index_add_(0, member, values.double())
+        for name, values in columns.items()
+    }
+    left_out = statistic(without)
+    spread = (count - 1) / count * (left_out - left_out.mean()).square().sum()
+    return Estimate(value, float(spread.sqrt()))
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Numbers per token of R sequences, one after the other: N tokens."""
+
+    lengths: Tensor
+    """long[R]."""
+    group: Tensor
+    """long[R]: the prompt of each sequence."""
+    log_probs: Tensor
+    """float64[N]."""
+    entropies: Tensor
+    """float64[N]: of the full distribution that each token was drawn from."""
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """[N] → [R]: sums."""
+        owner = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+        return torch.zeros(len(self.lengths), dtype=torch.float64).index_add_(0, owner, values.double())
+
+    def after_each_token(self, values: Tensor) -> Tensor:
+        """[N] → [N]: the sum over the later tokens of the same sequence."""
+        running = values.double().cumsum(0)
+        ends = running[self.lengths.cumsum(0) - 1]
+        return ends.repeat_interleave(self.lengths) - running
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """T, h and S of every sequence."""
+        return {
+            "T": self.lengths.double(),
+            "h": self.per_sequence(self.entropies),
+            "S": self.per_sequence(self.log_probs),
+        }
+
+    @property
+    def mean_entropy(self) -> float:
+        return float(self.entropies.sum() / self.lengths.sum())
+
+
+def score_weights(base: Tokens) -> Tensor:
+    """[R]: h_i − H̄·T_i, what multiplies ∂S_i in the derivative of the mean entropy."""
+    sums = base.sums
+    return sums["h"] - base.mean_entropy * sums["T"]
+
+
+# ---------------------------------------------------------------- predicted
+
+
+def _predicted(s: dict[str, Tensor]) -> Tensor:
+    """[Σ∂h + Σ(h − H̄T)∂S] / ΣT."""
+    return (s["dh"] + s["h·dS"] - s["h"] / s["T"] * s["T·dS"]) / s["T"]
+
+
+def _predicted_columns(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -> dict[str, Tensor]:
+    sums = base.sums
+    dh, ds = base.per_sequence(d_entropies), base.per_sequence(d_log_probs)
+    return {**sums, "dh": dh, "dS": ds, "h·dS": sums["h"] * ds, "T·dS": sums["T"] * ds}
+
+
+def predicted_change(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -> Estimate:
+    """Derivative of the importance-weighted mean entropy of this very batch; d_…: [N], along the update."""
+    return jackknife(_predicted_columns(base, d_log_probs, d_entropies), base.group, _predicted)
+
+
+def reward_to_go_change(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -> Estimate:
+    """As `predicted_change` in expectation, with less noise: a token is credited with later entropies only."""
+    later = base.after_each_token(base.entropies) * d_log_probs
+    count = base.after_each_token(torch.ones_like(base.entropies)) * d_log_probs
+    columns = {
+        **base.sums,
+        "dh": base.per_sequence(d_entropies),
+        "h·dS": base.per_sequence(later),
+        "T·dS": base.per_sequence(count),
+    }
+    return jackknife(columns, base.group, _predicted)
+
+
+def score_function_change(base: Tokens, d_log_probs: Tensor) -> Estimate:
+    """As `predicted_change` in expectation, from log-probs of the sampled tokens alone (−S in place of h): the
+    textbook estimate, with the most noise."""
+    sums = base.sums
+    ds = base.per_sequence(d_log_probs)
+    columns = {"T": sums["T"], "h": -sums["S"], "dh": torch.zeros_like(ds), "h·dS": -sums["S"] * ds}
+    columns["T·dS"] = sums["T"] * ds
+    return jackknife(columns, base.group, _predicted)
+
+
+# ---------------------------------------------------------------- measured
+
+
+@dataclass(frozen=True)
+class Measured:
+    change: Estimate
+    ess: float
+    """Effective sample size of the importance weights, in sequences."""
+    clipped: int
+    """Sequences whose log-weight was cut at ±10."""
+    difference: Estimate
+    """Predicted minus measured, on the same sequences: their noise is mostly shared, so this error is not the root of
+    the sum of the squares of the two."""
+
+
+def _measured(s: dict[str, Tensor]) -> Tensor:
+    return s["w·h'"] / s["w·T"] - s["h"] / s["T"]
+
+
+def log_weights(base: Tokens, after: Tokens) -> Tensor:
+    """[R]: log of the importance weight of each sequence, before it is cut."""
+    return after.sums["S"] - base.sums["S"]
+
+
+def measured_change(
+    base: Tokens, after: Tokens, d_log_probs: Tensor, d_entropies: Tensor, scale: float
+) -> Measured:
+    """The same sequences at the moved weights, self-normalised importance weights. `scale`: how many updates far."""
+    raw = log_weights(base, after)
+    weights = raw.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
+    columns = _predicted_columns(base, d_log_probs, d_entropies)
+    columns["w·h'"] = weights * after.sums["h"]
+    columns["w·T"] = weights * columns["T"]
+    return Measured(
+        change=jackknife(columns, base.group, _measured),
+        ess=float(weights.sum() ** 2 / weights.square().sum()),
+        clipped=int((raw.abs() > LOG_WEIGHT_LIMIT).sum()),
+        difference=jackknife(columns, base.group, lambda s: scale * _predicted(s) - _measured(s)),
+    )
+
+
+def fresh_change(base: Tokens, fresh: Tokens) -> Estimate:
+    """New sequences from the moved weights against the old ones. Both have the same prompts and, if they were drawn
+    with the same random numbers, most of their noise in common: the jackknife leaves a prompt out of both."""
+    totals = [tokens.sums for tokens in (base, fresh)]
+    columns = {"T": totals[0]["T"], "h": totals[0]["h"], "w·T": totals[1]["T"], "w·h'": totals[1]["h"]}
+    return jackknife(columns, base.group, _measured)
+
+
+def covariance_change(log_probs: Tensor, advantages: Tensor, rate: float) -> float:
+    """−η·Cov(log π, A) over the tokens [N] of the update batch: the entropy change of a tabular softmax policy under a
+    natural policy gradient step of size η. Right in sign at best for a network under Adam; no scale of its own."""
+    centred = log_probs.double() - log_probs.double().mean()
+    return -rate * float((centred * advantages.double()).mean())

@@ -1,0 +1,111 @@
+"""Results on disk, phase by phase: an interrupted probe goes on where it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from gradtrace.batch import RESPONSE_COLUMNS, TOKEN_COLUMNS, RolloutBatch
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.atomic import DamagedError, atomic_write, make_folder, remove_leftovers, seal, unseal
+from gradtrace.trace.schema import ragged
+
+IDENTITY = "probe.json"
+
+
+class PhaseStore:
+    """A folder that belongs to one probe: one set of settings, one checkpoint."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self.folder = folder
+        make_folder(folder)
+        remove_leftovers(folder)
+        if not (folder / IDENTITY).exists():
+            atomic_write(folder / IDENTITY, seal(identity, indent=1))
+        elif not is_probe(folder, identity):
+            raise GradtraceError(
+                f"{folder} holds a probe with other settings or of another checkpoint; give another --output, or "
+                "delete it"
+            )
+
+    def has(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def get(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of a phase: from its file, or computed now and kept."""
+        path = self._path(name)
+        if not path.exists():
+            atomic_write(path, save({key: value.contiguous() for key, value in compute().items()}))
+        return load_tensors(path)[0]
+
+    def get_batch(
+        self, name: str, compute: Callable[[], tuple[RolloutBatch, dict[str, Any]]]
+    ) -> RolloutBatch:
+        """A batch, with a note on how it was sampled."""
+        path = self._path(name)
+        if not path.exists():
+            save_batch(*compute(), path)
+        return load_batch(path)[0]
+
+    def remove(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+def is_probe(folder: Path, identity: dict[str, Any]) -> bool:
+    """`folder` was begun by the same probe."""
+    try:
+        found = unseal((folder / IDENTITY).read_bytes())
+    except (OSError, DamagedError):
+        return False
+    return found == json.loads(json.dumps(identity))
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and notes of a file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise GradtraceError(f"{path} cannot be read: {error}") from error
+
+
+def save_batch(batch: RolloutBatch, sampling: dict[str, Any], path: Path) -> None:
+    """`sampling`: the parameters it was drawn with (temperature, top_p, top_k)."""
+    columns = {
+        name: getattr(batch, name)
+        for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "group", "responses", "response_mask")
+        if getattr(batch, name) is not None
+    }
+    ids, offsets = ragged(batch.prompts, "int64")
+    columns |= {"prompt_ids": torch.from_numpy(ids), "prompt_offsets": torch.from_numpy(offsets)}
+    notes = {"items": batch.items, "texts": batch.texts, "sampling": sampling}
+    metadata = {name: json.dumps(value) for name, value in notes.items()}
+    atomic_write(path, save({key: value.contiguous() for key, value in columns.items()}, metadata))
+
+
+def load_batch(path: Path) -> tuple[RolloutBatch, dict[str, Any]]:
+    """A batch that `save_batch` wrote, and how it was sampled."""
+    tensors, notes = load_tensors(path)
+    try:
+        ids, offsets = tensors.pop("prompt_ids").tolist(), tensors.pop("prompt_offsets").tolist()
+        prompts = [ids[start:end] for start, end in itertools.pairwise(offsets)]
+        batch = RolloutBatch(
+            prompts=prompts,
+            items=json.loads(notes["items"]),
+            texts=json.loads(notes["texts"]),
+            **tensors,
+        )
+        return batch, json.loads(notes["sampling"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GradtraceError(f"{path} is not a batch that a probe saved: {error}") from error
