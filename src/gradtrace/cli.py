@@ -19,6 +19,10 @@ COMMANDS = {
         "gradtrace.compare.command",
         "curves of several runs with intervals over seeds, at equal cost",
     ),
+    "data": (
+        "gradtrace.tasks.prepare.command",
+        "make data sets ready for training: gsm8k, dapo_math, mbpp …",
+    ),
     "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
     "completion": ("gradtrace.completion", "print a script that completes commands and keys in your shell"),
 }

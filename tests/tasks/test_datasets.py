@@ -46,12 +46,15 @@ def test_verl_columns_are_read_as_they_are(tmp_path: Path) -> None:
         "prompt": [{"role": "user", "content": "1+1="}],
         "reward_model": {"style": "rule", "ground_truth": "2"},
     }
-    prompt = task(write(tmp_path / "t.parquet", [row]), answer_key="reward_model.ground_truth").next_prompts(
-        1
-    )[0]
-    assert (
-        prompt.item["answer"] == "2" and prompt.item["source"] == "gsm8k" and prompt.item["prompt"] == "1+1="
-    )
+    file = write(tmp_path / "t.parquet", [row])
+    for options in ({}, {"answer_key": "reward_model.ground_truth"}):
+        item = task(file, **options).next_prompts(1)[0].item
+        assert item["answer"] == "2" and item["source"] == "gsm8k" and item["prompt"] == "1+1="
+
+
+def test_own_answer_column_goes_before_verls(tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "answer": "2", "reward_model": {"ground_truth": "3"}}
+    assert task(write(tmp_path / "t.jsonl", [row])).next_prompts(1)[0].item["answer"] == "2"
 
 
 def test_chat_template_system_prompt_and_instruction_are_applied(tmp_path: Path) -> None:
@@ -67,6 +70,65 @@ def test_chat_template_system_prompt_and_instruction_are_applied(tmp_path: Path)
     )
     prompt = DatasetTask(config, tokenizer).next_prompts(1)[0]
     assert tokenizer.decode(prompt.ids) == "99*0+1=-5*="
+
+
+def test_system_prompt_takes_the_place_of_the_rows_own(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}*{% endfor %}"
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+2="}]
+    file = write(tmp_path / "t.jsonl", [{"prompt": messages, "answer": "4"}])
+
+    def text(**options: Any) -> str:
+        config = DataConfig(train=[file], validation_fraction=0.0, **options)
+        return tokenizer.decode(DatasetTask(config, tokenizer).next_prompts(1)[0].ids)
+
+    assert text() == "1*2+2=*"
+    assert text(system_prompt="9") == "9*2+2=*"
+
+
+def test_folder_of_files_is_one_data_set(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", ROWS[:3])
+    write(tmp_path / "b.parquet", ROWS[3:])
+    prompts = task(str(tmp_path), shuffle=False).next_prompts(8)
+    assert [prompt.item["prompt"] for prompt in prompts] == [row["prompt"] for row in ROWS]
+
+
+def test_hugging_face_data_sets_give_the_same_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="the optional package `datasets` is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "repository").mkdir()
+    write(tmp_path / "repository" / "train.parquet", ROWS)
+    write(tmp_path / "repository" / "test.parquet", ROWS[:2])
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    sources = [
+        f"hf:{tmp_path / 'repository'}",
+        f"hf:{tmp_path / 'repository'}:train",
+        str(tmp_path / "saved"),
+    ]
+    for source in sources:
+        prompts = task(source, shuffle=False).next_prompts(8)
+        assert [prompt.item["prompt"] for prompt in prompts] == [row["prompt"] for row in ROWS], source
+    assert len({p.item["prompt"] for p in task(f"hf:{tmp_path / 'repository'}:test").next_prompts(8)}) == 2
+    with pytest.raises(GradtraceError, match=r"data\.train: hf:.*:nosplit cannot be loaded"):
+        task(f"hf:{tmp_path / 'repository'}:nosplit")
+
+
+def test_saved_splits_must_be_chosen(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the optional package `datasets` is not installed")
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(GradtraceError, match="holds the splits train, test; name one"):
+        task(str(tmp_path / "saved"))
+    assert len(task(str(tmp_path / "saved" / "train")).next_prompts(8)) == 8
+
+
+def test_validation_on_training_prompts_is_refused(tmp_path: Path) -> None:
+    train, validation = write(tmp_path / "t.jsonl", ROWS[:5]), write(tmp_path / "v.jsonl", ROWS[4:])
+    with pytest.raises(GradtraceError, match=r"share 1 prompts, e.g. '4\+1='"):
+        task(train, validation=[validation])
+    assert len(task(train, validation=[write(tmp_path / "w.jsonl", ROWS[5:])]).validation_prompts(9)) == 3
 
 
 def test_every_epoch_has_every_prompt_once_in_another_order(tmp_path: Path) -> None:
@@ -112,6 +174,9 @@ def test_overlong_prompts_are_dropped_or_refused(tmp_path: Path) -> None:
         ("broken.jsonl", "{", "not valid JSON"),
         ("list.json", "[1, 2]", "must hold objects"),
         ("text.csv", "a,b", "must be .jsonl"),
+        ("torn.parquet", "PAR1", "not a readable parquet"),
+        ("number.jsonl", '{"prompt": 3, "answer": 3}', "must be a text or a list"),
+        ("roles.jsonl", '{"prompt": [{"text": "x"}], "answer": 3}', "must be a text or a list"),
         ("columns.jsonl", '{"question": "x", "answer": "y"}', "data.prompt_key.*question, answer"),
     ],
 )
@@ -124,6 +189,10 @@ def test_unreadable_data_says_why(tmp_path: Path, name: str, content: str, words
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match=r"nowhere\.jsonl"):
         task(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(GradtraceError, match="Make it with: gradtrace data prepare gsm8k"):
+        task(str(tmp_path / "gsm8k" / "train.parquet"))
+    with pytest.raises(GradtraceError, match=r"holds no \.jsonl"):
+        task(str(tmp_path))
 
 
 def test_end_of_turn_stops_a_response_too() -> None:

@@ -1,26 +1,30 @@
-"""Prompts from files: jsonl, json or parquet, with a chat template for real models.
+"""Prompts from data sets, with a chat template for real models: the task `dataset`.
 
-Rows are read as they are; `data.prompt_key` and `data.answer_key` say which columns matter. verl's column format
-(`prompt` a list of messages, `reward_model.ground_truth`) works with `answer_key=reward_model.ground_truth`.
+Sources are files, folders or hub data sets (see `sources`). Rows are read as they are; `data.prompt_key` and
+`data.answer_key` say which columns matter. verl's column format (`prompt` a list of messages,
+`reward_model.ground_truth`) needs no setting: the ground truth is the answer where a row has no `answer`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from gradtrace.config import DataConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.base import Item, Prompt
 from gradtrace.tasks.rewards import shorten
+from gradtrace.tasks.sources import Row, read_source
 
 logger = logging.getLogger(__name__)
+
+Message = dict[str, str]
+VERL_ANSWER = "reward_model.ground_truth"
+DEFAULT_ANSWER = DataConfig().answer_key
 
 
 class DatasetTask:
@@ -31,9 +35,11 @@ class DatasetTask:
         self.tokenizer = tokenizer
         self.seed = seed
         self.stop_token_ids = stop_token_ids(tokenizer)
-        train = self._load(config.train, "data.train")
+        reader = PromptReader(config, tokenizer)
+        train = reader.read(config.train, "data.train")
         if config.validation:
-            self._validation = self._load(config.validation, "data.validation")
+            self._validation = reader.read(config.validation, "data.validation")
+            refuse_overlap(train, self._validation)
         else:
             self._validation, train = hold_out(train, config.validation_fraction)
         self._train = train
@@ -72,23 +78,32 @@ class DatasetTask:
                 random.Random(f"{self.seed}/{self._epoch}").shuffle(self._order)
         return self._order
 
-    def _load(self, files: list[str], key: str) -> list[Prompt]:
+
+class PromptReader:
+    """Rows become prompts: columns chosen, instruction and system prompt added, template applied, length checked."""
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+
+    def read(self, sources: Sequence[str], key: str) -> list[Prompt]:
+        """The prompts of all `sources`, in order; `key` is the setting that named them."""
         rows = [
-            (file, number, row) for file in files for number, row in enumerate(read_rows(Path(file), key))
+            (source, number, row) for source in sources for number, row in enumerate(read_source(source, key))
         ]
         if not rows:
-            raise GradtraceError(f"{key}={files}: no rows, nothing to train on.")
+            raise GradtraceError(f"{key}={list(sources)}: no rows, nothing to train on.")
         prompts = []
         dropped = 0
-        for file, number, row in rows:
-            prompt = self._prompt(row, f"{file}, row {number}")
+        for source, number, row in rows:
+            prompt = self.prompt(row, f"{source}, row {number}")
             if len(prompt.ids) <= self.config.max_prompt_length:
                 prompts.append(prompt)
             elif self.config.filter_overlong_prompts:
                 dropped += 1
             else:
                 raise GradtraceError(
-                    f"{file}, row {number}: the prompt has {len(prompt.ids)} tokens, more than "
+                    f"{source}, row {number}: the prompt has {len(prompt.ids)} tokens, more than "
                     f"data.max_prompt_length={self.config.max_prompt_length}: {shorten(prompt.item['prompt'], 80)!r}. "
                     "Raise the limit, or drop such prompts with data.filter_overlong_prompts=true."
                 )
@@ -101,28 +116,71 @@ class DatasetTask:
             logger.warning("%s: dropped %d of %d prompts that are too long", key, dropped, len(rows))
         return prompts
 
-    def _prompt(self, row: dict[str, Any], where: str) -> Prompt:
-        prompt = column(row, self.config.prompt_key, where, "data.prompt_key")
-        messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        )
-        if self.config.instruction:
-            messages[-1]["content"] += self.config.instruction
-        if self.config.system_prompt:
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+    def prompt(self, row: Row, where: str) -> Prompt:
+        messages = self._messages(row, where)
         item = {
             **row,
             "prompt": "\n".join(message["content"] for message in messages),
-            "answer": column(row, self.config.answer_key, where, "data.answer_key"),
-            "source": str(row.get("data_source", self.name)),
+            "answer": self._answer(row, where),
+            "source": str(row.get("data_source", DatasetTask.name)),
         }
-        return Prompt(self._encode(messages), item)
+        return Prompt(encode(self.tokenizer, messages, self.config.chat_template), item)
 
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        if self.config.chat_template and self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+    def _messages(self, row: Row, where: str) -> list[Message]:
+        prompt = column(row, self.config.prompt_key, where, "data.prompt_key")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not is_conversation(messages):
+            raise GradtraceError(
+                f"{where}: '{self.config.prompt_key}' must be a text or a list of {{role, content}} messages, "
+                f"and is {shorten(repr(prompt), 80)}."
+            )
+        messages = [dict(message) for message in messages]
+        if self.config.instruction:
+            messages[-1]["content"] += self.config.instruction
+        if self.config.system_prompt:  # instead of the row's own: chat templates take one at most
+            own = messages[1:] if messages[0]["role"] == "system" else messages
+            messages = [{"role": "system", "content": self.config.system_prompt}, *own]
+        return messages
+
+    def _answer(self, row: Row, where: str) -> Any:
+        path = self.config.answer_key
+        verl = row.get("reward_model")
+        if path == DEFAULT_ANSWER and path not in row and isinstance(verl, dict) and "ground_truth" in verl:
+            path = VERL_ANSWER
+        return column(row, path, where, "data.answer_key")
+
+
+def is_conversation(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], chat_template: bool = True
+) -> list[int]:
+    """Token ids of a conversation up to where the model is to answer."""
+    if chat_template and tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+
+
+def refuse_overlap(train: list[Prompt], validation: list[Prompt]) -> None:
+    shared = {prompt.item["prompt"] for prompt in train} & {prompt.item["prompt"] for prompt in validation}
+    if shared:
+        raise GradtraceError(
+            f"data.train and data.validation share {len(shared)} prompts, e.g. {shorten(min(shared), 80)!r}: "
+            "validation would measure memory. Take them out of one (`gradtrace data prepare` does), or leave "
+            "data.validation empty and let data.validation_fraction hold some out."
+        )
 
 
 def hold_out(prompts: list[Prompt], fraction: float) -> tuple[list[Prompt], list[Prompt]]:
@@ -136,27 +194,7 @@ def hold_out(prompts: list[Prompt], fraction: float) -> tuple[list[Prompt], list
     return validation, [prompt for prompt in prompts if prompt.item["prompt"] not in chosen]
 
 
-def read_rows(file: Path, key: str) -> list[dict[str, Any]]:
-    """The rows of a .jsonl, .json (a list) or .parquet file."""
-    if not file.is_file():
-        raise GradtraceError(f"{key}: there is no file {file.absolute()}.")
-    if file.suffix == ".parquet":
-        return pyarrow.parquet.read_table(file).to_pylist()
-    if file.suffix not in (".jsonl", ".json"):
-        raise GradtraceError(f"{key}: {file} must be .jsonl, .json or .parquet.")
-    try:
-        if file.suffix == ".json":
-            rows = json.loads(file.read_text())
-        else:
-            rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    except ValueError as error:
-        raise GradtraceError(f"{key}: {file} is not valid JSON: {error}") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise GradtraceError(f"{key}: {file} must hold objects, one per prompt.")
-    return rows
-
-
-def column(row: dict[str, Any], path: str, where: str, key: str) -> Any:
+def column(row: Row, path: str, where: str, key: str) -> Any:
     """row["a"]["b"] for the path a.b."""
     value: Any = row
     for name in path.split("."):

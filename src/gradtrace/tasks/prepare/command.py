@@ -1,0 +1,106 @@
+"""Make data sets ready for training.
+
+  gradtrace data prepare gsm8k                                    from the Hugging Face hub, into data/gsm8k
+  gradtrace data prepare gsm8k --source gsm8k/train.jsonl         from a file
+  gradtrace data prepare dapo_math --source dapo/train.parquet --test math500.parquet --drop-overlap
+  gradtrace data prepare countdown --numbers 2 3 --count 2000     generated: no source needed
+  gradtrace data prepare mbpp --source sanitized-mbpp.json --validation 60
+
+Normalises rows to verl's columns, removes duplicates and problems whose answers contradict each other, drops prompts
+that are too long, sets some aside for validation, and refuses training data that is also in the test data. Writes
+train.parquet, validation.parquet (and test.parquet), report.json and README.md, a data card. The same input gives the
+same files, and the same problems go to validation however the rows are ordered.
+
+A source is a .jsonl, .json or .parquet file, a folder, or hf:OWNER/NAME[:CONFIG][:SPLIT].
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="data_command", metavar="COMMAND", required=True)
+    prepare = commands.add_parser("prepare", help="clean, split and write a data set", description=__doc__)
+    prepare.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = ["gsm8k", "dapo_math", "countdown", "mbpp", "math500", "aime24", "aime25"]
+    prepare.add_argument("name", choices=names, help="which data set")
+    prepare.add_argument("--source", help="file, folder or hf:… (default: its place on the hub)")
+    prepare.add_argument(
+        "--test", nargs="*", default=[], help="test data: may not be trained on, written as test.parquet"
+    )
+    prepare.add_argument("--output", type=Path, help="folder to write (default: data/NAME)")
+    prepare.add_argument(
+        "--validation", type=float, default=0.02, help="problems to set aside: a share below 1, or how many"
+    )
+    prepare.add_argument("--tokenizer", help="model whose tokens are counted (default: characters are)")
+    prepare.add_argument(
+        "--max-prompt-length",
+        type=int,
+        help="drop longer prompts; in tokens with --tokenizer (default 1024), else in characters (default 4096)",
+    )
+    prepare.add_argument(
+        "--drop-overlap", action="store_true", help="drop training problems that are in the test data"
+    )
+    prepare.add_argument("--instruction", help="text appended to every question instead of the usual one")
+    prepare.add_argument("--system-prompt", help="system message of every prompt")
+    gsm8k = prepare.add_argument_group("gsm8k")
+    gsm8k.add_argument(
+        "--max-operations", type=int, help="only problems whose solution has at most so many calculations"
+    )
+    countdown = prepare.add_argument_group("countdown, where it is generated")
+    countdown.add_argument(
+        "--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers, in turn (3 4)"
+    )
+    countdown.add_argument("--count", type=int, default=10_000, help="how many problems (10000)")
+    countdown.add_argument("--largest", type=int, default=100, help="numbers from 1 to this (100)")
+    countdown.add_argument(
+        "--operators", default="+-*/", help="operators that solutions are made with (+-*/)"
+    )
+    countdown.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradtrace.tasks.prepare.prepare import Request, prepare
+
+    request = Request(
+        name=args.name,
+        source=args.source or "",
+        test=tuple(args.test),
+        output=args.output or Path("data") / args.name,
+        validation=args.validation,
+        tokenizer=args.tokenizer or "",
+        max_prompt_length=args.max_prompt_length or 0,
+        drop_overlap=args.drop_overlap,
+        instruction=args.instruction,
+        system_prompt=args.system_prompt,
+        max_operations=args.max_operations,
+        numbers=tuple(args.numbers),
+        count=args.count,
+        largest=args.largest,
+        operators=args.operators,
+        seed=args.seed,
+        command="gradtrace " + shlex.join(sys.argv[1:]),
+    )
+    console = Console()
+    with console.status(f"preparing {args.name}"):
+        report = prepare(request)
+    table = Table(title=f"{args.name}: {report['source']}", title_justify="left")
+    table.add_column("step")
+    table.add_column("problems left", justify="right")
+    for entry in report["funnel"]:
+        table.add_row(entry["step"], f"{entry['left']:,}")
+    for split, count in report["splits"].items():
+        if count:
+            table.add_row(f"→ {split}", f"{count:,}", style="bold")
+    console.print(table)
+    console.print(
+        f"Written to {request.output}; {request.output / 'README.md'} describes it.", highlight=False
+    )
+    return 0

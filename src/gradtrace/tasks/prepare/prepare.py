@@ -1,0 +1,127 @@
+"""One call that prepares a data set as `gradtrace data prepare` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradtrace.errors import GradtraceError
+from gradtrace.tasks.prepare import PREPARATIONS
+from gradtrace.tasks.prepare.base import Example, Preparation
+from gradtrace.tasks.prepare.countdown import GENERATED, generate
+from gradtrace.tasks.prepare.files import Origin, write
+from gradtrace.tasks.prepare.pipeline import Cleaned, Length, clean, read_examples
+from gradtrace.tasks.sources import HUB, Row, read_source
+
+CHARACTERS = 4096
+TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `gradtrace data prepare`; their meaning is in its help."""
+
+    name: str
+    output: Path
+    source: str = ""
+    test: tuple[str, ...] = ()
+    validation: float = 0.02
+    tokenizer: str = ""
+    max_prompt_length: int = 0
+    drop_overlap: bool = False
+    instruction: str | None = None
+    system_prompt: str | None = None
+    max_operations: int | None = None
+    numbers: tuple[int, ...] = (3, 4)
+    count: int = 10_000
+    largest: int = 100
+    operators: str = "+-*/"
+    seed: int = 0
+    command: str = ""
+
+
+def prepare(request: Request) -> dict[str, Any]:
+    """Write the data set to `request.output`; returns the report."""
+    preparation = with_prompts(PREPARATIONS[request.name], request.instruction, request.system_prompt)
+    source = request.source or preparation.default_source
+    examples = read_examples(preparation, read(source, request), source)
+    examples = few_operations(examples, request)
+    tests = list(request.test)
+    if not tests and source.startswith(HUB) and not request.source and preparation.test_source:
+        tests = [preparation.test_source]
+    test = [example for name in tests for example in read_tests(preparation, name)]
+    test += [example for example in examples if example.split == "test"]
+    examples = [example for example in examples if example.split != "test"]
+    length, unit = length_of(preparation, request.tokenizer)
+    longest = request.max_prompt_length or (TOKENS if request.tokenizer else CHARACTERS)
+    if examples:
+        cleaned = clean(
+            examples, test, length, longest, count_of(request.validation, examples), request.drop_overlap
+        )
+    else:  # a benchmark: nothing to train on
+        cleaned = Cleaned([("rows read", len(test))], test=test)
+    return write(
+        request.output, preparation, cleaned, Origin(source, ", ".join(tests), request.command, unit)
+    )
+
+
+def with_prompts(preparation: Preparation, instruction: str | None, system_prompt: str | None) -> Preparation:
+    if instruction is not None:
+        preparation = dataclasses.replace(preparation, instruction=instruction)
+    if system_prompt is not None:
+        preparation = dataclasses.replace(preparation, system_prompt=system_prompt)
+    return preparation
+
+
+def read(source: str, request: Request) -> list[Row]:
+    if source == GENERATED:
+        bad = set(request.operators) - set("+-*/")
+        if (
+            bad
+            or not request.operators
+            or min(request.numbers) < 2
+            or request.largest < 1
+            or request.count < 1
+        ):
+            raise GradtraceError(
+                "countdown: --operators must be some of +-*/, --numbers at least 2, --largest and --count at least 1."
+            )
+        return generate(
+            request.count, list(request.numbers), request.largest, request.operators, request.seed
+        )
+    return read_source(source, "--source")
+
+
+def read_tests(preparation: Preparation, source: str) -> list[Example]:
+    """Test data, read as the data set's own rows are: columns of verl's format are the same everywhere."""
+    examples = read_examples(preparation, read_source(source, "--test"), source)
+    return [dataclasses.replace(example, split="test") for example in examples]
+
+
+def few_operations(examples: list[Example], request: Request) -> list[Example]:
+    most = request.max_operations
+    if most is None:
+        return examples
+    if request.name != "gsm8k":
+        raise GradtraceError(
+            f"--max-operations counts calculations of GSM8K solutions; {request.name} has none."
+        )
+    return [example for example in examples if 1 <= example.columns["operations"] <= most]
+
+
+def length_of(preparation: Preparation, tokenizer_path: str) -> tuple[Length, str]:
+    if not tokenizer_path:
+        return (lambda example: sum(len(m["content"]) for m in preparation.messages(example))), "characters"
+    from gradtrace.tasks.datasets import encode
+    from gradtrace.training.policy import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_path)
+    return (lambda example: len(encode(tokenizer, preparation.messages(example)))), "tokens"
+
+
+def count_of(validation: float, examples: Sequence[Example]) -> int:
+    """A share of the examples, or a number of them."""
+    return round(validation * len(examples)) if validation < 1 else int(validation)
