@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradtrace.algorithms import Denominator
+from gradtrace.attribution import directional_derivative
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import ActorConfig, AlgorithmConfig, OptimConfig
 from gradtrace.errors import GradtraceError
@@ -82,6 +83,24 @@ def test_layouts_work_with_other_architectures(layout: str, name: str) -> None:
     torch.testing.assert_close(
         micro.unflatten(actor.statistics(micro)[0]), one_by_one(batch, actor)[0][micro.rows]
     )
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_forward_mode_derivatives_do_not_depend_on_the_layout(layout: str) -> None:
+    """Loss-term credit and the entropy probe differentiate forwards, through whatever layout the update has."""
+    batch, actor = random_batch(), policy()
+    torch.manual_seed(1)
+    direction = {name: torch.randn_like(p) for name, p in actor.model.named_parameters()}
+    rows = torch.arange(len(batch))
+
+    def derivative(micro: MicroBatch) -> Tensor:
+        tangent = directional_derivative(actor.model, lambda: actor.statistics(micro)[0], direction)
+        return micro.unflatten(tangent)
+
+    expected = derivative(Sequences.of(batch).padded(rows))
+    assert float(expected.abs().sum()) > 1
+    micro = getattr(Sequences.of(batch), layout)(rows)
+    torch.testing.assert_close(derivative(micro), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
