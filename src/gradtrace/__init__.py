@@ -6,11 +6,12 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "InfluenceTracer": "gradtrace.attribution",
+    "TracInSelector": "gradtrace.instruments.tracin",
     "TraceWriter": "gradtrace.trace.writer",
     "open_run": "gradtrace.trace.reader",
     "show": "gradtrace.viewer.report",
 }
-__all__ = ["InfluenceTracer", "TraceWriter", "__version__", "open_run", "show"]
+__all__ = ["InfluenceTracer", "TracInSelector", "TraceWriter", "__version__", "open_run", "show"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ TOKEN_COLUMNS = (
     "advantages",
     "returns",
 )
-RESPONSE_COLUMNS = ("finished", "rewards", "kept")
+RESPONSE_COLUMNS = ("finished", "rewards", "flipped", "kept")
 
 
 @dataclass
@@ -46,6 +46,8 @@ class RolloutBatch:
     """R decoded responses."""
     rewards: Tensor | None = None
     """float[R]."""
+    flipped: Tensor | None = None
+    """bool[R]: its reward was flipped on purpose (reward.flip_probability)."""
     old_log_probs: Tensor | None = None
     """float[R, T]: log-probs under the policy before this step's first update, at the sampling temperature."""
     ref_log_probs: Tensor | None = None

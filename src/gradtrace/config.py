@@ -88,17 +88,17 @@ class TaskConfig:
 @dataclass
 class DataConfig:
     train: list[str] = field(default_factory=list)
-    """Files with training prompts: .jsonl, .json or .parquet."""
+    """Training prompts: .jsonl, .json or .parquet files, folders, or hf:OWNER/NAME[:CONFIG][:SPLIT]."""
     validation: list[str] = field(default_factory=list)
-    """Files with validation prompts. Empty: `validation_fraction` of the training rows is held out."""
+    """Validation prompts, likewise. Empty: `validation_fraction` of the training rows is held out."""
     validation_fraction: float = _number(0.02, minimum=0, maximum=0.5)
     """Share of the training rows held out (never trained on) when `validation` is empty."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "answer"
-    """Column with the answer; dots reach inside (`reward_model.ground_truth`)."""
+    """Column with the answer; dots reach inside. Rows without `answer` may have verl's `reward_model.ground_truth`."""
     system_prompt: str = ""
-    """Put before every prompt as a system message."""
+    """System message of every prompt, instead of the row's own."""
     instruction: str = ""
     """Appended to every user prompt, e.g. how to mark the final answer."""
     chat_template: bool = True
@@ -115,11 +115,17 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    name: str = _choice("task", "gsm8k", "last_number")
+    name: str = "task"
     """`task`: as the task judges (arithmetic: 1 if the whole chain is right). `gsm8k`: the number after ####.
-    `last_number`: the number in the last \\boxed{} or after the last `Answer:`."""
+    `last_number`: the number in the last \\boxed{} or after the last `Answer:`. `math`: any mathematical answer, by
+    math-verify. More, and how to add one: docs/rewards.md."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that reward, e.g. {timeout: 10}."""
     path: str = ""
-    """Your own: `my_rewards.py:my_reward`, a function (response: str, item: dict) -> float."""
+    """Your own: `my_rewards.py:my_reward`, a function (response: str, item: dict) -> float; or the file alone, and
+    `name` is a reward that it registers."""
+    flip_probability: float = _number(0.0, minimum=0, maximum=1)
+    """For studies of robustness: a training reward r becomes 1 − r with this probability. Validation rewards never."""
 
 
 @dataclass
@@ -340,6 +346,69 @@ class InfluenceTraceConfig:
 
 
 @dataclass
+class TracinConfig:
+    enable: bool = False
+    """Score every response against a validation set, and train on those that help it."""
+    method: str = _choice("auto", "ghost", "tangent")
+    """A backward pass with hooks, or one forward-mode pass; the same scores. `auto` takes the cheaper."""
+    parameters: str = _choice("linear", "all")
+    """Scores over linear layers (biases and tied embeddings included), or over every trainable parameter."""
+    preconditioner: str = _choice("none", "adam")
+    """`adam`: weigh the validation gradient by Adam's second moments, as the real update is."""
+    selection: str = _choice("drop_lowest", "positive", "top_fraction", "soft", "none")
+    """What the update uses. `positive`: scores above 0. `top_fraction`: the best. `drop_lowest`: all but the most
+    negative. `soft`: all, weighted. `none`: score only."""
+    min_positive_ratio: float = _number(0.1, minimum=0, maximum=1)
+    """`positive`: with a smaller share of positive scores the best `fallback_fraction` are kept instead."""
+    fallback_fraction: float = _number(0.5, minimum=0, maximum=1)
+    """The share of the best that this fallback keeps."""
+    top_fraction: float = _number(0.5, minimum=0, maximum=1)
+    """`top_fraction`: the share that is kept."""
+    drop_share: float = _number(0.5, minimum=0, maximum=1)
+    """`drop_lowest`: the share of the negative scores that is dropped, the most negative ones."""
+    soft_temperature: float = _number(1.0, minimum=0)
+    """`soft`: an advantage is multiplied with σ(score / (this · spread of the scores)), mean 1. Towards 0 it becomes
+    `positive`."""
+    val_batch_size: int = _number(64, minimum=1)
+    """Validation prompts."""
+    val_n: int = _number(0, minimum=0)
+    """Responses per validation prompt; 0 means rollout.n."""
+    val_strategy: str = _choice("random", "lowest_reward", "highest_reward", "balanced")
+    """Which prompts make the validation set: as they come, or by mean reward among val_candidates as many. `balanced`:
+    where right and wrong responses are equally many."""
+    val_candidates: int = _number(2, minimum=1)
+    """Prompts sampled for each one chosen, where val_strategy chooses."""
+    val_refresh_every: int = _number(1, minimum=1)
+    """Steps between fresh validation rollouts. Old ones cost nothing, and fit the policy less and less."""
+    val_files: list[str] = field(default_factory=list)
+    """Validation prompts of your own (.jsonl, .json, .parquet); empty: the task's validation prompts, without those
+    that trainer.validation reports on."""
+    diagnose_every: int = _number(10, minimum=0)
+    """Steps between diagnoses, which score against parts of the validation set (a few passes more); 0 is never."""
+    write_every: int = _number(1, minimum=1)
+    """Steps between traces."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = _choice("warn", "raise")
+    """What a failed write does to the run."""
+
+
+@dataclass
+class EntropyProbeConfig:
+    every: int = _number(0, minimum=0)
+    """Steps between probes: the entropy change of the step's first optimizer step, predicted before it and measured
+    after it; 0 is never."""
+    prompts: int = _number(128, minimum=2)
+    """Held-out prompts that entropy is measured on, at most; a new response to each in every probe."""
+    n: int = _number(1, minimum=1)
+    """Responses per prompt."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = _choice("warn", "raise")
+    """What a failed probe does to the run."""
+
+
+@dataclass
 class TrainerConfig:
     total_steps: int = _number(100, minimum=1)
     """One step: a rollout, its rewards and the updates on it."""
@@ -359,6 +428,8 @@ class TrainerConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
     influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
+    tracin: TracinConfig = field(default_factory=TracinConfig)
+    entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
 
 
 @dataclass

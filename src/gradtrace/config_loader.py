@@ -20,10 +20,11 @@ from gradtrace.config import Config
 from gradtrace.errors import GradtraceError
 
 CONF = Path(__file__).parent / "conf"
-# Free-form dictionaries, checked by gradtrace.algorithms, and the keys that say whose options they are.
+# Free-form dictionaries, checked by the registry that they belong to, and the keys that say whose options they are.
 OPTION_DICTS = {
     "algorithm.advantage_options": "algorithm.advantage",
     "algorithm.policy_loss_options": "algorithm.policy_loss",
+    "reward.options": "reward.name",
 }
 
 
@@ -190,6 +191,7 @@ def check_fields(node: Any, prefix: str = "") -> None:
 def check_together(config: Config) -> None:
     """What is wrong only in combination."""
     check_algorithm(config)
+    check_reward(config)
     if len(config.actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.actor.optim.betas):
         raise GradtraceError(
             f"actor.optim.betas={config.actor.optim.betas}: two numbers in [0, 1) are needed."
@@ -215,6 +217,17 @@ def check_together(config: Config) -> None:
         raise GradtraceError(
             "actor.share_prompts=true computes a prompt once for all its responses, so that the prompt's part of one "
             "response's gradient cannot be told apart: turn it or trainer.influence_trace.enable off."
+        )
+    tracin = config.trainer.tracin
+    if tracin.enable and (tracin.val_n or config.rollout.n) < 2:
+        raise GradtraceError(
+            "trainer.tracin needs at least 2 responses per validation prompt, whose rewards it compares: set "
+            "trainer.tracin.val_n=8."
+        )
+    if tracin.enable and tracin.method == "ghost" and tracin.parameters == "all":
+        raise GradtraceError(
+            "trainer.tracin.method=ghost sees linear layers only: set trainer.tracin.parameters=linear or "
+            "trainer.tracin.method=tangent."
         )
     validation = config.trainer.validation
     if too_many := [k for k in validation.pass_k if k > validation.n or k < 1]:
@@ -264,6 +277,17 @@ def check_algorithm(config: Config) -> None:
     # Show the options that hold, defaults included, in --cfg and in the run's config.yaml.
     algorithm.advantage_options = dict(estimator.options)
     algorithm.policy_loss_options = dict(loss.options)
+
+
+def check_reward(config: Config) -> None:
+    """A built-in reward and its options exist. One from the user's file is looked up when the file is loaded."""
+    from gradtrace.tasks.rewards import named_reward
+
+    reward = config.reward
+    if reward.name == "task" and not reward.path and reward.options:
+        raise GradtraceError(f"reward.options={reward.options}: the task's own reward has no options.")
+    if reward.name != "task" and not reward.path:
+        named_reward(reward.name, reward.options)
 
 
 def to_yaml(config: Config) -> str:

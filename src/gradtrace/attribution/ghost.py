@@ -88,21 +88,40 @@ class GhostProduct:
             return
         with torch.autocast(gradient.device.type, enabled=False):
             gradient, x, positions = self._open.wanted(site, gradient, x)
-            self._open.add(block, *sides(block, site, gradient, x), positions)
-            part = self._open.parts.pop(block)[0]
-            weight = self._weights[block].to(part.u)
-            rows = TokenRows(part.u[None], part.v[None], len(part.u))
-            products = rows.contract(weight[None, None]).flatten()
-            if site in self._biases:
-                products = products + part.u @ self._biases[site].to(part.u)
+            weight = self._weights[block]
+            if site.kind == "embedding":  # u is one-hot: S's row of the token, without a matrix of that width
+                products, positions = self._embedding_products(site, gradient, x, weight, positions)
+            else:
+                self._open.add(block, *sides(block, site, gradient, x), positions)
+                part = self._open.parts.pop(block)[0]
+                rows = TokenRows(part.u[None], part.v[None], len(part.u))
+                products = rows.contract(weight.to(part.u)[None, None]).flatten()
+                if site in self._biases:
+                    products = products + part.u @ self._biases[site].to(part.u)
         response = self._open.layout.response
-        owner = response if part.positions is None else response[part.positions]
+        owner = response if positions is None else response[positions]
         size = int(owner.max()) + 2
         sums = torch.zeros(size, dtype=torch.float64, device=products.device)
         sums.index_add_(0, owner.to(products.device) + 1, products.double())
         for r in self._open.layout.responses:
             if r + 1 < size:
                 self._scores[r] = self._scores[r].to(sums.device) + sums[r + 1]
+
+    def _embedding_products(
+        self, site: Site, gradient: Tensor, ids: Tensor, weight: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[rows]: the product of each position's own gradient of the embedding's weight."""
+        assert self._open is not None
+        gradient, ids = gradient.reshape(-1, gradient.shape[-1]), ids.reshape(-1)
+        if gradient.dtype != torch.float64:
+            gradient = gradient.float()
+        padding = getattr(site.module, "padding_idx", None)
+        if padding is not None:
+            gradient = gradient.masked_fill((ids == padding)[:, None], 0.0)
+        scale = self._open.layout.scale
+        if isinstance(scale, Tensor):
+            scale = (scale if positions is None else scale[positions]).to(gradient)
+        return (gradient * scale * weight[ids].to(gradient)).sum(-1), positions
 
     def scores(self, responses: int) -> Tensor:
         """float64[responses]: the products since the last call; NaN for a response that was not captured."""

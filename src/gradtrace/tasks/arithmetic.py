@@ -11,6 +11,7 @@ number at the end, as verifiers give it, that says nothing about where a respons
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from dataclasses import dataclass
 
@@ -105,6 +106,8 @@ class ArithmeticTask:
         return prompts
 
     def validation_prompts(self, count: int) -> list[Prompt]:
+        possible = 10 ** (self.config.operations + 1) * 3**self.config.operations
+        count = min(count, possible // (2 * VALIDATION_SHARE))  # short chains: there are not that many
         prompts: dict[str, Prompt] = {}
         index = 0
         while len(prompts) < count:
@@ -138,6 +141,12 @@ class ArithmeticTask:
     def _chain(self, split: str, index: int) -> Chain:
         # Each chain from its own seed: the position in the stream is the whole state of it.
         return Chain.draw(random.Random(f"{split}/{self.seed}/{index}"), self.config.operations)
+
+    def parse(self, text: str) -> Prompt | None:
+        """The prompt that is written so; None if it is no chain."""
+        if not re.fullmatch(r"\d([-+*]\d)+=", text):
+            return None
+        return self._prompt(Chain(tuple(int(digit) for digit in text[:-1:2]), text[1:-1:2]))
 
     def _prompt(self, chain: Chain) -> Prompt:
         expected = chain.solution()

@@ -36,6 +36,7 @@ class Experience:
         params: SamplingParams,
         algorithm: AlgorithmConfig,
         prompts_per_step: int,
+        flip_probability: float = 0.0,
     ) -> None:
         self.task = task
         self.reward = reward
@@ -43,6 +44,7 @@ class Experience:
         self.params = params
         self.algorithm = algorithm
         self.prompts_per_step = prompts_per_step
+        self.flip_probability = flip_probability
 
     def collect(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
         """A batch with rewards, and metrics of how it came about."""
@@ -59,6 +61,8 @@ class Experience:
             batch = rollout(self.sampler, prompts, self.params, generator)
         with timer("reward"):
             batch = judge(batch, self.task, self.reward)
+            if self.flip_probability:
+                batch = flip_rewards(batch, self.flip_probability, generator)
         assert batch.rewards is not None
         scores = batch.rewards
         overlong = self.algorithm.overlong
@@ -130,6 +134,13 @@ def judge(batch: RolloutBatch, task: Task, reward: RewardFunction) -> RolloutBat
     texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
     items = [batch.items[group] for group in batch.group.tolist()]
     return batch.replace(texts=texts, rewards=torch.tensor(reward(texts, items), dtype=torch.float32))
+
+
+def flip_rewards(batch: RolloutBatch, probability: float, generator: torch.Generator) -> RolloutBatch:
+    """The batch with rewards r turned into 1 − r at random, and marked so: a verifier that errs."""
+    assert batch.rewards is not None
+    flipped = torch.rand(len(batch), generator=generator) < probability
+    return batch.replace(rewards=torch.where(flipped, 1.0 - batch.rewards, batch.rewards), flipped=flipped)
 
 
 def keep_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:

@@ -10,12 +10,16 @@ from gradtrace.attribution import AttributionError, InfluenceConfig
 from gradtrace.config import Config, InfluenceTraceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
+from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument, ProbeSettings
 from gradtrace.instruments.entropy_trace import EntropyTrace
 from gradtrace.instruments.influence_trace import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.tracin_instrument import TracinInstrument
+from gradtrace.instruments.tracin_validation import ValidationSource, validation_advantage, validation_pool
+from gradtrace.rollout import SamplingParams
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
+from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.observer import Observers, StepObserver
@@ -28,8 +32,15 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     meta = {"task": parts.task.name, "temperature": parts.config.rollout.temperature}
     truth = truth_of(parts.task)
     observers: list[StepObserver] = []
-    if trainer.entropy_trace.enable or trainer.influence_trace.enable:
+    traced = (trainer.entropy_trace, trainer.influence_trace, trainer.tracin)
+    if any(trace.enable for trace in traced) or trainer.entropy_probe.every:
         files.write_token_bytes(TokenBytes.from_tokenizer(parts.task.tokenizer))
+    if trainer.tracin.enable:  # first: what it leaves out, the others do not see
+        writer = open_writer(files, TRACIN, trainer.tracin, report)
+        try:
+            observers.append(tracin_instrument(parts, writer, meta, truth, report))
+        except AttributionError as error:
+            raise GradtraceError(f"trainer.tracin: {error}") from error
     if trainer.entropy_trace.enable:
         writer = open_writer(files, ENTROPY_TRACE, trainer.entropy_trace, report)
         observers.append(EntropyTrace(writer, trainer.entropy_trace.write_every, meta, truth))
@@ -49,7 +60,68 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
             )
         except AttributionError as error:
             raise GradtraceError(f"trainer.influence_trace: {error}") from error
+    if trainer.entropy_probe.every:
+        writer = open_writer(files, ENTROPY_PROBE, trainer.entropy_probe, report)
+        observers.append(entropy_probe(parts, writer, meta, report))
     return Observers(observers)
+
+
+def entropy_probe(
+    parts: Parts, writer: TraceWriter, meta: dict[str, Any], report: Callable[[str], None]
+) -> EntropyProbeInstrument:
+    config = parts.config
+    settings = config.trainer.entropy_probe
+    if config.model.lora.dropout:
+        raise GradtraceError(
+            "trainer.entropy_probe: with model.lora.dropout the update is of another model than the one that is "
+            "sampled and measured: set model.lora.dropout=0."
+        )
+    return EntropyProbeInstrument(
+        parts.policy,
+        parts.optimizer,
+        parts.sampler,
+        parts.task.validation_prompts(settings.prompts),
+        SamplingParams(
+            n=settings.n,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            stop_token_ids=parts.task.stop_token_ids,
+        ),
+        ProbeSettings(settings.every, config.trainer.seed, config.actor.token_budget, settings.on_error),
+        writer,
+        meta,
+        report,
+    )
+
+
+def tracin_instrument(
+    parts: Parts,
+    writer: TraceWriter | None,
+    meta: dict[str, Any],
+    truth: Truth,
+    report: Callable[[str], None],
+) -> TracinInstrument:
+    config = parts.config
+    settings = config.trainer.tracin
+    params = SamplingParams(
+        n=settings.val_n or config.rollout.n,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        stop_token_ids=parts.task.stop_token_ids,
+    )
+    source = ValidationSource(
+        settings,
+        validation_pool(config, parts.task, report),
+        parts.task,
+        parts.reward,
+        parts.sampler,
+        params,
+        validation_advantage(config),
+        config.trainer.seed,
+    )
+    return TracinInstrument(config, parts.policy, parts.optimizer, source, writer, meta, truth, report)
 
 
 def open_writer(files: RunFiles, kind: str, config: Any, report: Callable[[str], None]) -> TraceWriter:

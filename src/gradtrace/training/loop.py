@@ -23,7 +23,7 @@ from gradtrace.training.observer import OptimizerStep, StepObserver
 from gradtrace.training.packed_attention import is_supported
 from gradtrace.training.parts import Parts
 from gradtrace.training.policy import export_model
-from gradtrace.training.state import LightState, save_state
+from gradtrace.training.state import LightState, save_observer_state, save_state
 from gradtrace.training.terminal import Display
 from gradtrace.training.update import PolicyUpdate, fill_statistics, plan_updates
 from gradtrace.training.validation import validate
@@ -64,6 +64,7 @@ class Trainer:
             ),
             config.algorithm,
             config.data.train_batch_size,
+            config.reward.flip_probability,
         )
         self.update = PolicyUpdate(
             parts.policy, parts.optimizer, config.actor, config.algorithm, config.rollout.max_new_tokens
@@ -162,7 +163,11 @@ class Trainer:
         return batch, metrics
 
     def save(self, step: int) -> Path:
-        return self.checkpoints.save(step, lambda folder: save_state(folder, self.parts, step))
+        def fill(folder: Path) -> None:
+            save_state(folder, self.parts, step)
+            save_observer_state(folder, self.observer.state())
+
+        return self.checkpoints.save(step, fill)
 
     def export(self) -> None:
         """The trained policy as a plain transformers folder, adapters merged: RUN/policy."""

@@ -82,6 +82,13 @@ class StepObserver:
         responses of its own, is added to the rollout's."""
         return {}
 
+    def state(self) -> dict[str, Tensor]:
+        """What later steps depend on, for a checkpoint; names begin with the instrument's own."""
+        return {}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """`state` of a checkpoint, everybody's; comes before `start`."""
+
     def close(self) -> None:
         """The run ends, for whatever reason."""
 
@@ -128,6 +135,13 @@ class Observers(StepObserver):
             if generated:
                 metrics[GENERATED] = generated
         return metrics
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor for observer in self.observers for name, tensor in observer.state().items()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for observer in self.observers:
+            observer.load_state(tensors)
 
     def close(self) -> None:
         for observer in self.observers:

@@ -15,7 +15,7 @@ from gradtrace.training.instruments import build_observer
 from gradtrace.training.logger import open_trackers
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import build_parts
-from gradtrace.training.state import load_state
+from gradtrace.training.state import load_observer_state, load_state
 from gradtrace.training.terminal import Display, SilentDisplay
 
 
@@ -43,7 +43,10 @@ def train(config: Config, display: Display | None = None) -> Outcome:
     files.write_config(to_yaml(dataclasses.replace(config, resume="")))
     trackers = open_trackers(config.trainer.logger, run_dir, dataclasses.asdict(config))
     display.begin(last_step, config.trainer.total_steps)
-    trainer = Trainer(parts, files, build_observer(parts, files, display.message), display, trackers)
+    observer = build_observer(parts, files, display.message)
+    if checkpoint is not None:
+        observer.load_state(load_observer_state(checkpoint))
+    trainer = Trainer(parts, files, observer, display, trackers)
     reached = trainer.fit(last_step)
     outcome = Outcome(run_dir, reached, reached == config.trainer.total_steps)
 

@@ -19,6 +19,7 @@ STATE = "state.json"
 RNG = "rng.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
+OBSERVERS = "observers.safetensors"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,16 @@ def save_state(folder: Path, parts: Parts, step: int) -> None:
     light = LightState.of(parts)
     save_file(light.tensors, folder / RNG)
     (folder / STATE).write_bytes(seal({"step": step, **light.values}))
+
+
+def save_observer_state(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """What instruments carry from step to step; no file where that is nothing."""
+    if tensors:
+        save_file(tensors, folder / OBSERVERS)
+
+
+def load_observer_state(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / OBSERVERS) if (folder / OBSERVERS).is_file() else {}
 
 
 def load_state(folder: Path, parts: Parts) -> int:

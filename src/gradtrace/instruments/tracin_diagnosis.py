@@ -1,0 +1,153 @@
+"""What is notable about a step's TracIn scores, in words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gradtrace.trace.schema import TracinReason
+from gradtrace.trace.step import Step
+
+MOSTLY_ZERO = 0.9
+"""Share of zero scores from which on a step says so."""
+NEGLIGIBLE = 1e-6
+"""Scores add up to the product of two gradients; below this share of their norms they are rounding."""
+ORTHOGONAL = 0.02
+"""|cosine| of training and validation gradient below which a step on the batch does nothing for validation."""
+HEAVY_SHARE, HEAVY_PART = 0.05, 0.5
+"""Skewed: the largest 5 % of the scores hold more than half of their absolute sum."""
+ONE_SIDED = 0.95
+CERTAIN = 0.5
+"""Share of scores whose sign must be certain for a validation set to be large enough."""
+MIN_SCORES = 8
+"""Fewer scores than this have no distribution to speak of."""
+INTERVAL = 0.9
+RESAMPLES = 500
+
+
+def bootstrap_interval(
+    parts: np.ndarray, seed: int = 0, resamples: int = RESAMPLES
+) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high), float64[R] each: 90 % interval of scores that are the sum of `parts` [K, R], one for each part of
+    the validation set, when the parts are drawn again with replacement."""
+    count = len(parts)
+    rng = np.random.default_rng(seed)
+    draws = rng.multinomial(
+        count, np.full(count, 1 / count), size=resamples
+    )  # [B, K]: how often each part is drawn
+    sums = draws @ parts
+    tail = (1 - INTERVAL) / 2
+    return np.quantile(sums, tail, axis=0), np.quantile(sums, 1 - tail, axis=0)
+
+
+def certain_share(scores: np.ndarray, low: np.ndarray, high: np.ndarray) -> float:
+    """Of the scores that are not zero: how many have an interval on one side of zero."""
+    measured = np.isfinite(low) & np.isfinite(high) & (scores != 0)
+    if not measured.any():
+        return math.nan
+    return float(((low[measured] > 0) | (high[measured] < 0)).mean())
+
+
+def diagnose(
+    scores: np.ndarray,
+    val_norm: float,
+    train_norm: float | None = None,
+    low: np.ndarray | None = None,
+    high: np.ndarray | None = None,
+    val_prompts: int | None = None,
+) -> list[str]:
+    """Sentences about the scores [R] of one step; an empty list if all is as it should be.
+
+    `val_norm`, `train_norm`: norms of the validation gradient and of the whole training batch's, whose product the
+    scores are; `low`, `high`: the scores' bootstrap interval. What is None was not measured and is not judged.
+    """
+    scores = np.asarray(scores, dtype=np.float64)
+    finite = scores[np.isfinite(scores)]
+    sentences = []
+    if len(finite) < len(scores):
+        sentences.append(
+            f"{len(scores) - len(finite)} of {len(scores)} scores are not finite: those gradients overflow."
+        )
+    if val_norm == 0:
+        return [
+            *sentences,
+            "The validation gradient is zero: no validation prompt has responses with different rewards, so nothing "
+            "can be told apart. Use another val_strategy, more prompts or easier ones.",
+        ]
+    if not len(finite):
+        return sentences
+    counted = finite[finite != 0]
+    if not len(counted):
+        return [*sentences, "Every score is zero: no training group has responses with different rewards."]
+    if len(counted) <= (1 - MOSTLY_ZERO) * len(finite):
+        sentences.append(
+            f"{1 - len(counted) / len(finite):.0%} of the scores are zero: their groups have one constant reward and "
+            "nothing to learn from. The task is too easy or too hard for the policy now."
+        )
+    sentences += _against_norms(counted, val_norm, train_norm)
+    if len(counted) >= MIN_SCORES:
+        sentences += _distribution(counted)
+    if low is not None and high is not None and len(low) == len(scores):
+        share = certain_share(scores, np.asarray(low), np.asarray(high))
+        if share < CERTAIN:
+            size = f" of {val_prompts} prompts" if val_prompts else ""
+            sentences.append(
+                f"Only {share:.0%} of the scores have a certain sign (90 % bootstrap interval over validation "
+                f"prompts): the validation set{size} is too small to tell helpful from harmful. Raise val_batch_size."
+            )
+    return sentences
+
+
+def _against_norms(counted: np.ndarray, val_norm: float, train_norm: float | None) -> list[str]:
+    if not train_norm:
+        return []
+    scale = val_norm * train_norm
+    if np.abs(counted).sum() < NEGLIGIBLE * scale:
+        return [
+            f"The scores are next to zero: their absolute sum is {np.abs(counted).sum() / scale:.1e} of the product "
+            "of the two gradients' norms, which is rounding. They say nothing."
+        ]
+    cosine = counted.sum() / scale
+    if abs(cosine) < ORTHOGONAL:
+        return [
+            f"Training and validation gradient are nearly orthogonal (cosine {cosine:+.3f}): a step on the whole "
+            "batch hardly moves the validation loss. Are the two sets about the same task, and the rewards right?"
+        ]
+    return []
+
+
+def _distribution(counted: np.ndarray) -> list[str]:
+    sentences = []
+    largest = np.sort(np.abs(counted))[::-1]
+    heavy = max(1, round(HEAVY_SHARE * len(largest)))
+    part = largest[:heavy].sum() / largest.sum()
+    if part > HEAVY_PART:
+        sentences.append(
+            f"The scores are skewed: the largest {heavy} of {len(largest)} hold {part:.0%} of their absolute sum. "
+            "A few responses decide; look at them."
+        )
+    positive = float((counted > 0).mean())
+    if positive > ONE_SIDED or positive < 1 - ONE_SIDED:
+        side = "positive" if positive > 0.5 else "negative"
+        sentences.append(
+            f"{max(positive, 1 - positive):.0%} of the scores are {side}: selection has hardly anything to choose from."
+        )
+    return sentences
+
+
+def diagnose_step(step: Step) -> list[str]:
+    """The same from a stored step of a `tracin` trace."""
+    candidates = step["reason"] != int(TracinReason.VALIDATION)
+    meta: dict[str, Any] = step.meta
+    interval: dict[str, Any] = {}
+    if "score_low" in step and np.isfinite(step["score_low"][candidates]).any():
+        interval = {"low": step["score_low"][candidates], "high": step["score_high"][candidates]}
+    return diagnose(
+        step["score"][candidates],
+        float(meta.get("val_norm", math.nan)),
+        meta.get("train_norm"),
+        val_prompts=len(np.unique(step["group"][~candidates])),
+        **interval,
+    )

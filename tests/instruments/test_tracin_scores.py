@@ -1,0 +1,291 @@
+"""Identity 7 of TracIn: ghost = tangent = products of autograd gradients, whatever the model and the split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradtrace
+from gradtrace.attribution import AttributionError
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.tracin import Piece, TracInSelector, countable
+from gradtrace.training.instruments import build_observer
+from gradtrace.training.metrics import Timer
+from gradtrace.training.microbatch import Sequences
+from tests.attribution.models import FAMILIES, Responses, padded_objective, random_responses, tiny_model
+from tests.training import small
+
+SPLITS = ([[0, 1, 2, 3, 4, 5]], [[3, 0], [5], [1, 4, 2]])
+
+
+def losses(model: nn.Module, batch: Responses, rows: list[int]) -> Tensor:
+    """[r]: −Σ w ℓ of each response."""
+    ids, attention, _, weights = batch.padded(rows)
+    logits = model(input_ids=ids, attention_mask=attention).logits
+    scores = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return -(scores * weights[:, 1:]).sum(1)
+
+
+def pieces(model: nn.Module, batch: Responses, split: list[list[int]]) -> list[Piece]:
+    return [
+        Piece(
+            torch.tensor(rows),
+            lambda rows=rows: losses(model, batch, rows),
+            torch.tensor(rows),
+            batch.padded(rows)[2],
+        )
+        for rows in split
+    ]
+
+
+def autograd_products(
+    model: nn.Module, batch: Responses, validation: Responses, parameters: str, exclude: tuple[str, ...] = ()
+) -> Tensor:
+    """[R]: ⟨∇L_val, ∇L_r⟩ from gradients that autograd makes, one response at a time."""
+    names = list(countable(model, parameters, exclude))
+    weights = [dict(model.named_parameters())[name] for name in names]
+
+    def gradient(loss: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(loss, weights, allow_unused=True)
+        return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+
+    target = gradient(-padded_objective(model, validation, [0, 1, 2, 3]))
+    products = [
+        sum((a * b).sum() for a, b in zip(gradient(losses(model, batch, [r])[0]), target, strict=True))
+        for r in range(len(batch))
+    ]
+    return torch.stack(products)  # type: ignore[arg-type]
+
+
+def validation_losses(model: nn.Module, validation: Responses) -> list:
+    return [lambda rows=rows: -padded_objective(model, validation, rows) for rows in ([0, 1], [2, 3])]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=["whole", "micro-batches"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_methods_equal_products_of_autograd_gradients(
+    family: str, tied: bool, split: list[list[int]]
+) -> None:
+    model, batch, validation = tiny_model(family, tied), random_responses(), random_responses(seed=9)
+    expected = autograd_products(model, batch, validation, "linear")
+    assert any(name.endswith("bias") for name in countable(model, "linear", ())) == (family != "llama")
+    for method in ("ghost", "tangent"):
+        selector = TracInSelector(model, method)
+        selector.set_validation(validation_losses(model, validation))
+        scores = selector.score(pieces(model, batch, split))
+        assert torch.allclose(scores, expected, rtol=1e-8, atol=1e-9), method
+
+
+def test_all_parameters_count_more_than_linear_layers() -> None:
+    model, batch, validation = tiny_model(), random_responses(), random_responses(seed=9)
+    selector = TracInSelector(model, parameters="all")
+    selector.set_validation(validation_losses(model, validation))
+    scores = selector.score(pieces(model, batch, SPLITS[1]))
+    assert torch.allclose(scores, autograd_products(model, batch, validation, "all"), rtol=1e-8, atol=1e-9)
+    assert not torch.allclose(scores, autograd_products(model, batch, validation, "linear"), rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["ghost", "tangent"])
+def test_lora_adapters_are_scored_and_frozen_weights_are_not(method: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config).double()
+    batch, validation = random_responses(), random_responses(seed=9)
+    selector = TracInSelector(model, method)
+    selector.set_validation(validation_losses(model, validation))
+    assert all("lora_" in name for name in selector.gradient)
+    scores = selector.score(pieces(model, batch, SPLITS[1]))
+    assert torch.allclose(scores, autograd_products(model, batch, validation, "linear"), rtol=1e-8, atol=1e-9)
+
+
+class WithValueHead(nn.Module):
+    """As TRL's models: a value head beside the language model; here the loss reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = tiny_model()
+        self.v_head = nn.Linear(13, 1).double()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.lm.get_input_embeddings()
+
+    def forward(self, **inputs: Tensor):
+        output = self.lm(**inputs)
+        output.logits = output.logits + self.v_head(output.logits)
+        return output
+
+
+@pytest.mark.parametrize("method", ["ghost", "tangent"])
+def test_a_value_head_does_not_count(method: str) -> None:
+    torch.manual_seed(0)
+    model, batch, validation = WithValueHead(), random_responses(), random_responses(seed=9)
+    selector = TracInSelector(model, method)
+    selector.set_validation(validation_losses(model, validation))
+    assert not any("v_head" in name for name in selector.gradient)
+    scores = selector.score(pieces(model, batch, SPLITS[0]))
+    expected = autograd_products(model, batch, validation, "linear", ("v_head",))
+    assert torch.allclose(scores, expected, rtol=1e-8, atol=1e-9)
+
+
+def test_scores_ride_on_a_training_backward_and_leave_its_gradients_alone() -> None:
+    model, batch, validation = tiny_model(), random_responses(), random_responses(seed=9)
+    selector = gradtrace.TracInSelector(model, "ghost")
+    selector.set_validation(validation_losses(model, validation))
+    for rows in SPLITS[1]:
+        with selector.capture(response=torch.tensor(rows), tokens=batch.padded(rows)[2]):
+            losses(model, batch, rows).sum().backward()
+    ridden = selector.captured(len(batch))
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    own = selector.score(pieces(model, batch, SPLITS[0]))
+    assert torch.allclose(ridden, own, rtol=1e-9)
+    model.zero_grad()
+    for rows in SPLITS[1]:
+        losses(model, batch, rows).sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is None or torch.equal(p.grad, gradients[name]), name
+
+
+def test_scores_predict_what_a_step_on_one_response_does_to_the_validation_loss() -> None:
+    """The sign: descending on a response with a positive score lowers the validation loss, by rate · score."""
+    model, batch, validation = tiny_model(), random_responses(), random_responses(seed=9)
+    selector = TracInSelector(model, parameters="all")
+    selector.set_validation(validation_losses(model, validation))
+    scores = selector.score(pieces(model, batch, SPLITS[0]))
+    rate, before = 1e-6, float(-padded_objective(model, validation, [0, 1, 2, 3]).detach())
+    for r in (0, 3):
+        gradient, _ = selector.gradient_of([lambda r=r: losses(model, batch, [r])[0]])
+        named = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, g in gradient.items():
+                named[name] -= rate * g
+            after = float(-padded_objective(model, validation, [0, 1, 2, 3]))
+            for name, g in gradient.items():
+                named[name] += rate * g
+        assert (before - after) / rate == pytest.approx(float(scores[r]), rel=1e-3, abs=1e-5)
+
+
+def test_a_response_in_no_piece_is_nan_not_zero() -> None:
+    model, batch, validation = tiny_model(), random_responses(), random_responses(seed=9)
+    selector = TracInSelector(model)
+    selector.set_validation(validation_losses(model, validation))
+    scores = selector.score(pieces(model, batch, [[0, 2]]), responses=4)
+    assert torch.isnan(scores).tolist() == [False, True, False, True]
+
+
+def test_mistakes_name_their_cause() -> None:
+    model = tiny_model()
+    with pytest.raises(AttributionError, match="method is 'gost'"):
+        TracInSelector(model, "gost")
+    with pytest.raises(AttributionError, match="linear layers only"):
+        TracInSelector(model, "ghost", "all")
+    selector = TracInSelector(model)
+    with pytest.raises(AttributionError, match="call set_validation first"):
+        selector.score([])
+    with pytest.raises(AttributionError, match="validation set is empty"):
+        selector.set_validation([])
+    with pytest.raises(AttributionError, match="names none of the"):
+        selector.set_validation_gradient({"lm.head": torch.zeros(2)})
+    with pytest.raises(AttributionError, match="does not depend on any trainable parameter"):
+        selector.set_validation(lambda: torch.zeros(()))
+    checkpointed = tiny_model().train()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(AttributionError, match="gradient checkpointing"):
+        TracInSelector(checkpointed, parameters="all")
+    ghost = TracInSelector(model, "ghost")
+    ghost.set_validation(lambda: -padded_objective(model, random_responses(), [0]))
+    with pytest.raises(AttributionError, match="which position belongs to which response"):
+        ghost.score([Piece(torch.tensor([0]), lambda: torch.zeros(1))])
+
+
+# ---------------------------------------------------------------- inside the loop
+
+
+def scored_step(folder: Path, *more: str) -> tuple[RolloutBatch, Tensor, RolloutBatch, object]:
+    """A real batch, its scores by the instrument, its validation batch, and the trainer's parts."""
+    knobs = ("trainer.tracin.enable=true", "trainer.tracin.val_batch_size=4", *more)
+    trainer = small.trainer(folder, *knobs)
+    observer = build_observer(trainer.parts, trainer.files, print)
+    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+    trainer.observer = seen = _Remember(observer)
+    trainer.train_step(batch, 1, Timer())
+    observer.close()
+    return seen.batch, seen.scores, seen.validation, seen.before
+
+
+class _Remember:
+    """The instrument, and what it saw before the weights moved."""
+
+    needs_entropies = False
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.instrument = inner.observers[0]
+
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        self.batch = batch
+        self.before = products(self.instrument, batch)
+        result = self.inner.before_update(batch, step)
+        self.scores, self.validation = self.instrument._step.scores, self.instrument._step.validation
+        return result
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+
+def products(instrument, batch: RolloutBatch) -> Tensor:
+    """[R]: products of autograd gradients of the definition, response by response, padded, no engine."""
+    validation = instrument.source.at(1)[0].batch
+    instrument.source._current = None
+    policy = instrument.policy
+    weights = list(instrument.selector._counted.values())
+
+    def gradient(objective: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(objective, weights, allow_unused=True)
+        return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+
+    def weighted(of: RolloutBatch, rows: Tensor) -> Tensor:
+        micro = Sequences.of(of).padded(rows)
+        own = of.advantages[rows, : micro.mask.shape[1]]
+        return (micro.unflatten(policy.statistics(micro)[0]) * own).sum()
+
+    target = gradient(-weighted(validation, torch.arange(len(validation))) / len(validation))
+    tokens = float(batch.response_mask.sum())
+    return torch.stack(
+        [
+            sum(
+                (a * b).sum()
+                for a, b in zip(gradient(-weighted(batch, torch.tensor([r])) / tokens), target, strict=True)
+            )
+            for r in range(len(batch))
+        ]
+    ).double()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("trainer.tracin.method=ghost",),
+        ("trainer.tracin.method=tangent",),
+        ("trainer.tracin.method=tangent", "actor.token_budget=40", "trainer.tracin.diagnose_every=0"),
+        ("trainer.tracin.method=ghost", "actor.token_budget=40", "trainer.tracin.diagnose_every=0"),
+        ("trainer.tracin.method=tangent", "model.attention=eager"),
+        ("trainer.tracin.method=ghost", "model.lora.rank=2"),
+        ("model.gradient_checkpointing=true",),
+    ],
+    ids=["ghost", "tangent", "tangent-micro", "ghost-micro", "eager", "lora", "checkpointing"],
+)
+def test_scores_in_the_loop_equal_products_of_gradients_on_the_same_batch(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    _, scores, _, expected = scored_step(tmp_path, *more)
+    assert float(scores.abs().max()) > 1e-4
+    assert torch.allclose(scores, expected, rtol=1e-3, atol=1e-5 * float(scores.abs().max())), (
+        scores,
+        expected,
+    )
