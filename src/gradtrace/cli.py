@@ -19,6 +19,7 @@ COMMANDS = {
         "gradtrace.compare.command",
         "curves of several runs with intervals over seeds, at equal cost",
     ),
+    "eval": ("gradtrace.evaluation.command", "how good a model is at a task, and whether it got better"),
     "data": (
         "gradtrace.tasks.prepare.command",
         "make data sets ready for training: gsm8k, dapo_math, mbpp …",

@@ -1,0 +1,1 @@
+"""How good is a model at a task: sampled responses, judged, with intervals; and comparisons between models."""

@@ -1,0 +1,64 @@
+"""The model that a user means: a transformers folder, a hub name, a run, or a checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from gradtrace.config import ModelConfig
+from gradtrace.config_loader import looks_local
+from gradtrace.errors import GradtraceError
+from gradtrace.training.checkpoint import Checkpoints, check_complete
+from gradtrace.training.policy import load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    path: str
+    """Where the weights came from."""
+
+
+def resolve(name: str) -> str:
+    """A folder that transformers (or peft) can load, or the hub name that was given."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if looks_local(name):
+            raise GradtraceError(
+                f"{name}: there is no such folder. Give a model's folder, a run, or a hub name."
+            )
+        return name
+    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+        return str(folder)
+    if (folder / "complete.json").is_file():
+        check_complete(folder)
+        return str(folder / "policy")
+    if (folder / "policy").is_dir():  # a run that has come to its end
+        return str(folder / "policy")
+    latest = Checkpoints(folder).latest()
+    if latest is not None:
+        return str(latest / "policy")
+    raise GradtraceError(
+        f"{folder} is no model: it has no config.json, and no policy/ or checkpoints/ as a run has."
+    )
+
+
+def load(name: str, device: str = "auto") -> Loaded:
+    path = resolve(name)
+    config = ModelConfig(path=path, device=device)
+    adapter = Path(path) / "adapter_config.json"
+    if not adapter.is_file():
+        return Loaded(load_model(path, config, "MODEL"), load_tokenizer(path), path)
+    try:
+        import peft
+    except ImportError:
+        raise GradtraceError(f"{path} holds LoRA adapters: pip install 'gradtrace[lora]'.") from None
+    base = load_model(
+        json.loads(adapter.read_text())["base_model_name_or_path"], config, f"base model of {path}"
+    )
+    return Loaded(peft.PeftModel.from_pretrained(base, path).eval(), load_tokenizer(path), path)
