@@ -47,6 +47,10 @@ class Algorithm(Generic[Inputs, Outputs]):
         return self.function(inputs, **self.options)
 
 
+def identity(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
 class Registry(Generic[Inputs, Outputs]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -69,7 +73,9 @@ class Registry(Generic[Inputs, Outputs]):
                 return fixed
 
         def decorate(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
-            if name in self._entries:
+            known = self._entries.get(name)
+            # A user's file that is imported a second time replaces what it registered.
+            if known and identity(known[0]) != identity(function):
                 raise GradtraceError(f"The {self.kind} '{name}' is registered already: choose another name.")
             self._entries[name] = (function, columns)
             return function

@@ -11,12 +11,12 @@ import numpy
 import torch
 
 from gradtrace.algorithms import advantage, policy_loss
-from gradtrace.config import Config
+from gradtrace.config import Config, RewardConfig
 from gradtrace.rollout import Sampler
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import DatasetTask
-from gradtrace.tasks.rewards import BUILT_IN, RewardFunction, load_user_reward
+from gradtrace.tasks.rewards import RewardFunction, load_user_reward, named_reward
 from gradtrace.tasks.warm_start import Progress, warm_start
 from gradtrace.training.critic import Critic, load_critic
 from gradtrace.training.optimizer import Optimizer
@@ -45,7 +45,7 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
     """Load the model and the data, from the start or with the weights of a checkpoint."""
     if config.task.name == "arithmetic":
         torch.set_num_threads(config.trainer.cpu_threads or SMALL_MODEL_THREADS)  # for the warm start as well
-    reward = load_user_reward(config.reward.path) if config.reward.path else None
+    reward = build_reward(config.reward)
     path, task = build_task(config, progress)
     seed_global_generators(config.trainer.seed)
     policy = load_policy(path, config.model, config.rollout.temperature, checkpoint and checkpoint / "policy")
@@ -60,7 +60,7 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
     return Parts(
         config=config,
         task=task,
-        reward=reward or named_reward(config.reward.name, task),
+        reward=reward or RewardFunction(f"{task.name}.reward", task.reward),
         policy=policy,
         sampler=Sampler(policy.model, task.tokenizer.pad_token_id, config.rollout.max_batch_tokens),
         optimizer=Optimizer(policy.trainable(), config.actor.optim, config.trainer.total_steps),
@@ -90,12 +90,11 @@ def build_task(config: Config, progress: Progress | None) -> tuple[str | Path, T
     return path, DatasetTask(config.data, load_tokenizer(path), config.trainer.seed)
 
 
-def named_reward(name: str, task: Task) -> RewardFunction:
-    return (
-        RewardFunction(f"{task.name}.reward", task.reward)
-        if name == "task"
-        else RewardFunction(name, BUILT_IN[name])
-    )
+def build_reward(config: RewardConfig) -> RewardFunction | None:
+    """The reward that the configuration names; None where the task itself judges."""
+    if config.path:
+        return load_user_reward(config.path, config.name, config.options)
+    return None if config.name == "task" else named_reward(config.name, config.options)
 
 
 def needs_reference(config: Config) -> bool:
