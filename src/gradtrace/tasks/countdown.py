@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from gradtrace.tasks.rewards.registry import register_reward
+
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -112,6 +114,7 @@ def problem_of(item: dict[str, Any]) -> tuple[list[int], int]:
     return [int(number) for number in truth["numbers"]], int(truth["target"])
 
 
+@register_reward("countdown")
 def countdown(response: str, item: dict[str, Any]) -> float:
     """1 if the last `<answer>` is a right expression, else 0."""
     expression = answer_of(response)
