@@ -426,6 +426,8 @@ class TrainerConfig:
     """Steps between tables of sample responses in the terminal; 0 is never."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    traces: bool = False
+    """One flag for both: turns entropy_trace and influence_trace on."""
     entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
     influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
     tracin: TracinConfig = field(default_factory=TracinConfig)
@@ -435,7 +437,7 @@ class TrainerConfig:
 @dataclass
 class Config:
     recipe: str = "demo"
-    """A name in conf/ (demo, gsm8k, dapo_math, code) or the path of a YAML file of your own."""
+    """A name in conf/ (demo, grpo_gsm8k, dapo_math, archer_math …) or the path of a YAML file of your own."""
     engine: str = _choice("embedded")
     """embedded: one process, CPU or one GPU."""
     resume: str = ""

@@ -43,6 +43,8 @@ def load_config(overrides: list[str]) -> Config:
     composed = compose(recipe_file, overrides)
     drop_foreign_options(composed, compose(recipe_file, []), keys)
     config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
+    if config.trainer.traces:
+        config.trainer.entropy_trace.enable = config.trainer.influence_trace.enable = True
     check_fields(config)
     check_together(config)
     return config
