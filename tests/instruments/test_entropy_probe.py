@@ -59,13 +59,14 @@ def sampled(policy: Policy, prompts: int, n: int, seed: int) -> RolloutBatch:
     ids = [torch.randint(3, 18, (4,), generator=generator).tolist() for _ in range(prompts)]
     params = SamplingParams(n=n, max_new_tokens=6, stop_token_ids=(1,))
     batch = Sampler(policy.model).generate(ids, params, generator=generator)
-    return batch.replace(sampler_log_probs=batch.sampler_log_probs.double())
+    dtype = next(policy.model.parameters()).dtype
+    return batch.replace(sampler_log_probs=batch.sampler_log_probs.to(dtype))
 
 
 def updates(policy: Policy, batch: RolloutBatch, token_budget: int = 16384, **algorithm: Any) -> TokenBatch:
     batch = fill_statistics(policy, batch, MicroBatches(batch, 16384), torch.arange(len(batch)))
     advantages = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(5)) * batch.response_mask
-    batch = batch.replace(advantages=advantages.double())
+    batch = batch.replace(advantages=advantages.to(batch.sampler_log_probs))
     update = PolicyUpdate(FullPrecision.of(policy), None, ActorConfig(), AlgorithmConfig(**algorithm), 6)  # type: ignore[arg-type]
     return update_batch(update, batch, token_budget)
 
@@ -85,8 +86,10 @@ def real_backward(batch: TokenBatch) -> None:
 
 
 class Setting:
-    def __init__(self, kind: str = "adamw", clip: float | None = 0.05, **algorithm: Any) -> None:
-        self.policy = small.policy()
+    def __init__(
+        self, kind: str = "adamw", clip: float | None = 0.05, model: Any = None, **algorithm: Any
+    ) -> None:
+        self.policy = small.policy(**(model or {}))
         self.optimizer = optimizer_of(self.policy, kind)
         warmed_up(self.policy, self.optimizer)
         self.evaluation = sampled(self.policy, 12, 1, seed=1)
@@ -243,6 +246,21 @@ def test_shares_momentum_and_decay_sum_to_the_prediction(kind: str) -> None:
     assert math.isclose(parts, whole, rel_tol=1e-9)
     assert math.isclose(float(shares.responses.sum()), float(shares.tokens.sum()), rel_tol=1e-12)
     assert shares.momentum != 0 and (shares.decay != 0) == (kind != "sgd_nesterov")
+
+
+def test_parts_sum_to_the_whole_where_responses_hold_the_padding_token() -> None:
+    """Autograd leaves the padding row of the embedding out, and so does the optimizer; the model does not."""
+    setting = Setting(model={"pad_token_id": 8})
+    assert bool((setting.update_rollout.responses[:, :-1] == 8).any())
+    assert bool((setting.evaluation.responses[:, :-1] == 8).any())
+    update = setting.probe.update(setting.U)
+    prediction = setting.probe.predict(setting.E, update)
+    shares = setting.probe.shares(prediction, setting.E, update, setting.U)
+    assert math.isclose(shares.legacy, prediction.change.value, rel_tol=1e-9)
+    parts = float(shares.tokens.sum()) + shares.momentum + shares.decay
+    assert math.isclose(parts, prediction.change.value, rel_tol=1e-9)
+    measured, _ = setting.probe.measure(prediction, setting.E, update, 1e-5)
+    assert math.isclose(measured.change.value * 1e5, prediction.change.value, rel_tol=1e-4)
 
 
 def test_share_of_a_response_is_the_product_of_its_own_gradient() -> None:

@@ -21,6 +21,8 @@ class Optimizer:
         self.parameters = parameters
         self.config = config
         self.total_steps = total_steps
+        self.clip_factor = 1.0
+        """What the last `clip` multiplied the gradients by."""
         matrices = [p for p in parameters.values() if p.dim() >= 2]
         others = [p for p in parameters.values() if p.dim() < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
@@ -43,7 +45,9 @@ class Optimizer:
     def clip(self) -> float:
         """The norm of the gradients, clipped afterwards to config.grad_clip."""
         limit = self.config.grad_clip or math.inf
-        return float(nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+        self.clip_factor = min(1.0, limit / (norm + 1e-6))
+        return norm
 
     def step(self) -> None:
         self.adamw.step()

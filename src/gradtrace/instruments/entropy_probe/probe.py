@@ -34,6 +34,7 @@ from gradtrace.instruments.entropy_probe.estimates import (
     score_function_change,
     score_weights,
 )
+from gradtrace.instruments.entropy_probe.padding_row import padding_row_counts, padding_row_is_constant
 from gradtrace.instruments.entropy_probe.passes import TokenBatch
 from gradtrace.instruments.entropy_probe.update_direction import parameter_updates
 from gradtrace.rollout.sampler import evaluation_mode
@@ -191,7 +192,8 @@ class EntropyProbe:
                 momentum += _product(target[name], part.momentum)
                 decay += _product(target[name], part.decay)
                 legacy += _product(target[name], update.direction[name])
-            tokens = batch.collect(lambda one: directional_derivative(self.model, one.run, direction))
+            with padding_row_is_constant(self.model):
+                tokens = batch.collect(lambda one: directional_derivative(self.model, one.run, direction))
         owner = torch.arange(len(batch.lengths)).repeat_interleave(batch.lengths)
         responses = torch.zeros(len(batch.lengths), dtype=torch.float64).index_add_(0, owner, tokens)
         return Shares(tokens, responses, momentum, decay, legacy)
@@ -207,7 +209,8 @@ class EntropyProbe:
             own = weights[rows].repeat_interleave(base.lengths[rows]).to(log_probs)
             return (entropies + own * log_probs).sum() / total
 
-        return self._gradient(batch, surrogate, progress)
+        with padding_row_counts(self.model):
+            return self._gradient(batch, surrogate, progress)
 
     def _gradient(
         self,

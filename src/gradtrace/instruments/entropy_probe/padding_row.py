@@ -1,0 +1,44 @@
+"""`nn.Embedding(padding_idx=…)`: autograd leaves out the gradient of one row, also where a response holds that token.
+
+So a backward pass is not the derivative of what the model computes, and forward mode is. The probe needs both: the
+true derivative of entropy, and the gradient that the optimizer saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _padded_embeddings(model: nn.Module) -> list[nn.Embedding]:
+    return [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
+
+
+@contextmanager
+def padding_row_counts(model: nn.Module) -> Iterator[None]:
+    """Inside, a backward pass gives the padding row its gradient, too."""
+    rows = [(module, module.padding_idx) for module in _padded_embeddings(model)]
+    try:
+        for module, _ in rows:
+            module.padding_idx = None
+        yield
+    finally:
+        for module, row in rows:
+            module.padding_idx = row
+
+
+@contextmanager
+def padding_row_is_constant(model: nn.Module) -> Iterator[None]:
+    """Inside, forward mode leaves the padding row out as a backward pass does."""
+
+    def hook(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return torch.where((inputs[0] == module.padding_idx)[..., None], output.detach(), output)
+
+    with ExitStack() as stack:
+        for module in _padded_embeddings(model):
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield
