@@ -63,7 +63,8 @@ def _is_plain(module: Any) -> bool:
     else:
         ours = library.startswith(("torch.nn.modules.", "transformers."))
     has_hooks = module._forward_hooks or module._forward_pre_hooks
-    return ours and not has_hooks and "forward" not in vars(module)
+    replaced = vars(module).get("forward")
+    return ours and not has_hooks and (replaced is None or getattr(replaced, "computes_the_same", False))
 
 
 def _is_plain_lora(layer: Any) -> bool:
@@ -91,7 +92,7 @@ class LlamaDecoder:
 
         slots = prompts.longest + max_new_tokens
         self.rotary = rotary_table(inner, slots)
-        self.cache = torch.empty(len(self.layers), len(row_prompts), slots, 2, self.kv_heads, self.head_dim)
+        self.cache = torch.empty(len(self.layers), 2, len(row_prompts), self.kv_heads, slots, self.head_dim)
         self.filled = prompts.longest
         """Slots of every row that hold a token, or the padding before its prompt."""
         self.first_logits = self._read(prompts, row_prompts)
@@ -115,14 +116,12 @@ class LlamaDecoder:
             allowed = (causal & (mask[:, None, :] | ~mask[:, :, None]))[:, None]  # [P, 1, L, L]
 
         def attend(layer: Layer, cache: Tensor, heads: Tensor) -> Tensor:
-            heads = heads.view(count, length, -1, self.head_dim)
-            keys_values = heads[:, :, self.query_heads :].unflatten(
-                2, (2, -1)
-            )  # [P, L, 2, kv_heads, head_dim]
-            cache[:, :length] = keys_values.contiguous()[row_prompts]
-            keys, values = keys_values.permute(2, 0, 3, 1, 4)
+            heads = heads.view(count, length, -1, self.head_dim).transpose(1, 2)  # [P, heads, L, head_dim]
+            keys_values = heads[:, self.query_heads :].unflatten(1, (2, -1)).transpose(0, 1)
+            cache[:, :, :, :length] = keys_values[:, row_prompts]
+            keys, values = keys_values
             attended = F.scaled_dot_product_attention(
-                heads[:, :, : self.query_heads].transpose(1, 2),
+                heads[:, : self.query_heads],
                 keys,
                 values,
                 attn_mask=allowed,
@@ -140,11 +139,16 @@ class LlamaDecoder:
         bias = None if self.bias is None else self.bias[:, :, :, :slots]
 
         def attend(layer: Layer, cache: Tensor, heads: Tensor) -> Tensor:
-            cache[:rows, self.filled] = heads[:, self.query_heads :].unflatten(1, (2, -1))
-            keys, values = cache[:rows, :slots].permute(2, 0, 3, 1, 4)
-            # Query heads of one key head take the place of query positions: [B, kv_heads, group, head_dim].
-            queries = heads[:, : self.query_heads].unflatten(1, (self.kv_heads, -1))
-            attended = F.scaled_dot_product_attention(queries, keys, values, bias, scale=layer.scaling)
+            cache[:, :rows, :, self.filled] = (
+                heads[:, self.query_heads :].unflatten(1, (2, -1)).transpose(0, 1)
+            )
+            # One small product per row and key head; its query heads take the place of query positions.
+            keys, values = cache[:, :rows, :, :slots].flatten(1, 2)  # [B · kv_heads, slots, head_dim]
+            queries = heads[:, : self.query_heads].reshape(len(keys), -1, self.head_dim)
+            scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(layer.scaling)
+            if bias is not None:
+                scores.view(rows, self.kv_heads, -1, slots).add_(bias)
+            attended = torch.bmm(scores.softmax(-1), values)
             return attended.reshape(rows, -1)
 
         # complex[B, 1, head_dim / 2], or complex[1, head_dim / 2] when every row is at the same position
@@ -186,6 +190,6 @@ class LlamaDecoder:
         places = torch.arange(len(rows))
         moved = places[rows != places]
         if len(moved):
-            self.cache[:, moved, : self.filled] = self.cache[:, rows[moved], : self.filled]
+            self.cache[:, :, moved, :, : self.filled] = self.cache[:, :, rows[moved], :, : self.filled]
         if self.bias is not None:
             self.bias, self.padding = self.bias[rows], self.padding[rows]

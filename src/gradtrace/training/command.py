@@ -7,6 +7,7 @@
   gradtrace train recipe=my.yaml                    a recipe of your own; it may say `defaults: [gsm8k, _self_]`
   gradtrace train resume=runs/demo                  continue a run that was stopped, exactly where it was
   gradtrace train resume=runs/demo trainer.total_steps=200
+  gradtrace train engine=verl recipe=gsm8k cluster.num_workers=8    the same recipe on 8 GPUs (see docs/verl.md)
 
 Settings are KEY=VALUE with the key's full path, as in Hydra; a misspelt key is answered with the nearest one.
 A run goes to runs/NAME: config.yaml, metrics.jsonl, checkpoints/, traces, and at the end policy/, a plain
@@ -30,12 +31,21 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(args.overrides)
     if args.cfg:
-        print(to_yaml(config), end="")
+        if config.engine == "verl":
+            from gradtrace.integrations.verl.launch import show
+
+            print(show(config), end="")
+        else:
+            print(to_yaml(config), end="")
         return 0
     import transformers
 
-    from gradtrace.training.run import train
     from gradtrace.training.terminal import open_display
+
+    if config.engine == "verl":
+        from gradtrace.integrations.verl.launch import train
+    else:
+        from gradtrace.training.run import train
 
     transformers.utils.logging.disable_progress_bar()  # "Writing model shards", in the middle of our own
     try:

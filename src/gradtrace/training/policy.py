@@ -17,6 +17,7 @@ from gradtrace.algorithms.logits import log_probs_and_entropies
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.training.fast_norm import use_fast_norms
 from gradtrace.training.microbatch import MicroBatch
 from gradtrace.training.packed_attention import packed_attention
 
@@ -96,7 +97,9 @@ def load_model(path: str | Path, config: ModelConfig, key: str = "model.path") -
     except (OSError, ValueError, ImportError) as error:
         raise GradtraceError(f"{key}={path}: the model cannot be loaded. {error}") from error
     disable_dropout(model)
-    return nn.Module.to(model, choose_device(config.device)).eval()
+    model = nn.Module.to(model, choose_device(config.device)).eval()
+    use_fast_norms(model)
+    return model
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

