@@ -194,3 +194,24 @@ def test_mistakes_are_named(
     monkeypatch.chdir(tmp_path)
     assert main(["eval", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_adapters_are_evaluated_on_their_base(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from gradtrace.evaluation.model import load
+    from tests.tasks.byte_model import byte_tokenizer
+
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    base = AutoModelForCausalLM.from_pretrained(models[0])
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    byte_tokenizer().save_pretrained(tmp_path / "adapter")
+    tokens = torch.tensor([[5, 6, 7]])
+    loaded = load(str(tmp_path / "adapter")).model(tokens).logits
+    assert torch.allclose(loaded, model.eval()(tokens).logits, atol=1e-5)
+    with model.disable_adapter():
+        assert not torch.allclose(loaded, model(tokens).logits, atol=1e-2)
