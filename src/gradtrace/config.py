@@ -435,11 +435,29 @@ class TrainerConfig:
 
 
 @dataclass
+class ClusterConfig:
+    num_workers: int = _number(1, minimum=1)
+    """Workers (GPUs) per node."""
+    nodes: int = _number(1, minimum=1)
+    """Machines."""
+    ray_address: str = ""
+    """Of a Ray cluster that is running already (`auto` inside of it); empty: Ray is started on this machine."""
+    rollout: str = _choice("vllm", "sglang")
+    """Which of verl's rollout engines samples on GPUs; without a GPU our own sampler does."""
+    tensor_parallel: int = _number(1, minimum=1)
+    """GPUs that share one copy of the model while sampling."""
+    max_failures: int = _number(3, minimum=0)
+    """Restart from the last complete checkpoint this often when a worker dies."""
+    pg_timeout_seconds: float = _number(0.0, minimum=0)
+    """How long ranks wait for each other before the missing one is named and the run ends; 0: as verl has it."""
+
+
+@dataclass
 class Config:
     recipe: str = "demo"
     """A name in conf/ (demo, grpo_gsm8k, dapo_math, archer_math …) or the path of a YAML file of your own."""
-    engine: str = _choice("embedded")
-    """embedded: one process, CPU or one GPU."""
+    engine: str = _choice("embedded", "verl")
+    """embedded: one process, CPU or one GPU. verl: several workers and machines (Ray + FSDP2), see `cluster`."""
     resume: str = ""
     """A run folder to continue from its latest checkpoint; its config.yaml is the recipe."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -452,3 +470,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Of engine=verl."""
+    verl: dict[str, Any] = field(default_factory=dict)
+    """verl's own options, by their paths there: `verl.actor_rollout_ref.actor.fsdp_config.param_offload=true`."""

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gradtrace.config import Config
+from gradtrace.config import ClusterConfig, Config
 from gradtrace.errors import GradtraceError
 
 CONF = Path(__file__).parent / "conf"
@@ -107,7 +107,7 @@ def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def check_key(key: str, valid: set[str], where: str) -> None:
-    inside_options = any(key.startswith(f"{name}.") for name in OPTION_DICTS)
+    inside_options = any(key.startswith(f"{name}.") for name in (*OPTION_DICTS, "verl"))
     if key not in valid and not inside_options:
         raise GradtraceError(
             f"{where}: there is no such key. Did you mean '{closest(key, sorted(valid))}'? "
@@ -192,6 +192,8 @@ def check_fields(node: Any, prefix: str = "") -> None:
 
 def check_together(config: Config) -> None:
     """What is wrong only in combination."""
+    if config.engine != "verl" and (config.verl or config.cluster != ClusterConfig()):
+        raise GradtraceError("cluster.… and verl.… are settings of engine=verl; add it, or leave them out.")
     check_algorithm(config)
     check_reward(config)
     if len(config.actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.actor.optim.betas):

@@ -1,0 +1,21 @@
+"""gradtrace inside verl 0.9: the instruments on Ray + FSDP2, in a job of yours or by `gradtrace train engine=verl`.
+
+In a job of your own, name this package in one environment variable and ask for what you want:
+
+    VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl python -m verl.trainer.main_ppo … \\
+        +gradtrace.influence_trace.enable=true
+
+Without `+gradtrace.…` nothing changes. See docs/verl.md.
+"""
+
+import os
+import sys
+
+# verl imports this package at the end of its own import. A process without verl (`gradtrace train --cfg`) must not
+# pay for importing it.
+if "verl" in sys.modules:
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        from gradtrace.integrations.verl import cpu  # noqa: F401  (its platform, before verl's engines ask for one)
+    from gradtrace.integrations.verl import plugin
+
+    plugin.take_over()

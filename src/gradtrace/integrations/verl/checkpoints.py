@@ -1,0 +1,156 @@
+"""verl's sharded checkpoints: which is the last complete one, opening it on another number of workers, and as a plain
+transformers folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.atomic import atomic_directory
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""verl writes it last, when a checkpoint is complete."""
+
+
+def latest_step(run_dir: Path) -> int | None:
+    tracker = run_dir / "checkpoints" / TRACKER
+    return int(tracker.read_text()) if tracker.is_file() and tracker.read_text().strip() else None
+
+
+def latest_folder(run_dir: Path) -> Path:
+    step = latest_step(run_dir)
+    if step is None:
+        raise GradtraceError(f"{run_dir} has no complete checkpoint.")
+    return run_dir / "checkpoints" / f"global_step_{step}" / "actor"
+
+
+def saved_world_size(folder: Path) -> int:
+    sizes = {
+        int(m[1])
+        for f in folder.glob("model_world_size_*_rank_0.pt")
+        if (m := re.search(r"size_(\d+)_", f.name))
+    }
+    if len(sizes) != 1:
+        raise GradtraceError(
+            f"{folder} holds shards of {sorted(sizes) or 'no'} world sizes; one is expected."
+        )
+    return sizes.pop()
+
+
+def full_states(folder: Path, kind: str) -> list[Any]:
+    """The saved objects of all ranks (`kind`: model, optim or extra_state), on the CPU."""
+    import torch
+    import torch.distributed.tensor  # shards are DTensors
+
+    world = saved_world_size(folder)
+    return [
+        torch.load(
+            folder / f"{kind}_world_size_{world}_rank_{rank}.pt", map_location="cpu", weights_only=False
+        )
+        for rank in range(world)
+    ]
+
+
+def joined(shards: list[Any]) -> Any:
+    """One tensor from the shards of all ranks: cut along a dimension, or the same everywhere."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    first = shards[0]
+    if not isinstance(first, DTensor):
+        return first
+    placement: Any = first.placements[-1]
+    local = [shard._local_tensor for shard in shards]
+    if not placement.is_shard():
+        return local[0]
+    return torch.cat(local, dim=placement.dim)
+
+
+def full_model(folder: Path) -> dict[str, Any]:
+    parts = full_states(folder, "model")
+    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def export_policy(run_dir: Path) -> Path:
+    """The last checkpoint as RUN/policy, a plain transformers folder, adapters merged."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = latest_folder(run_dir)
+    target = run_dir / "policy"
+    weights = full_model(source)
+    config = AutoConfig.from_pretrained(source / "huggingface")
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if any("lora_" in name for name in weights):
+        weights = merge_lora(weights, source)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    if unexpected or set(missing) - tied:
+        raise GradtraceError(f"{source} does not fit its own configuration: {[*missing, *unexpected][:3]}")
+    model.tie_weights()
+    shutil.rmtree(target, ignore_errors=True)
+    with atomic_directory(target) as folder:
+        model.save_pretrained(folder)
+        for file in (source / "huggingface").iterdir():
+            if "token" in file.name or file.name in ("vocab.json", "merges.txt", "chat_template.jinja"):
+                shutil.copy(file, folder)
+    return target
+
+
+def merge_lora(weights: dict[str, Any], source: Path) -> dict[str, Any]:
+    """W + (alpha / rank)·B·A, under the names of the plain model."""
+    import json
+
+    meta = json.loads((source / "lora_train_meta.json").read_text())
+    scale = float(meta["lora_alpha"]) / float(meta["r"])
+    plain = {}
+    for name, weight in weights.items():
+        if "lora_" in name:
+            continue
+        clean = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        stem = name.removesuffix(".base_layer.weight")
+        if f"{stem}.lora_A.default.weight" in weights:
+            a, b = (weights[f"{stem}.lora_{side}.default.weight"].float() for side in "AB")
+            weight = (weight.float() + scale * b @ a).to(weight.dtype)
+        plain[clean] = weight
+    return plain
+
+
+def load_any_world_size(engine: Any, local_path: str) -> bool:
+    """Load a checkpoint of another number of workers into `engine`. False: it is of this number, verl can do it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    folder = Path(local_path)
+    if not folder.is_dir() or saved_world_size(folder) == dist.get_world_size():
+        return False
+
+    def shard(full: Any, like: Any) -> Any:
+        if not isinstance(like, DTensor) or not isinstance(full, torch.Tensor) or full.shape != like.shape:
+            return full
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+    weights = full_model(folder)
+    current = engine.module.state_dict()
+    engine.module.load_state_dict({name: shard(weights[name], current[name]) for name in current})
+    parts = full_states(folder, "optim")
+    parameters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    states = {}
+    for index, first in parts[0]["state"].items():
+        columns = {key: joined([part["state"][index][key] for part in parts]) for key in first}
+        states[index] = {key: shard(value, parameters[index]) for key, value in columns.items()}
+    engine.optimizer.load_state_dict({"state": states, "param_groups": parts[0]["param_groups"]})
+    extra = full_states(folder, "extra_state")[0]
+    if extra["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+    print(
+        f"gradtrace: opened {folder}, saved on {saved_world_size(folder)} workers, on {dist.get_world_size()}",
+        flush=True,
+    )
+    dist.barrier()
+    return True

@@ -1,0 +1,48 @@
+"""verl without a GPU: everything that is needed on CPU only, apart from the adapter.
+
+    VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl VERL_PLATFORM=cpu python -m verl.trainer.main_ppo \\
+        trainer.device=cpu actor_rollout_ref.rollout.name=gradtrace_cpu …
+
+VERL_PLATFORM=cpu is what loads it; without that a job is left alone.
+
+- `platform`: a verl platform named "cpu" (Ray schedules it as GPUs that `ray.init(num_gpus=N)` merely claims).
+- `rollout`: our sampler as a rollout replica named "gradtrace_cpu"; requests are generated in batches.
+- `adjustments`: four places where verl 0.9 assumes an accelerator.
+
+What else a configuration needs on CPU (sdpa attention, no torch.compile, FSDP2) is in `settings()`.
+"""
+
+import sys
+
+PLATFORM = "cpu"
+ROLLOUT = "gradtrace_cpu"
+
+
+def settings(workers: int, cpus: int = 16) -> dict[str, object]:
+    """verl settings that hold on a CPU, by their path; keys with a + do not exist in verl's own configuration."""
+    return {
+        "trainer.device": "cpu",
+        "actor_rollout_ref.rollout.name": ROLLOUT,
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.ref.use_torch_compile": False,
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "reward.num_workers": 1,
+        "data.dataloader_num_workers": 0,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "ray_kwargs.ray_init.num_cpus": cpus,
+        "+ray_kwargs.ray_init.num_gpus": workers,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+    }
+
+
+if "verl" in sys.modules:
+    from gradtrace.integrations.verl.cpu import platform
+
+    platform.register()  # before anything of verl is imported that asks for the platform
+    from gradtrace.integrations.verl.cpu import adjustments, rollout
+
+    rollout.register()
+    adjustments.apply()

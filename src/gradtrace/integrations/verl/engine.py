@@ -1,0 +1,71 @@
+"""verl's FSDP engine with the influence trace in its backward pass. Without a `GradtraceLoss` it is verl's engine."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from gradtrace.integrations.verl import refusals
+from gradtrace.integrations.verl.checkpoints import load_any_world_size
+from gradtrace.integrations.verl.compatibility import stand_in_for_trl_value_head
+from gradtrace.integrations.verl.losses import GradtraceLoss
+from gradtrace.integrations.verl.process_group import apply_timeout
+from gradtrace.integrations.verl.tracing import RankTracer
+
+
+class TracedFSDPEngine(FSDPEngineWithLMHead):
+    tracer: RankTracer | None = None
+    _traced: RankTracer | None = None
+    """The tracer, from the forward pass of a mini-batch that is traced to its optimizer step."""
+
+    def initialize(self) -> None:
+        refusals.check_engine(self)
+        stand_in_for_trl_value_head()
+        super().initialize()
+        groups = [dist.group.WORLD, self.get_data_parallel_group()]
+        groups += [self.device_mesh.get_group(dim) for dim in range(self.device_mesh.ndim)]
+        apply_timeout(groups)
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        self._traced = None if forward_only else self._tracer_for(data, loss_function)
+        tracer = self._traced
+        if tracer is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        if tracer.needs_own_pass:
+            with tracer.capture():
+                super().forward_backward_batch(data, tracer.objective)
+            self.optimizer_zero_grad()  # gradients of the objective are nobody's but the trace's
+        with nullcontext() if tracer.needs_own_pass else tracer.capture():
+            return super().forward_backward_batch(data, loss_function)
+
+    def _tracer_for(self, data: Any, loss_function: Any) -> RankTracer | None:
+        if not isinstance(loss_function, GradtraceLoss):
+            return None
+        loss_function.engine_attached = True
+        if loss_function.influence is None:
+            return None
+        if self.tracer is None or self.tracer.loss is not loss_function:
+            refusals.check_tracing(self, loss_function.influence)
+            self.tracer = RankTracer(self, loss_function)
+        return self.tracer if self.tracer.begin(data) else None
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        if self._traced is not None and self._traced.capturing:
+            self._traced.micro_batch(micro_batch)
+        return super().forward_step(micro_batch, loss_function, forward_only)
+
+    def optimizer_step(self) -> float:
+        tracer, self._traced = self._traced, None
+        if tracer is not None:
+            tracer.score()
+        grad_norm = super().optimizer_step()
+        if tracer is not None:
+            tracer.finish_mini_batch(grad_norm)
+        return grad_norm
+
+    def load_checkpoint(self, local_path: str, *args: Any, **options: Any) -> None:
+        if not load_any_world_size(self, local_path):
+            super().load_checkpoint(local_path, *args, **options)

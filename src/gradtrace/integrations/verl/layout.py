@@ -1,0 +1,63 @@
+"""Where responses sit in the model inputs that verl makes of a micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError
+
+
+def response_layout(micro_batch: Any, ids: Tensor, packed: bool, bucket: int = 0) -> tuple[Tensor, Tensor]:
+    """(`response`, `tokens`) for `InfluenceTracer.capture`.
+
+    `ids`: long[b], the tracer's response id of each sequence, −1 to ignore it. With `packed` (verl's
+    use_remove_padding) all sequences stand behind one another in one row, which is padded at its end to a multiple
+    of `bucket` if that is not 0 (pad_to_length); else each has a row of its own, padded on the right.
+    """
+    sequences, responses = micro_batch["input_ids"], micro_batch["responses"]
+    if not responses.is_nested:
+        raise GradtraceError(
+            "the trace needs verl's V1 trainer (trainer.use_v1=true): responses arrived padded, not nested"
+        )
+    lengths = sequences.offsets().diff().cpu()
+    response_lengths = responses.offsets().diff().cpu()
+    mask = micro_batch["response_mask"].values().bool().cpu()
+    ids = ids.cpu()
+    width = int(lengths.sum()) if packed else int(lengths.max())
+    if packed and bucket:
+        width = -(-width // bucket) * bucket
+    shape = (1, width) if packed else (len(lengths), width)
+    response = torch.full(shape, -1)
+    tokens = torch.zeros(shape, dtype=torch.bool)
+    begin = mask_begin = 0
+    for index, (length, own) in enumerate(zip(lengths.tolist(), response_lengths.tolist(), strict=True)):
+        row, start = (0, begin) if packed else (index, 0)
+        response[row, start : start + length] = ids[index]
+        tokens[row, start + length - own : start + length] = mask[mask_begin : mask_begin + own]
+        begin, mask_begin = begin + length, mask_begin + own
+    return (response if packed else ids), tokens & (response >= 0)
+
+
+def token_weight(actor: Any, micro_batch: Any) -> Tensor:
+    """float[b]: what verl's aggregation multiplies the token losses of each response by (`core_algos.agg_loss`)."""
+    mask = micro_batch["response_mask"]
+    lengths = torch.stack([part.sum() for part in mask.unbind()]).cpu().double()
+    dp_size, sequences = float(micro_batch["dp_size"]), float(micro_batch["global_batch_size"])
+    mode = actor.loss_agg_mode
+    if mode == "token-mean":
+        weight = torch.full_like(lengths, dp_size / float(micro_batch["batch_num_tokens"]))
+    elif mode == "token-sum":
+        weight = torch.full_like(lengths, dp_size)
+    elif mode == "seq-mean-token-mean":
+        weight = dp_size / sequences / (lengths + 1e-8)
+    elif mode == "seq-mean-token-sum":
+        weight = torch.full_like(lengths, dp_size / sequences)
+    elif mode == "seq-mean-token-sum-norm":
+        longest = int(mask.offsets().diff().max())
+        weight = torch.full_like(lengths, dp_size / sequences / (actor.loss_scale_factor or longest))
+    else:
+        raise GradtraceError(f"actor.loss_agg_mode={mode}: how it weighs tokens is not known to the trace")
+    return weight.float()

@@ -1,0 +1,169 @@
+"""Our losses and advantages for verl, and the loss function that carries the trace's settings to the ranks."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+from gradtrace.algorithms import (
+    AdvantageInputs,
+    LossInputs,
+    advantage,
+    advantage_names,
+    policy_loss,
+    policy_loss_names,
+)
+from gradtrace.config import InfluenceTraceConfig
+from gradtrace.errors import GradtraceError
+
+PREFIX = "gradtrace_"
+VERL_LOSSES_WITH_PLAIN_GRADIENT = ("vanilla", "gspo", "cispo")
+"""verl's losses whose gradient at ratio 1 is −A∇ℓ for every token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Extras:
+    """What verl does not hand to a policy loss."""
+
+    entropies: Tensor | None
+    ref_log_probs: Tensor | None
+    options: dict[str, Any]
+
+
+_extras: contextvars.ContextVar[Extras | None] = contextvars.ContextVar("gradtrace_loss_extras", default=None)
+advantage_options: dict[str, Any] = {}
+"""Of the driver's estimator; set by the trainer."""
+
+
+@dataclass(eq=False)
+class GradtraceLoss:
+    """verl's `ppo_loss`, called in place of it. The trainer sends it to every worker (`set_loss_fn`), and with it
+    what the engine there has to trace."""
+
+    actor: Any
+    """verl's ActorConfig."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of our policy loss."""
+    influence: InfluenceTraceConfig | None = None
+    """None: nothing is traced on the ranks."""
+    parts_dir: str = ""
+    """Where each rank puts its part of a step's trace."""
+    kl_in_loss: bool = False
+    engine_attached: bool = field(default=False, init=False)
+
+    @property
+    def plain_gradient(self) -> bool:
+        mode = self.actor.policy_loss.get("loss_mode", "vanilla")
+        return mode in VERL_LOSSES_WITH_PLAIN_GRADIENT or mode.removeprefix(PREFIX) in policy_loss_names()
+
+    def __call__(
+        self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if self.influence is not None and not self.engine_attached:
+            raise GradtraceError(
+                "The influence trace was asked for, but this worker runs verl's own engine. Workers must load the "
+                "plugin: pass VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl to all nodes, e.g. with "
+                "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl"
+            )
+        with self.extras(model_output, data):
+            return ppo_loss(self.actor, model_output, data, dp_group)
+
+    @contextmanager
+    def extras(self, model_output: Any, data: Any) -> Iterator[None]:
+        entropies = model_output.get("entropy", None)
+        reference = data.get("ref_log_prob", None)
+        found = Extras(
+            entropies=None if entropies is None else no_padding_2_padding(entropies, data),
+            ref_log_probs=None if reference is None else reference.to_padded_tensor(0.0),
+            options=self.options,
+        )
+        token = _extras.set(found)
+        try:
+            yield
+        finally:
+            _extras.reset(token)
+
+
+def verl_policy_loss(name: str) -> Any:
+    """Our policy loss `name` with the signature that verl calls."""
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        extras = _extras.get() or Extras(None, None, {})
+        function = policy_loss(name, **extras.options)
+        columns = {"entropies": extras.entropies, "ref_log_probs": extras.ref_log_probs}
+        if missing := [column for column in columns if column in function.needs and columns[column] is None]:
+            raise GradtraceError(
+                f"actor.policy_loss.loss_mode={name} needs {' and '.join(missing)}. Run it with gradtrace's trainer "
+                "(VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl, +gradtrace.metrics=true), "
+                "actor.calculate_entropy=true and actor.use_kl_loss=true (its coefficient may be 0)"
+            )
+        mask = response_mask.bool()
+        outputs = function(LossInputs(log_prob, old_log_prob, advantages, mask, **columns))
+        values = outputs.loss if rollout_is_weights is None else outputs.loss * rollout_is_weights
+        total = agg_loss(values, response_mask, loss_agg_mode, **config.global_batch_info)
+        tokens = mask.sum().clamp(min=1)
+        metrics = {key: float(value / tokens) for key, value in outputs.metric_sums().items()}
+        return total, metrics
+
+    loss.__name__ = f"{PREFIX}{name}"
+    return loss
+
+
+def verl_advantage(name: str) -> Any:
+    """Our estimator `name` with the signature that verl calls."""
+
+    def estimate(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: np.ndarray | None = None,
+        config: Any = None,
+        **ignored: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if index is None:
+            raise GradtraceError(f"algorithm.adv_estimator={PREFIX}{name} needs the prompts' uids")
+        _, groups = np.unique(np.asarray(index, dtype=str), return_inverse=True)
+        inputs = AdvantageInputs(
+            token_level_rewards.sum(-1), torch.from_numpy(groups), response_mask.bool().cpu()
+        )
+        outputs = advantage(name, **advantage_options)(inputs)
+        advantages = outputs.advantages.to(token_level_rewards)
+        return advantages, advantages if outputs.returns is None else outputs.returns
+
+    estimate.__name__ = f"{PREFIX}{name}"
+    return estimate
+
+
+def register() -> None:
+    """Every loss and every estimator that needs no critic as gradtrace_NAME; those that verl lacks as NAME too."""
+    from verl.trainer.ppo import core_algos
+
+    for name in policy_loss_names():
+        function = verl_policy_loss(name)
+        register_policy_loss(f"{PREFIX}{name}")(function)
+        if name not in core_algos.POLICY_LOSS_REGISTRY:
+            register_policy_loss(name)(function)
+    for name in advantage_names():
+        if "values" in advantage(name).needs or f"{PREFIX}{name}" in core_algos.ADV_ESTIMATOR_REGISTRY:
+            continue
+        estimator = verl_advantage(name)
+        register_adv_est(f"{PREFIX}{name}")(estimator)
+        if name not in core_algos.ADV_ESTIMATOR_REGISTRY:
+            register_adv_est(name)(estimator)

@@ -1,0 +1,72 @@
+"""The `gradtrace` section of a verl configuration: `+gradtrace.influence_trace.enable=true`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gradtrace.config import EntropyTraceConfig, InfluenceTraceConfig
+from gradtrace.config_loader import check_fields, closest, schema_keys
+from gradtrace.errors import GradtraceError
+
+
+@dataclass
+class VerlOptions:
+    """Everything is off until it is asked for."""
+
+    run_dir: str = ""
+    """Where traces and metrics go; empty: verl's trainer.default_local_dir. All nodes must see it."""
+    entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
+    influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options of one of our losses (actor.policy_loss.loss_mode=archer), by their names in gradtrace.algorithms."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Options of one of our estimators (algorithm.adv_estimator=gradtrace_grpo)."""
+    metrics: bool = False
+    """Write metrics.jsonl and the state of the run, as the launcher needs them; on when anything is traced."""
+    task: str = "dataset"
+    """Name of the task, for the trace's readers."""
+
+    @property
+    def is_active(self) -> bool:
+        return self.entropy_trace.enable or self.influence_trace.enable or self.metrics
+
+
+def read_options(config: Any) -> VerlOptions:
+    """Of a whole verl configuration. An unknown key is an error that names the nearest valid one."""
+    section = OmegaConf.select(config, "gradtrace", default=None)
+    if section is None:
+        return VerlOptions()
+    check_keys(OmegaConf.to_container(section, resolve=True))
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(VerlOptions), section)
+        options: VerlOptions = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise GradtraceError(
+            f"gradtrace.{error.full_key}: {str(error.msg or error).splitlines()[0]}"
+        ) from None
+    check_fields(options, "gradtrace.")
+    if not options.run_dir:
+        options = dataclasses.replace(options, run_dir=str(config.trainer.default_local_dir))
+    return options
+
+
+def check_keys(section: Any) -> None:
+    valid = set(schema_keys(VerlOptions))
+    free = ("policy_loss_options", "advantage_options")
+
+    def walk(node: dict[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            path = f"{prefix}{name}"
+            if path not in valid:
+                raise GradtraceError(
+                    f"+gradtrace.{path}: there is no such key. Did you mean 'gradtrace.{closest(path, sorted(valid))}'?"
+                )
+            if isinstance(value, dict) and path not in free:
+                walk(value, f"{path}.")
+
+    walk(section, "")

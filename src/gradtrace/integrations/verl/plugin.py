@@ -1,0 +1,36 @@
+"""What verl finds of ours in its registries. Loaded by verl itself, in every process of a job."""
+
+from __future__ import annotations
+
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.workers.engine.base import EngineRegistry
+
+from gradtrace.integrations.verl import losses
+from gradtrace.integrations.verl.engine import TracedFSDPEngine
+from gradtrace.integrations.verl.trainer import GradtraceTrainer
+
+VENDOR = "gradtrace"
+
+
+def register() -> None:
+    """Under names of our own: nothing of verl's is replaced. This is what the entry point `verl.plugins` does."""
+    losses.register()
+    backends = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
+    for device in ("cuda", "npu"):
+        if (device, VENDOR) not in backends:
+            EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device, VENDOR)(TracedFSDPEngine)
+    if "cpu" not in backends:  # verl has none of its own
+        EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(TracedFSDPEngine)
+
+
+def take_over() -> None:
+    """Named in VERL_USE_EXTERNAL_MODULES: our engine and trainer stand where verl's would be. They are verl's own
+    until the configuration has a `gradtrace` section that asks for something."""
+    register()
+    backends = EngineRegistry._engines["language_model"]["fsdp2"]
+    if ("cuda", "nvidia") not in backends:
+        EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cuda", "nvidia")(TracedFSDPEngine)
+    TRAINER_REGISTRY["sync"] = GradtraceTrainer
+
+
+register()

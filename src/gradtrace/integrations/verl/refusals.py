@@ -1,0 +1,45 @@
+"""What would be silently wrong is refused, with the reason and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradtrace.config import InfluenceTraceConfig
+from gradtrace.errors import GradtraceError
+
+
+def check_engine(engine: Any) -> None:
+    """Wrong with or without a trace."""
+    attention = getattr(engine.model_config.hf_config, "_attn_implementation", "")
+    if engine.engine_config.ulysses_sequence_parallel_size > 1 and attention == "sdpa":
+        raise GradtraceError(
+            "ulysses_sequence_parallel_size > 1 with attn_implementation=sdpa: verl 0.9 then computes a wrong loss "
+            "without any error (sdpa is not one of the attentions it rewrites). Use flash_attention_2, or size 1."
+        )
+
+
+def check_tracing(engine: Any, knobs: InfluenceTraceConfig) -> None:
+    """Right in verl, but not what the trace can read."""
+    settings = engine.engine_config
+    problems = {
+        "actor.strategy=fsdp (FSDP1) flattens parameters, so that layers cannot be told apart; use fsdp2": (
+            settings.strategy != "fsdp2"
+        ),
+        "actor.ulysses_sequence_parallel_size > 1 splits a response's tokens over ranks; use 1": (
+            settings.ulysses_sequence_parallel_size > 1
+        ),
+        "mixed_precision.param_dtype=fp16 scales the loss by a factor that changes; use bf16 or fp32": (
+            engine.scaler is not None
+        ),
+        "actor.qat.enable trains on quantised weights, whose gradients are estimates": engine._qat_enabled,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise GradtraceError(f"gradtrace.influence_trace: {problem}.")
+    if knobs.credit != "position" and engine._autocast_dtype != torch.float32:
+        raise GradtraceError(
+            f"gradtrace.influence_trace.credit={knobs.credit} differentiates by small steps, which drown in the "
+            f"rounding of {engine._autocast_dtype}: use mixed_precision.param_dtype=fp32, or credit=position."
+        )

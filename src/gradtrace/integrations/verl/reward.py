@@ -1,0 +1,40 @@
+"""The run's reward as verl calls it: one response, with what the launcher wrote about its prompt.
+
+verl loads this file by its path (`reward.custom_reward_function`), in its reward workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, cast
+
+from gradtrace.config import Config
+from gradtrace.config_loader import load_config
+from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.tasks.datasets import DatasetTask
+from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.training.parts import build_reward
+
+
+@functools.cache
+def reward_of(config_file: str) -> RewardFunction:
+    config: Config = load_config([f"recipe={config_file}"])
+    reward = build_reward(config.reward)
+    if reward is not None:
+        return reward
+    if config.task.name == "arithmetic":
+        return RewardFunction("arithmetic.reward", ArithmeticTask(config.task.arithmetic).reward)
+    return RewardFunction("dataset.reward", functools.partial(DatasetTask.reward, cast(Any, None)))
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any],
+    config: str,
+    **more: Any,
+) -> float:
+    item = json.loads(extra_info["gradtrace_item"])
+    return reward_of(config)([solution_str], [item])[0]

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from gradtrace.attribution import InfluenceTracer
+
+
+class ShardedTracer(InfluenceTracer):
+    pass

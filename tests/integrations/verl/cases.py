@@ -1,0 +1,54 @@
+"""Layouts and knobs under which the engine must give the same scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAN = [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+"""Mini-batch of each of the 16 responses; groups of four."""
+
+EXACT = {"enable": True, "projection_dim_factor": 0, "on_error": "raise"}
+
+
+def ranks_of(world: int) -> list[list[int]]:
+    """Rows of each rank. On two, the groups of the first mini-batch are split, those of the second are not."""
+    if world == 1:
+        return [list(range(16))]
+    return [[0, 1, 2, 9, 4, 5, 6, 7], [8, 3, 10, 11, 12, 13, 14, 15]]
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    actor: dict[str, Any] = field(default_factory=dict)
+    knobs: dict[str, Any] = field(default_factory=dict)
+    check_gradients: bool = False
+
+
+# One scope over the whole mini-batch: nothing is scored inside of a pass, so gradients of all responses are there.
+_GLOBAL = {"accepted_rejected_scope": "all_selected"}
+
+LAYOUTS = {
+    "packed": Case(knobs=_GLOBAL, check_gradients=True),
+    "padded": Case({"packed": False}, {"packed": False}, knobs=_GLOBAL, check_gradients=True),
+    "checkpointing": Case({"checkpointing": True}, knobs=_GLOBAL, check_gradients=True),
+    "dynamic": Case(layout={"dynamic": True}, knobs=_GLOBAL, check_gradients=True),
+    "offload": Case(
+        {"param_offload": True, "optimizer_offload": True},
+        {"entropies": True},
+        knobs=_GLOBAL,
+        check_gradients=True,
+    ),
+    "bucket": Case({"pad_to_length": True, "pad_to_length_bucket": 16}, knobs=_GLOBAL, check_gradients=True),
+}
+KNOBS = {
+    "per_prompt": Case(),
+    "token": Case(knobs={"hessian_source": "token"}),
+    "projected": Case(knobs={"projection_dim_factor": 4}),
+    "sequence_mean": Case(actor={"loss_agg_mode": "seq-mean-token-mean"}),
+    "log_prob": Case(knobs={"output_function": "log_prob"}),
+    "leave_out": Case(knobs={"exclude_self_response": True, "contrastive_agg": "sum"}),
+}
+CASES = LAYOUTS | KNOBS

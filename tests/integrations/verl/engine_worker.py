@@ -1,0 +1,81 @@
+"""Run as ranks by test_engine.py: every case on a fresh engine; what was measured goes to FOLDER/CASE.rank.pt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from gradtrace.config import InfluenceTraceConfig
+from tests.integrations.verl import cases, harness
+
+
+def full(gradient: Any) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -> dict[str, float]:
+    """Identity 1: Σ over responses and ranks of Σ_t u_t v_tᵀ against the gradient that FSDP made, per layer."""
+    gradients = dict(engine.module.named_parameters())
+    errors = {}
+    for block, stored in engine.tracer.tracer._stored.items():
+        total = torch.zeros(block.d_out, block.d_in)
+        for response, factors in stored.items():
+            total += factors.gradient * weights[int(engine.tracer.rows[response])]
+        dist.all_reduce(total)
+        expected = full(gradients[block.parameter_name].grad)
+        total /= dist.get_world_size()
+        errors[block.name] = float((total - expected).norm() / expected.norm())
+    return errors
+
+
+def run_case(name: str, folder: Path) -> None:
+    from gradtrace.integrations.verl.labels import StepLabels
+    from gradtrace.integrations.verl.losses import GradtraceLoss
+
+    case = cases.CASES[name]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    plan = torch.tensor(cases.PLAN)
+    labels = StepLabels.of(batch, 1, torch.ones(len(batch), dtype=torch.bool), plan)
+    engine = harness.make_engine(str(folder / "model"), **case.engine)
+    parts_dir = folder / f"{name}.{world}"
+    parts_dir.mkdir(exist_ok=True)
+    loss = GradtraceLoss(
+        harness.actor_config(**case.actor),
+        influence=InfluenceTraceConfig(**{**cases.EXACT, **case.knobs}),
+        parts_dir=str(parts_dir),
+    )
+    errors: dict[str, float] = {}
+    metrics: list[Any] = []
+    for number in range(2):
+        rows = [row for row in cases.ranks_of(world)[rank] if cases.PLAN[row] == number]
+        data = harness.tensordict(batch, rows, labels, sequences=cases.PLAN.count(number), **case.layout)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            outputs = engine.forward_backward_batch(data, loss)
+            if number == 0 and case.check_gradients:
+                tokens = int(batch.response_lengths[plan == 0].sum())
+                weights = dict.fromkeys(range(len(batch)), world / tokens)
+                errors = weight_gradient_error(engine, labels, weights)
+            metrics.append(engine.optimizer_step())
+        del outputs
+    parameters = {key: full(value.detach()).clone() for key, value in engine.module.named_parameters()}
+    torch.save(
+        {"errors": errors, "grad_norms": metrics, "parameters": parameters}, parts_dir / f"rank{rank}.pt"
+    )
+
+
+if __name__ == "__main__":
+    import verl  # noqa: F401  (registers the platform and the engine)
+    from verl.utils.distributed import initialize_global_process_group_ray
+
+    torch.set_num_threads(1)
+    initialize_global_process_group_ray()
+    for case_name in sys.argv[2:]:
+        run_case(case_name, Path(sys.argv[1]))
+    dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""verl's FSDP engine outside of Ray: batches as its V1 trainer hands them to a rank, and processes that run them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.tasks.arithmetic import build_tokenizer
+from tests.training import small
+
+LEARNING_RATE = 1e-3
+
+
+def model_folder(folder: Path, **options: Any) -> Path:
+    """A transformers folder with a random model of two layers and the demo's tokenizer."""
+    small.model(torch.float32, **options).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def rollout(groups: int = 4, n: int = 4, seed: int = 0) -> RolloutBatch:
+    """Random responses with mixed rewards and group advantages, without old log-probs."""
+    batch = small.random_batch(groups=groups, n=n, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    rewards = torch.rand(len(batch), generator=generator)
+    advantages = rewards.clone()
+    for group in range(groups):
+        mine = batch.group == group
+        advantages[mine] = (rewards[mine] - rewards[mine].mean()) / (rewards[mine].std() + 1e-6)
+    return batch.replace(
+        rewards=rewards,
+        sampler_log_probs=batch.sampler_log_probs.float(),
+        advantages=torch.where(batch.response_mask, advantages[:, None], 0.0),
+        ref_log_probs=None,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that has verl on CPU with our plugin."""
+    return {
+        **os.environ,
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "gradtrace.integrations.verl",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        **more,
+    }
+
+
+def run_ranks(module: str, world: int, *arguments: str) -> None:
+    """`python -m module arguments` as `world` ranks; their output is shown if one fails."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=environment(
+                RANK=str(rank),
+                WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                LOCAL_RANK="0",
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [process.communicate()[0] for process in ranks]
+    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
+        assert process.returncode == 0, f"rank {rank} of {world} failed:\n{output[-6000:]}"
+
+
+# ---------------------------------------------------------------- inside such a process
+
+
+def make_engine(folder: str, packed: bool = True, checkpointing: bool = False, **options: Any) -> Any:
+    """A fresh engine on the model in `folder`, float32 throughout."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.base import EngineRegistry
+
+    lora = options.pop("lora_rank", 0)
+    model = HFModelConfig(
+        path=folder,
+        use_remove_padding=packed,
+        enable_gradient_checkpointing=checkpointing,
+        override_config={"attn_implementation": "sdpa"},
+        lora_rank=lora,
+    )
+    settings = FSDPEngineConfig(
+        **{
+            "forward_only": False,
+            "strategy": "fsdp2",
+            "use_torch_compile": False,
+            "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            "use_dynamic_bsz": False,
+            "use_remove_padding": packed,
+            **options,
+        }
+    )
+    optimizer = FSDPOptimizerConfig(
+        lr=LEARNING_RATE, weight_decay=0.0, total_training_steps=10, clip_grad=1e9, lr_warmup_steps=0
+    )
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend=settings.strategy,
+        model_config=model,
+        engine_config=settings,
+        optimizer_config=optimizer,
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def actor_config(**options: Any) -> Any:
+    from verl.workers.config import ActorConfig
+
+    return ActorConfig(
+        **{
+            "strategy": "fsdp2",
+            "rollout_n": 4,
+            "ppo_micro_batch_size_per_gpu": 2,
+            "clip_ratio_c": 3.0,
+            **options,
+        }
+    )
+
+
+def tensordict(
+    batch: RolloutBatch,
+    rows: list[int],
+    labels: Any,
+    sequences: int,
+    packed: bool = True,
+    micro_batch: int = 2,
+    dynamic: bool = False,
+    entropies: bool = False,
+) -> Any:
+    """The mini-batch `rows` of one rank; `sequences` counts those of all ranks."""
+    from verl.utils import tensordict_utils as tu
+
+    from gradtrace.integrations.verl.labels import LABELS, ROW
+
+    def nested(values: list[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+    lengths = batch.response_lengths.tolist()
+    prompts = [torch.tensor(batch.prompts[int(batch.group[row])]) for row in rows]
+    responses = [batch.responses[row, : lengths[row]] for row in rows]
+    inputs = [torch.cat(parts) for parts in zip(prompts, responses, strict=True)]
+
+    def column(values: Tensor) -> Tensor:
+        return nested([values[row, : lengths[row]].float() for row in rows])
+
+    masks = nested([torch.ones(lengths[row], dtype=torch.long) for row in rows])
+    fields = {
+        "prompts": nested(prompts),
+        "responses": nested(responses),
+        "input_ids": nested(inputs),
+        "position_ids": nested([torch.arange(len(ids)) for ids in inputs]),
+        "response_mask": masks,
+        "loss_mask": masks,
+        "old_log_probs": column(batch.old_log_probs),  # type: ignore[arg-type]
+        "advantages": column(batch.advantages),  # type: ignore[arg-type]
+        ROW: torch.tensor(rows),
+    }
+    if batch.ref_log_probs is not None:
+        fields["ref_log_prob"] = column(batch.ref_log_probs)
+    data = tu.get_tensordict(fields)
+    tu.assign_non_tensor(
+        data,
+        temperature=1.0,
+        global_batch_size=sequences,
+        use_remove_padding=packed,
+        use_dynamic_bsz=dynamic,
+        micro_batch_size_per_gpu=micro_batch,
+        max_token_len_per_gpu=24,
+        calculate_entropy=entropies,
+        use_fused_kernels=False,
+    )
+    if labels is not None:
+        tu.assign_non_tensor_data(data, LABELS, labels)
+    return data
