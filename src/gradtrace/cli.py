@@ -24,6 +24,10 @@ COMMANDS = {
         "gradtrace.tasks.prepare.command",
         "make data sets ready for training: gsm8k, dapo_math, mbpp …",
     ),
+    "probe": (
+        "gradtrace.instruments.entropy_probe.command",
+        "what the next update will do to entropy, predicted, measured, and by whom",
+    ),
     "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
     "completion": ("gradtrace.completion", "print a script that completes commands and keys in your shell"),
 }

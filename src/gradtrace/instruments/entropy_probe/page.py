@@ -1,0 +1,176 @@
+"""The report of a probe for people: a table in the terminal, pictures, one HTML file."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import Any
+
+from rich.table import Table
+
+from gradtrace.compare.picture import Curve, line_picture
+
+BAR = 1.96
+"""Standard errors on either side of an error bar: 95 %."""
+
+
+def identity_picture(record: dict[str, Any]) -> str:
+    """Predicted against measured over η. Bars: of predicted minus measured, since on one E both share their noise."""
+    rows = record["sweep"]
+    measured = [row["measured"] for row in rows]
+    bars = [BAR * row["difference_stderr"] for row in rows]
+    curves = [
+        Curve(
+            "same E",
+            [row["predicted"] for row in rows],
+            measured,
+            [value - bar for value, bar in zip(measured, bars, strict=True)],
+            [value + bar for value, bar in zip(measured, bars, strict=True)],
+            marks=True,
+        )
+    ]
+    return line_picture(
+        curves,
+        f"Entropy change of the update at step {record['step']}, η from {rows[0]['eta']:g} to {rows[-1]['eta']:g} × lr",
+        "predicted ΔH, nats per token",
+        "measured ΔH, nats per token; bars: 95 % of the difference; line: measured = predicted",
+        identity=True,
+    )
+
+
+def sweep_picture(record: dict[str, Any]) -> str:
+    """log10 |ΔH| over log10 η."""
+    rows = record["sweep"]
+    x = [math.log10(row["eta"]) for row in rows]
+
+    def curve(label: str, key: str, marks: bool) -> Curve:
+        return Curve(label, x, [_log(row.get(key, 0.0)) for row in rows], marks=marks)
+
+    curves = [curve("predicted", "predicted", False), curve("measured, same E", "measured", True)]
+    if any("fresh" in row for row in rows):
+        curves.append(curve("measured, fresh samples", "fresh", True))
+    return line_picture(
+        curves,
+        "Size of the entropy change over the step size",
+        "log10 (η / lr)",
+        "log10 |ΔH|, nats per token",
+    )
+
+
+def _log(value: float) -> float:
+    return math.log10(abs(value)) if value else math.nan
+
+
+SWEEP_HEAD = (
+    "η / lr",
+    "predicted",
+    "measured, same E",
+    "predicted − measured",
+    "ESS",
+    "fresh samples",
+    "of them new",
+)
+
+
+def sweep_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{row['eta']:g}",
+            _with_error(row["predicted"], row["predicted_stderr"]),
+            _with_error(row["measured"], row["measured_stderr"]),
+            _with_error(row["predicted"] - row["measured"], row["difference_stderr"]),
+            f"{row['ess']:.1f}",
+            _with_error(row["fresh"], row["fresh_stderr"]) if "fresh" in row else "",
+            f"{row['fresh_changed']}" if "fresh" in row else "",
+        )
+        for row in record["sweep"]
+    ]
+
+
+def sweep_table(record: dict[str, Any]) -> Table:
+    """For the terminal."""
+    table = Table(
+        title=f"entropy change at step {record['step']}, nats per token of E (± standard error)",
+        title_justify="left",
+    )
+    for name in SWEEP_HEAD:
+        table.add_column(name, justify="right")
+    for cells in sweep_rows(record):
+        table.add_row(*cells)
+    return table
+
+
+def summary_table(record: dict[str, Any]) -> Table:
+    table = Table(show_header=False, title="the update at η = lr", title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in summary_rows(record):
+        table.add_row(name, value)
+    return table
+
+
+def summary_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
+    shares = record["shares"]
+    evaluation, update, slope = record["evaluation"], record["update"], record["log_log_slope"]
+    order = sorted(range(len(shares["responses"])), key=lambda r: shares["responses"][r])
+    lowest, highest = order[0], order[-1]
+    return [
+        ("optimizer, learning rate", f"{record['optimizer']}, {record['learning_rate']:.3g}"),
+        ("gradient norm, clipped by", f"{record['grad_norm']:.3g}, × {record['clip_factor']:.3g}"),
+        ("E", f"{evaluation['sequences']} sequences, {evaluation['tokens']} tokens"),
+        ("mean entropy of E", f"{evaluation['mean_entropy']:.5f}"),
+        ("U", f"{update['responses']} responses, mean reward {update['mean_reward']:.3f}"),
+        ("predicted (forward mode)", _estimate(record["predicted"])),
+        ("predicted, legacy X̄·Ȳ", f"{record['predicted_legacy']:+.4g}"),
+        ("predicted, reward to go", _estimate(record["predicted_reward_to_go"])),
+        ("predicted, score function", _estimate(record["predicted_score_function"])),
+        ("covariance −η·Cov(log π, A)", f"{record['covariance_estimate']:+.4g}"),
+        ("share of U's responses", f"{sum(shares['responses']):+.4g}"),
+        ("share of momentum", f"{shares['momentum']:+.4g}"),
+        ("share of weight decay", f"{shares['decay']:+.4g}"),
+        ("raises entropy most", f"response {highest}: {shares['responses'][highest]:+.4g}"),
+        ("lowers entropy most", f"response {lowest}: {shares['responses'][lowest]:+.4g}"),
+        ("log-log slope, measured over η", "—" if slope is None else f"{slope:.4f}"),
+    ]
+
+
+def _estimate(estimate: dict[str, float]) -> str:
+    return _with_error(estimate["value"], estimate["stderr"])
+
+
+def _with_error(value: float, stderr: float) -> str:
+    return f"{value:+.4g} ± {stderr:.2g}"
+
+
+def page(record: dict[str, Any]) -> str:
+    """One file with both pictures and both tables; no script, nothing to fetch."""
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+        for cells in sweep_rows(record)
+    )
+    facts = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        for name, value in summary_rows(record)
+    )
+    titles = "".join(f"<th>{html.escape(name)}</th>" for name in SWEEP_HEAD)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Entropy probe of {html.escape(record["checkpoint"])}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+svg {{ max-width: 100%; height: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }}
+td, th {{ padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #8884; font-weight: normal; }}
+th:first-child {{ text-align: left; }}
+</style></head><body>
+<h1>What the next update does to entropy</h1>
+<p>{html.escape(record["checkpoint"])}. Nats per token of E, ± one standard error (jackknife over prompts);
+positive = entropy rises. The error of predicted − measured is that of the difference: on the same E both share most of
+their noise.</p>
+{identity_picture(record)}
+{sweep_picture(record)}
+<table><tr>{titles}</tr>{body}</table>
+<table>{facts}</table>
+</body></html>
+"""
