@@ -16,7 +16,7 @@ from gradtrace.viewer.server import static_files
 
 _IMPORT = re.compile(r'^import \{\s*(?P<names>[^}]+?)\s*\} from "(?P<path>[^"]+)";$', re.M)
 _EXPORT = re.compile(r"^export (?:async )?(?:function|class|const) (?P<name>\w+)", re.M)
-STYLE_SHEETS = ("css/theme.css", "css/base.css", "css/group.css", "css/pages.css")
+STYLE_SHEETS = ("css/theme.css", "css/base.css", "css/group.css", "css/pages.css", "css/scores.css")
 
 
 def bundle_script(files: Mapping[str, bytes], entry: str = "js/main.js") -> str:

@@ -15,12 +15,13 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.manifest import Entry
 from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
+from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
+from gradtrace.trace.step import Step
 from gradtrace.viewer.step_view import StepView, load_step_view
 from gradtrace.viewer.vocabulary import TOKEN_BYTES, Vocabulary, load_vocabulary
 
 STEPS_IN_MEMORY = 6
-_RUN_FILES = ("config.yaml", "metrics.jsonl", ENTROPY_TRACE, INFLUENCE_TRACE)
+_RUN_FILES = ("config.yaml", "metrics.jsonl", ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, ENTROPY_PROBE)
 
 
 def is_run(folder: Path) -> bool:
@@ -93,6 +94,7 @@ class RunCatalog:
         self._served: list[ServedRun] = []
         self._paths: dict[Path, int] = {}
         self._steps: OrderedDict[tuple[int, int, str], StepView] = OrderedDict()
+        self._traces: OrderedDict[tuple[int, str, str], Step] = OrderedDict()
         for path in runs:
             if not is_run(path):
                 raise GradtraceError(f"no run at {path}: it has none of {', '.join(_RUN_FILES)}")
@@ -154,6 +156,23 @@ class RunCatalog:
             while len(self._steps) > STEPS_IN_MEMORY:
                 self._steps.popitem(last=False)
         return view
+
+    def trace_step(self, served: ServedRun, kind: str, step: int) -> Step | None:
+        """A step of one trace alone, from memory if its file is unchanged. Raises `StepUnreadableError`."""
+        entry = served.entries(kind).get(step)
+        if entry is None:
+            return None
+        key = (served.id, kind, entry.sha256)
+        with self._lock:
+            if key in self._traces:
+                self._traces.move_to_end(key)
+                return self._traces[key]
+        loaded = served.run.step(kind, step)
+        with self._lock:
+            self._traces[key] = loaded
+            while len(self._traces) > STEPS_IN_MEMORY:
+                self._traces.popitem(last=False)
+        return loaded
 
 
 def latest_run(runs_dir: Path) -> Path | None:

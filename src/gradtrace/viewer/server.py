@@ -19,12 +19,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gradtrace.trace.reader import StepUnreadableError
-from gradtrace.trace.schema import KINDS
+from gradtrace.trace.schema import ENTROPY_PROBE, KINDS, TRACIN
+from gradtrace.trace.step import Step
 from gradtrace.viewer import payload
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, last_activity
 from gradtrace.viewer.news import run_news, state_of
+from gradtrace.viewer.probe_payload import probe_payload
+from gradtrace.viewer.response_payload import response_payload
 from gradtrace.viewer.security import Access, Gate
 from gradtrace.viewer.step_view import CREDITS, StepView
+from gradtrace.viewer.tracin_payload import tracin_payload
 
 SMALLEST_COMPRESSED = 1400
 """Answers that fit into one packet are not worth compressing."""
@@ -176,6 +180,17 @@ def _response(catalog: RunCatalog, request: Request) -> tuple[StepView, int, int
     return view, group, response
 
 
+def _trace(catalog: RunCatalog, request: Request, kind: str) -> tuple[ServedRun, Step]:
+    served, number = _run(catalog, request), request.path_params["step"]
+    try:
+        found = catalog.trace_step(served, kind, number)
+    except StepUnreadableError as error:
+        raise HTTPException(422, str(error)) from error
+    if found is None:
+        raise HTTPException(404, f"no {kind} of step {number}")
+    return served, found
+
+
 def runs(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
     listed = catalog.refresh()
     items = []
@@ -238,6 +253,36 @@ def pairwise_column(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
     return as_floats(payload.pairwise_column(*_response(catalog, request)))
 
 
+def tracin(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
+    served, found = _trace(catalog, request, TRACIN)
+    return as_json(tracin_payload(found, served.vocabulary, traced_groups(catalog, served, found.step)))
+
+
+def traced_groups(catalog: RunCatalog, served: ServedRun, step: int) -> dict[int, int]:
+    """group_id → index on the group page; empty where the step has no token traces that can be read."""
+    try:
+        view = catalog.step_view(served, step)
+    except StepUnreadableError:
+        return {}
+    return {} if view is None else {int(g): index for index, g in enumerate(view.layout["group_id"])}
+
+
+def probe(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
+    served, found = _trace(catalog, request, ENTROPY_PROBE)
+    return as_json(probe_payload(found, served.vocabulary))
+
+
+def _one_response(kind: str) -> Handler:
+    def handler(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
+        served, found = _trace(catalog, request, kind)
+        response = request.path_params["response"]
+        if response >= found.n_responses:
+            raise HTTPException(404, f"step {found.step} has {found.n_responses} responses")
+        return as_json(response_payload(found, response, served.vocabulary))
+
+    return handler
+
+
 API: dict[str, Handler] = {
     "runs": runs,
     "runs/{run:int}/news": news,
@@ -245,6 +290,10 @@ API: dict[str, Handler] = {
     "runs/{run:int}/steps/{step:int}/miniatures": miniatures,
     "runs/{run:int}/steps/{step:int}/tokens": points_structure,
     "runs/{run:int}/steps/{step:int}/points": points,
+    "runs/{run:int}/steps/{step:int}/tracin": tracin,
+    "runs/{run:int}/steps/{step:int}/tracin/responses/{response:int}": _one_response(TRACIN),
+    "runs/{run:int}/steps/{step:int}/probe": probe,
+    "runs/{run:int}/steps/{step:int}/probe/responses/{response:int}": _one_response(ENTROPY_PROBE),
     "runs/{run:int}/steps/{step:int}/groups/{group:int}": group,
     "runs/{run:int}/steps/{step:int}/groups/{group:int}/tokens": group_tokens,
     "runs/{run:int}/steps/{step:int}/groups/{group:int}/pairwise/{response:int}": pairwise_block,

@@ -13,9 +13,11 @@ import numpy as np
 
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import (
+    ENTROPY_PROBE,
     ENTROPY_TRACE,
     INFLUENCE_TRACE,
     SIGN_STATEMENT,
+    TRACIN,
     GroupStatus,
     Selection,
     ragged,
@@ -30,6 +32,13 @@ from gradtrace.viewer.sample.groups import (
     full_prose_vocabulary,
     prose_group,
 )
+from gradtrace.viewer.sample.probe import probe_columns
+from gradtrace.viewer.sample.tracin import tracin_columns
+
+VALIDATION = (16, 4)
+"""Validation prompts of a TracIn step, and responses to each."""
+PROBE_GROUPS = 3
+"""Groups in the probe's update batch."""
 
 CONFIG = """\
 recipe: demo
@@ -42,6 +51,8 @@ actor: {{optim: {{lr: 0.0002}}}}
 trainer:
   total_steps: {steps}
   entropy_trace: {{enable: true}}
+  tracin: {{enable: {tracin}}}
+  entropy_probe: {{every: {probe}}}
   influence_trace: {{enable: {influence}, credit: both, hessian_mode: inverse, hessian_source: response,
     accepted_rejected_scope: per_prompt, contrastive_agg: mean}}
 """
@@ -93,8 +104,8 @@ def advantages_of(group: SampleGroup) -> np.ndarray:
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
-def _layout(groups: list[SampleGroup], rows: list[int]) -> dict[str, Any]:
-    """The columns that both traces share."""
+def layout_columns(groups: list[SampleGroup], rows: list[int]) -> dict[str, Any]:
+    """The columns that all traces share."""
     responses = [response for group in groups for response in group.responses]
     prompt_ids, prompt_offsets = ragged([group.prompt for group in groups])
     expected_ids, expected_offsets = ragged([group.expected for group in groups])
@@ -123,7 +134,7 @@ class SampleRun:
 
     def __init__(
         self, path: Path, task: str = "arithmetic", *, seed: int = 0, groups: int = 32, responses: int = 8,
-        total_steps: int = 40, influence: bool = True, at_least: int = 0,
+        total_steps: int = 40, influence: bool = True, tracin: bool = True, probe: bool = True, at_least: int = 0,
     ) -> None:  # fmt: skip
         self.path = path
         self.task = task
@@ -132,6 +143,8 @@ class SampleRun:
         self.responses = responses
         self.total_steps = total_steps
         self.influence = influence
+        self.tracin = tracin
+        self.probe = probe
         self.at_least = at_least
         self.vocabulary = full_prose_vocabulary()
         self.files = RunFiles(path)
@@ -142,6 +155,8 @@ class SampleRun:
                 responses=responses,
                 steps=total_steps,
                 influence=str(influence).lower(),
+                tracin=str(tracin).lower(),
+                probe=int(probe),
             )
         )
         if task == "arithmetic":
@@ -151,21 +166,28 @@ class SampleRun:
             self.files.write_token_bytes(self.vocabulary.token_bytes())
         self.entropy_writer = TraceWriter(path, ENTROPY_TRACE, on_error="raise")
         self.influence_writer = TraceWriter(path, INFLUENCE_TRACE, on_error="raise") if influence else None
+        self.tracin_writer = TraceWriter(path, TRACIN, on_error="raise") if tracin else None
+        self.probe_writer = TraceWriter(path, ENTROPY_PROBE, on_error="raise") if probe else None
         self.last_entropy: float | None = None
 
     def sample_groups(self, step: int) -> list[SampleGroup]:
-        rng = np.random.default_rng([self.seed, step])
+        """The rollout of a step."""
+        return self._groups(np.random.default_rng([self.seed, step]), step, self.groups, self.responses)
+
+    def held_out_groups(self, step: int, stream: int, groups: int, responses: int) -> list[SampleGroup]:
+        """Other groups of the same kind; `stream` tells one held-out set from another."""
+        return self._groups(np.random.default_rng([self.seed, step, stream]), step, groups, responses)
+
+    def _groups(self, rng: np.random.Generator, step: int, groups: int, responses: int) -> list[SampleGroup]:
         progress = min(1.0, (step - 1) / max(1, self.total_steps - 1))
         if self.task == "arithmetic":
-            return [arithmetic_group(rng, progress, self.responses) for _ in range(self.groups)]
+            return [arithmetic_group(rng, progress, responses) for _ in range(groups)]
         prompts = [prose.PROMPT, *prose.OTHER_PROMPTS]
         rates = rng.permutation([0.45, 0.8, 0.3, 0.55, 0.0, 1.0, 0.15, 0.7])
         rates[0] = 0.4
         return [
-            prose_group(
-                rng, self.vocabulary, self.responses, prompts[g % 8], float(rates[g % 8]), self.at_least
-            )
-            for g in range(self.groups)
+            prose_group(rng, self.vocabulary, responses, prompts[g % 8], float(rates[g % 8]), self.at_least)
+            for g in range(groups)
         ]
 
     def write_step(self, step: int, groups: list[SampleGroup] | None = None) -> None:
@@ -174,12 +196,56 @@ class SampleRun:
         groups = self.sample_groups(step) if groups is None else groups
         rows = list(range(sum(len(group.responses) for group in groups)))
         meta = {"task": self.task, "temperature": 1.0}
-        self.entropy_writer.write(step, _layout(groups, rows), meta)
+        self.entropy_writer.write(step, layout_columns(groups, rows), meta)
         self.entropy_writer.flush()
         if self.influence_writer is not None:
             self.influence_writer.write(step, influence_columns(groups, rng), {**meta, **INFLUENCE_META})
             self.influence_writer.flush()
-        self.files.log(step, self.metrics(groups, rng))
+        metrics = self.metrics(groups, rng)
+        if self.tracin_writer is not None:
+            metrics |= self._write_tracin(step, groups, meta, rng)
+        if self.probe_writer is not None:
+            self._write_probe(step, groups, meta, metrics, rng)
+        self.files.log(step, metrics)
+
+    def _write_tracin(
+        self, step: int, groups: list[SampleGroup], meta: dict[str, Any], rng: np.random.Generator
+    ) -> dict[str, float]:
+        assert self.tracin_writer is not None
+        held_out = self.held_out_groups(step, 2, *VALIDATION)
+        candidates = sum(len(group.responses) for group in groups)
+        layout = layout_columns(
+            [*groups, *held_out], list(range(candidates)) + [-1] * sum(len(g.responses) for g in held_out)
+        )
+        columns, more, metrics = tracin_columns(layout, candidates, rng)
+        self.tracin_writer.write(step, columns, {**meta, **more})
+        self.tracin_writer.flush()
+        return metrics
+
+    def _write_probe(
+        self,
+        step: int,
+        groups: list[SampleGroup],
+        meta: dict[str, Any],
+        metrics: dict[str, float],
+        rng: np.random.Generator,
+    ) -> None:
+        assert self.probe_writer is not None
+        evaluation = self.held_out_groups(step, 3, self.groups, 1)
+        update = [group for group in groups if group.mixed][:PROBE_GROUPS] or groups[:PROBE_GROUPS]
+        rows = [-1] * len(evaluation) + list(range(sum(len(group.responses) for group in update)))
+        layout = layout_columns([*evaluation, *update], rows)
+        columns, more = probe_columns(
+            layout,
+            len(evaluation),
+            metrics["entropy_probe/delta_h_predicted"],
+            metrics["entropy_probe/delta_h_measured"],
+            rng,
+        )
+        self.probe_writer.write(step, columns, {**meta, **more})
+        self.probe_writer.flush()
+        for name in ("delta_h_predicted_stderr", "delta_h_measured_stderr", "ess"):
+            metrics[f"entropy_probe/{name}"] = more[name]
 
     def metrics(self, groups: list[SampleGroup], rng: np.random.Generator) -> dict[str, float]:
         responses = [response for group in groups for response in group.responses]
@@ -220,9 +286,10 @@ class SampleRun:
         self.files.write_summary({"finished": True, "steps": self.total_steps})
 
     def close(self) -> None:
-        self.entropy_writer.close()
-        if self.influence_writer is not None:
-            self.influence_writer.close()
+        writers = (self.entropy_writer, self.influence_writer, self.tracin_writer, self.probe_writer)
+        for writer in writers:
+            if writer is not None:
+                writer.close()
 
 
 INFLUENCE_META = {
@@ -244,7 +311,7 @@ def influence_columns(groups: list[SampleGroup], rng: np.random.Generator) -> di
     firsts = np.cumsum([0, *(len(group.responses) for group in groups)])
     rows = [int(firsts[g]) + i for g in traced for i in range(len(groups[g].responses))]
     kept = [group if group.mixed else SampleGroup(group.prompt, [], group.expected) for group in groups]
-    columns = _layout(kept, rows)
+    columns = layout_columns(kept, rows)
     scores = [influence_of(groups[g], rng) for g in traced]
     blocks = [block for score in scores for block in score["pairwise"]]
     starts = np.cumsum([0, *(len(groups[g].responses) for g in traced)])

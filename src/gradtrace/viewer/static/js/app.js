@@ -3,14 +3,34 @@
 import { Chrome } from "./chrome.js";
 import { element, emptyState } from "./dom.js";
 import { openGroupPage } from "./pages/group.js";
+import { openProbePage } from "./pages/probe.js";
 import { openRunPage } from "./pages/run.js";
 import { openStepPage } from "./pages/step.js";
 import { openTokensPage } from "./pages/tokens.js";
-import { RunHistory } from "./run_history.js";
+import { openTracinPage } from "./pages/tracin.js";
+import { RunHistory, TOKEN_TRACES } from "./run_history.js";
 import { applyTheme, flipTheme } from "./theme.js";
 import { UrlState } from "./url_state.js";
 
-const PAGES = { run: openRunPage, step: openStepPage, group: openGroupPage, tokens: openTokensPage };
+const PAGES = {
+  run: openRunPage,
+  step: openStepPage,
+  group: openGroupPage,
+  tokens: openTokensPage,
+  tracin: openTracinPage,
+  probe: openProbePage,
+};
+/** Pages that show one instrument's steps: its trace, what its tab says, and how it is turned on. */
+const INSTRUMENTS = {
+  tracin: { kind: "tracin", label: "TracIn", off: "TracIn selection was off", key: "trainer.tracin.enable=true" },
+  probe: {
+    kind: "entropy_probe",
+    label: "Entropy probe",
+    off: "The entropy probe was off",
+    key: "trainer.entropy_probe.every=1",
+  },
+};
+const kindsOf = (page) => (INSTRUMENTS[page] ? [INSTRUMENTS[page].kind] : TOKEN_TRACES);
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
 const CARRIED = [
   "run",
@@ -94,11 +114,13 @@ export class App {
       .map((name) => this.runs.find((run) => run.name === name))
       .filter((run) => run && run.id !== open.id);
     const [run, ...overlays] = await Promise.all([open, ...others].map((each) => this.history(each)));
+    const known = page in PAGES ? page : "run";
+    const step = this.resolveStep(run, known);
     return {
-      page: page in PAGES ? page : "run",
+      page: known,
       run,
       overlays,
-      step: this.resolveStep(run),
+      step,
       group: this.url.number("group"),
       source: this.source,
       url: this.url,
@@ -106,7 +128,7 @@ export class App {
       fail: (error) => this.showFailure(error),
       go: (target, changes) => this.go(target, changes),
       href: (target, changes) => this.url.href(target, CARRIED, changes),
-      groups: this.source.groupsOf(run.id, this.resolveStep(run)),
+      groups: this.source.groupsOf(run.id, step),
     };
   }
 
@@ -116,10 +138,11 @@ export class App {
     return this.defaultRuns.filter((id) => id !== open.id).map((id) => this.runs.find((run) => run.id === id)?.name);
   }
 
-  /** The step in the address, else the newest one with influence, else the newest one. */
-  resolveStep(run) {
+  /** The step in the address, else the newest one with influence, else the newest one that the page can show. */
+  resolveStep(run, page) {
     const asked = this.url.number("step");
     if (asked !== null) return asked;
+    if (INSTRUMENTS[page]) return run.stepsOf(kindsOf(page)).at(-1) ?? null;
     const influence = [...run.traces.influence_trace.steps.keys()];
     const steps = influence.length ? influence : run.tracedSteps;
     return steps.length ? Math.max(...steps) : null;
@@ -162,9 +185,10 @@ export class App {
     if (!context.run) return noRunPage(context.named);
     const { page, run, step } = context;
     if (page !== "run") {
-      if (step === null) return noTracePage(run);
-      if (!run.tracedSteps.includes(step))
-        return untracedStepPage(run, step, this.source.isLive, (changes) => context.href(page, changes));
+      const steps = run.stepsOf(kindsOf(page));
+      if (!steps.length) return INSTRUMENTS[page] ? noInstrumentPage(run, INSTRUMENTS[page]) : noTracePage(run);
+      if (!steps.includes(step))
+        return untracedStepPage(run, steps, step, this.source.isLive, (changes) => context.href(page, changes));
       if (page === "group") await this.resolveGroup(context);
     }
     const make = await PAGES[page](context);
@@ -183,7 +207,8 @@ export class App {
 
   showBar(context) {
     const { run, page, step, group } = context;
-    const href = (target) => this.url.href(target, CARRIED, { step, group, run: run.name });
+    const href = (target) =>
+      this.url.href(target, CARRIED, { step: nearestStep(run.stepsOf(kindsOf(target)), step), group, run: run.name });
     const tabs = [
       { page: "run", label: "Run", href: href("run") },
       {
@@ -200,6 +225,10 @@ export class App {
       },
       { page: "tokens", label: "Tokens", href: href("tokens"), stepper: this.neighbours("step", context) },
     ];
+    for (const [name, { kind, label }] of Object.entries(INSTRUMENTS)) {
+      if (run.traces[kind].present || page === name)
+        tabs.push({ page: name, label, href: href(name), stepper: this.neighbours("step", context) });
+    }
     for (const tab of tabs) tab.current = tab.page === page;
     this.chrome.showBar(
       tabs,
@@ -242,10 +271,12 @@ export class App {
   }
 
   /** The step or group before and after this one; undefined at the ends. */
-  neighbours(what, { run, step, group, groups }) {
+  neighbours(what, { page, run, step, group, groups }) {
     const traced = run.traces.entropy_trace.steps.get(step) ?? run.traces.influence_trace.steps.get(step);
     const all =
-      what === "step" ? run.tracedSteps : (groups ?? Array.from({ length: traced?.groups ?? 0 }, (_, index) => index));
+      what === "step"
+        ? run.stepsOf(kindsOf(page))
+        : (groups ?? Array.from({ length: traced?.groups ?? 0 }, (_, index) => index));
     const here = what === "step" ? step : group;
     return { previous: all.findLast((each) => each < here), next: all.find((each) => each > here) };
   }
@@ -372,9 +403,26 @@ function noTracePage(run) {
   return { node: emptyState("No traced step yet", text), title: "no trace", waiting: true };
 }
 
-function untracedStepPage(run, step, isServer, href) {
-  const before = run.tracedSteps.findLast((each) => each < step);
-  const after = run.tracedSteps.find((each) => each > step);
+function noInstrumentPage(run, { kind, off, key }) {
+  const isOff = !run.traces[kind].present && run.enabled?.[kind] !== true;
+  const title = isOff ? `${off} in this run` : "Nothing written yet";
+  const text = isOff
+    ? `Start a run with ${key} to see this page.`
+    : run.isLive
+      ? "The first step is still being written. This page opens by itself when it is there."
+      : "This run has no step of it.";
+  return { node: emptyState(title, text), title: "no trace", waiting: true };
+}
+
+/** The step itself, else the last one before it, else the first; undefined if there is none. */
+function nearestStep(steps, step) {
+  if (step === null || steps.includes(step)) return step;
+  return steps.findLast((each) => each < step) ?? steps[0] ?? step;
+}
+
+function untracedStepPage(run, steps, step, isServer, href) {
+  const before = steps.findLast((each) => each < step);
+  const after = steps.find((each) => each > step);
   const links = element("p");
   for (const near of [before, after]) {
     if (near === undefined) continue;

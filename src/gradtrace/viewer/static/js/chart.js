@@ -34,7 +34,7 @@ function wholeTicks(low, high) {
 }
 
 export class Chart {
-  /** spec: {title, unit, lines: [{label, dashed, points(run)}], includesZero, why} */
+  /** spec: {title, unit, lines: [{label, dashed, points(run), band?(run) → [{step, low, high}]}], includesZero, why} */
   constructor(spec) {
     this.spec = spec;
     this.values = element("span", "values");
@@ -55,7 +55,10 @@ export class Chart {
     this.domain = domain;
     this.width = this.svg.getBoundingClientRect().width || 400;
     this.curves = this.collect(runs, smooth);
-    const all = this.curves.flatMap((curve) => [...curve.points, ...curve.raw].map((point) => point.value));
+    const all = this.curves.flatMap((curve) => [
+      ...[...curve.points, ...curve.raw].map((point) => point.value),
+      ...curve.band.flatMap(({ low, high }) => [low, high]),
+    ]);
     this.svg.replaceChildren();
     const isEmpty = all.length === 0;
     this.empty.textContent = isEmpty ? this.spec.why(runs[0]) : "";
@@ -92,6 +95,7 @@ export class Chart {
           index,
           line,
           points: smooth ? smoothed(raw, smooth) : raw,
+          band: index === 0 && line.band && !smooth ? line.band(run) : [], // not around a smoothed curve
           raw: smooth && !line.dashed && this.spec.lines.length === 1 ? raw : [],
         });
       }
@@ -146,12 +150,23 @@ export class Chart {
     });
   }
 
-  drawCurve({ index, line, points, raw }) {
+  drawCurve({ index, line, points, raw, band }) {
     const path = (data) =>
       data
         .map(({ step, value }, i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`)
         .join("");
     const kind = `line run-${index % 6}${line.dashed ? " dashed" : ""}`;
+    const corner = (step, value) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`;
+    if (band.length > 1)
+      this.svg.append(
+        svgElement("polygon", {
+          points: [
+            ...band.map(({ step, high }) => corner(step, high)),
+            ...[...band].reverse().map(({ step, low }) => corner(step, low)),
+          ].join(" "),
+          class: `chart-band run-${index % 6}${line.dashed ? " dashed" : ""}`,
+        }),
+      );
     if (raw.length > 1) this.svg.append(svgElement("path", { d: path(raw), class: `${kind} raw` }));
     if (points.length === 1)
       this.svg.append(

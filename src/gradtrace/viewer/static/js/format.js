@@ -1,5 +1,6 @@
 // Numbers as people read them: a real minus sign, a fixed number of decimals inside one view.
 
+const SHORTEST_SHARED_START = 24;
 const MINUS = "\u2212";
 export const MISSING = "–";
 
@@ -63,4 +64,16 @@ export function ago(seconds) {
   if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
   if (seconds < 129600) return `${Math.round(seconds / 3600)} h ago`;
   return `${Math.round(seconds / 86400)} days ago`;
+}
+
+/** How many characters all texts have in common at their beginning; 0 if so few that they are worth showing. */
+export function sharedStart(texts) {
+  if (texts.length < 2) return 0;
+  let length = Math.min(...texts.map((text) => text.length));
+  for (const text of texts) {
+    let shared = 0;
+    while (shared < length && text[shared] === texts[0][shared]) shared += 1;
+    length = shared;
+  }
+  return length >= SHORTEST_SHARED_START ? length : 0;
 }

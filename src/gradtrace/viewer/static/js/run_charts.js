@@ -63,6 +63,80 @@ function correlationText(run) {
   return `, r = ${fixed(sum((x, y) => x * y) / Math.sqrt(sum((x) => x * x) * sum((_, y) => y * y)), 2)}`;
 }
 
+/** A band of ± one standard error around a metric. `errors`: the first of these metrics that a step has. */
+function standardErrors(metric, ...errors) {
+  return (run) =>
+    run.series(metric).flatMap(({ step, value }) => {
+      const row = run.rows.get(step);
+      const error = errors.map((name) => row[name]).find(Number.isFinite);
+      return error === undefined ? [] : [{ step, low: value - error, high: value + error }];
+    });
+}
+
+const MEASURED = "entropy_probe/delta_h_measured";
+const PREDICTED = "entropy_probe/delta_h_predicted";
+
+/** Predicted and measured entropy change of every step, each with its standard error. */
+export const ENTROPY_CHANGE_CHART = {
+  key: "entropy-change",
+  title: "Entropy change",
+  unit: "nats per step, band: ± one standard error",
+  includesZero: true,
+  format: (value) => signed(value, 4),
+  lines: [
+    {
+      label: "",
+      points: (run) => run.series(MEASURED),
+      band: standardErrors(MEASURED, `${MEASURED}_stderr`, "entropy_probe/stderr"),
+    },
+    {
+      label: "pred.",
+      dashed: true,
+      points: (run) => run.series(PREDICTED),
+      band: standardErrors(PREDICTED, `${PREDICTED}_stderr`),
+    },
+  ],
+  note: (run) => `solid measured, dashed predicted${correlationText(run)}`,
+  why: off("entropy probe", "entropy_probe"),
+};
+
+/** Curves of the TracIn page; whatever else is logged under tracin/ follows. */
+export function tracinCharts(run) {
+  const charts = [
+    {
+      key: "tracin-signs",
+      title: "Positive and negative scores",
+      unit: "share of responses",
+      includesZero: true,
+      format: percent,
+      tick: percentTick,
+      lines: [
+        { label: "pos.", points: (each) => each.series("tracin/positive_ratio") },
+        { label: "neg.", dashed: true, points: (each) => each.series("tracin/negative_ratio") },
+      ],
+      note: () => "solid positive, dashed negative",
+      why: off("TracIn selection", "tracin"),
+    },
+    {
+      key: "tracin-scores",
+      title: "Mean score",
+      unit: "band: ± one standard deviation",
+      includesZero: true,
+      lines: [
+        {
+          label: "",
+          points: (each) => each.series("tracin/mean_ip"),
+          band: standardErrors("tracin/mean_ip", "tracin/std_ip"),
+        },
+      ],
+      why: off("TracIn selection", "tracin"),
+    },
+  ];
+  const drawn = ["positive_ratio", "negative_ratio", "mean_ip", "std_ip"].map((name) => `tracin/${name}`);
+  const others = run.metricNames.filter((name) => name.startsWith("tracin/") && !drawn.includes(name));
+  return [...charts, ...others.map(metricChart)];
+}
+
 export const MAIN_CHARTS = [
   single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: (value) => fixed(value, 3) }),
   single("entropy", "Entropy", "nats per token", "actor/entropy", {
@@ -90,19 +164,7 @@ export const MAIN_CHARTS = [
     lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }],
     why: off("influence trace", "influence_trace"),
   },
-  {
-    key: "entropy-change",
-    title: "Entropy change",
-    unit: "nats per step",
-    includesZero: true,
-    format: (value) => signed(value, 4),
-    lines: [
-      { label: "", points: (run) => run.series("entropy_probe/delta_h_measured") },
-      { label: "pred.", dashed: true, points: (run) => run.series("entropy_probe/delta_h_predicted") },
-    ],
-    note: (run) => `solid measured, dashed predicted${correlationText(run)}`,
-    why: off("entropy probe", "entropy_probe"),
-  },
+  ENTROPY_CHANGE_CHART,
 ];
 
 /** A chart of any metric, by its name. */

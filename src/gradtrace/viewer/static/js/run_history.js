@@ -1,6 +1,8 @@
 // What a page knows of a run: its metrics by step, which steps are traced, whether it still goes on. Grows by polling.
 
 const TRACES = ["entropy_trace", "influence_trace", "tracin", "entropy_probe"];
+/** What the step, group and tokens pages show. */
+export const TOKEN_TRACES = ["entropy_trace", "influence_trace"];
 
 export class RunHistory {
   constructor(source, id, name) {
@@ -62,9 +64,14 @@ export class RunHistory {
     return this.state === "live";
   }
 
-  /** Steps with at least one trace, in order. */
+  /** Steps with at least one token trace, in order. */
   get tracedSteps() {
-    const steps = new Set([...this.traces.entropy_trace.steps.keys(), ...this.traces.influence_trace.steps.keys()]);
+    return this.stepsOf(TOKEN_TRACES);
+  }
+
+  /** Steps with at least one trace of these kinds, in order. */
+  stepsOf(kinds) {
+    const steps = new Set(kinds.flatMap((kind) => [...this.traces[kind].steps.keys()]));
     return [...steps].sort((a, b) => a - b);
   }
 

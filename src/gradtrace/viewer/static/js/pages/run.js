@@ -1,6 +1,6 @@
 // The run page: curves over training, several runs laid over one another, and the last steps as a table.
 
-import { Chart } from "../chart.js";
+import { ChartGrid } from "../chart_grid.js";
 import { nextOf, searchBox, segmentedControl } from "../controls.js";
 import { append, button, element, emptyState, fact, setAttributes, svgElement } from "../dom.js";
 import { fixed, general, MISSING, signed } from "../format.js";
@@ -25,7 +25,6 @@ class RunPage {
       ["/", "metric"],
     ];
     this.smooth = this.url.choice("smooth", SMOOTHING, "0.6");
-    this.step = this.url.number("x");
     this.node = element("div");
     this.facts = element("div", "facts");
     this.subtitle = element("p", "sub");
@@ -33,29 +32,22 @@ class RunPage {
     this.notices = element("div");
     this.node.append(element("div", "head", title, this.facts), this.notices);
     this.keys = element("div", "keys");
-    this.grid = element("div", "charts");
+    this.grid = new ChartGrid(this.runs, (step) => this.openStep(step));
+    this.grid.step = this.url.number("x");
     this.table = element("table", "fixed recent");
     this.picker = element("section", "metric-picker");
-    this.node.append(this.keys, this.grid, this.table, this.picker);
+    this.node.append(this.keys, this.grid.node, this.table, this.picker);
     this.makeCharts();
-    this.listen();
   }
 
   makeCharts() {
     this.added = this.url.getAll("chart");
-    this.charts = [...MAIN_CHARTS, ...this.added.map(metricChart)].map((spec) => new Chart(spec));
-    this.grid.replaceChildren(...this.charts.map((chart) => chart.node));
+    this.grid.show([...MAIN_CHARTS, ...this.added.map(metricChart)]);
   }
 
   mounted() {
     this.update();
-    let width = this.grid.clientWidth;
-    this.resize = new ResizeObserver(() => {
-      if (this.grid.clientWidth === width) return;
-      width = this.grid.clientWidth;
-      this.draw();
-    });
-    this.resize.observe(this.grid);
+    this.resize = this.grid.watchWidth();
   }
 
   /** Everything that changes when a step is added. */
@@ -139,39 +131,8 @@ class RunPage {
     this.draw();
   }
 
-  /** Steps on the x axis: to the planned end once half of it is done. */
-  get domain() {
-    const steps = this.runs.flatMap((run) => run.metricSteps);
-    const last = Math.max(1, ...steps);
-    const total = this.run.totalSteps ?? 0;
-    const to = this.run.isLive && total > last && last * 2 >= total ? total : last;
-    return { from: Math.min(1, ...steps), to: Math.max(to, 2) };
-  }
-
   draw() {
-    for (const chart of this.charts) chart.draw(this.runs, Number(this.smooth), this.domain);
-    this.point(this.step);
-  }
-
-  point(step) {
-    this.step = step;
-    for (const chart of this.charts) chart.point(step);
-  }
-
-  listen() {
-    const chartOf = (event) => {
-      const node = event.target.closest?.(".chart");
-      return node && this.charts.find((chart) => chart.node === node && chart.curves?.length);
-    };
-    this.grid.addEventListener("pointermove", (event) => {
-      const chart = chartOf(event);
-      if (chart) this.point(chart.stepAt(event.clientX));
-    });
-    this.grid.addEventListener("pointerleave", () => this.point(null));
-    this.grid.addEventListener("click", (event) => {
-      const chart = chartOf(event);
-      if (chart) this.openStep(chart.stepAt(event.clientX));
-    });
+    this.grid.draw(Number(this.smooth));
   }
 
   openStep(step) {
@@ -260,19 +221,20 @@ class RunPage {
 
   key(event) {
     const move = (direction) => {
-      const { from, to } = this.domain;
-      const start = this.step ?? (direction > 0 ? from - 1 : Math.min(to, this.run.lastStep) + 1);
-      this.point(Math.max(from, Math.min(to, start + direction)));
-      this.url.update({ x: this.step });
-      const rewards = this.run.rows.get(this.step)?.["critic/rewards/mean"];
-      this.context.announce(`step ${this.step}, reward ${fixed(rewards, 3)}`);
+      const { from, to } = this.grid.domain;
+      const start = this.grid.step ?? (direction > 0 ? from - 1 : Math.min(to, this.run.lastStep) + 1);
+      this.grid.point(Math.max(from, Math.min(to, start + direction)));
+      const { step } = this.grid;
+      this.url.update({ x: step });
+      const rewards = this.run.rows.get(step)?.["critic/rewards/mean"];
+      this.context.announce(`step ${step}, reward ${fixed(rewards, 3)}`);
     };
     const actions = {
       ArrowRight: () => move(1),
       ArrowLeft: () => move(-1),
-      Enter: () => this.step !== null && this.openStep(this.step),
+      Enter: () => this.grid.step !== null && this.openStep(this.grid.step),
       m: () => this.setSmoothing(nextOf(SMOOTHING, this.smooth)),
-      Escape: () => this.point(null),
+      Escape: () => this.grid.point(null),
     };
     if (!actions[event.key]) return false;
     actions[event.key]();

@@ -3,14 +3,13 @@
 import { CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
 import { searchBox, segmentedControl } from "../controls.js";
 import { append, element, fact, passDots, setAttributes, svgElement } from "../dom.js";
-import { fixed, MISSING, numberStyle, plural } from "../format.js";
+import { fixed, MISSING, numberStyle, plural, sharedStart } from "../format.js";
 import { groupFilter } from "../group_filter.js";
 import { miniature } from "../miniature.js";
 import { overheadOf } from "../run_charts.js";
 
 const SHOW = ["all", "mixed", "skipped"];
 const LONG_PROMPT = 40;
-const SHORTEST_COMMON_PREFIX = 24;
 
 const WHY_SKIPPED = {
   constant_reward: "skipped: all rewards equal",
@@ -78,8 +77,7 @@ class StepPage {
       start += columns * group.responses;
       group.passed = group.constant ? (group.best_reward > 0 ? group.responses : 0) : group.accepted;
     }
-    const prefix = commonPrefix(this.table.groups.map((group) => group.prompt));
-    this.cut = prefix.length >= SHORTEST_COMMON_PREFIX ? prefix.length : 0;
+    this.cut = sharedStart(this.table.groups.map((group) => group.prompt));
     this.isProse = this.table.groups.some((group) => group.prompt.length - this.cut > LONG_PROMPT);
   }
 
@@ -400,15 +398,4 @@ class StepPage {
     }
     return false;
   }
-}
-
-function commonPrefix(texts) {
-  if (texts.length < 2) return "";
-  let length = Math.min(...texts.map((text) => text.length));
-  for (const text of texts) {
-    let shared = 0;
-    while (shared < length && text[shared] === texts[0][shared]) shared += 1;
-    length = shared;
-  }
-  return texts[0].slice(0, length);
 }

@@ -1,0 +1,389 @@
+// The entropy page: what the update was predicted to do to entropy, what it did, and which tokens did it.
+
+import { rampOf } from "../channels.js";
+import { ChartGrid } from "../chart_grid.js";
+import { nextOf, segmentedControl } from "../controls.js";
+import { acceptedMark, button, element, fact, setAttributes } from "../dom.js";
+import { count, fixed, MISSING, numberStyle, plural, sharedStart, signed } from "../format.js";
+import { ENTROPY_CHANGE_CHART } from "../run_charts.js";
+import { IdentityPlot } from "../scores/identity_plot.js";
+import { readTokens, ResponseText } from "../scores/response_text.js";
+
+const BATCHES = ["update", "evaluation"];
+const ORDERS_OF_RESPONSES = ["strongest", "sampled"];
+const AT_FIRST = 16;
+const MAPS = { update: ["token_share"], evaluation: ["entropy_change", "entropy_change_measured"] };
+const MAP_TITLES = {
+  token_share: "Share of each token in the predicted change",
+  entropy_change: "Predicted change of entropy at each token",
+  entropy_change_measured: "Measured change",
+};
+
+export async function openProbePage(context) {
+  const { source, run, step } = context;
+  const path = `runs/${run.id}/steps/${step}/probe`;
+  const structure = await source.json(path);
+  return () => new ProbePage(context, path, structure);
+}
+
+class ProbePage {
+  constructor(context, path, structure) {
+    Object.assign(this, { context, path, structure, url: context.url });
+    this.title = `entropy probe, step ${structure.step}`;
+    this.hints = [
+      ["b", "batch"],
+      ["o", "order"],
+      ["j k", "response"],
+      ["[ ]", "step"],
+    ];
+    this.meta = structure.meta;
+    this.texts = new Map();
+    const cut = sharedStart(structure.groups.map((group) => group.text));
+    for (const group of structure.groups) group.text = group.text.slice(cut);
+    this.batch = this.url.choice("batch", BATCHES);
+    this.order = this.url.choice("order", ORDERS_OF_RESPONSES);
+    this.selected = this.url.number("sel");
+    this.most = Math.max(AT_FIRST, this.url.number("n") ?? 0);
+    this.node = element("div", "probe-page");
+    this.build();
+    readTokens(this.node);
+  }
+
+  /* ---------- building ---------- */
+
+  build() {
+    const { step, update, evaluation } = this.structure;
+    const sub = `What the update of this step does to entropy. Update batch: ${plural(update.length, "response")}. Evaluation batch: ${plural(evaluation.length, "response")}, ${count(evaluation.reduce((sum, row) => sum + row.length, 0))} tokens.`;
+    const title = element("div", "title", element("h1", "", `Entropy probe, step ${step}`), element("p", "sub", sub));
+    this.node.append(element("div", "head", title, this.facts()));
+    this.charts = new ChartGrid([this.context.run, ...this.context.overlays], (each) => this.openStep(each));
+    this.charts.node.classList.add("single");
+    this.charts.show([ENTROPY_CHANGE_CHART]);
+    this.charts.step = this.charts.rest = step;
+    this.plot = this.makePlot();
+    this.node.append(
+      element(
+        "div",
+        "probe-columns strip",
+        this.charts.node,
+        element("section", "identity", element("h2", "", this.plot.title), this.plot.node),
+        this.partsSection(),
+      ),
+      this.controls(),
+    );
+    this.legend = element("div", "probe-legend");
+    this.list = element("div", "probe-list");
+    this.node.append(this.legend, this.list);
+  }
+
+  facts() {
+    const { meta } = this;
+    const estimate = (name) => {
+      const value = meta[`delta_h_${name}`];
+      const error = meta[`delta_h_${name}_stderr`];
+      if (!Number.isFinite(value)) return null;
+      const style = numberStyle(Math.max(Math.abs(value), error ?? 0), 2);
+      return style.signed(value) + (Number.isFinite(error) ? ` ± ${style.plain(error)}` : "");
+    };
+    const facts = element("div", "facts");
+    for (const [name, label] of [
+      ["predicted", "predicted ΔH, nats"],
+      ["measured", "measured ΔH, nats"],
+      ["fresh", "on fresh samples"],
+      ["covariance", "−η·Cov(log π, A)"],
+    ])
+      if (estimate(name)) facts.append(fact(estimate(name), label));
+    if (Number.isFinite(meta.ess))
+      facts.append(fact(`${fixed(meta.ess, 1)} of ${this.structure.evaluation.length}`, "effective sample size"));
+    return facts;
+  }
+
+  /** The sweep over step sizes if there is one, else all steps of the run. */
+  makePlot() {
+    const sweep = Array.isArray(this.meta.eta_sweep) ? this.meta.eta_sweep : [];
+    const points = sweep.length
+      ? sweep.map(({ eta, predicted, measured, measured_stderr: error }) => ({
+          predicted,
+          measured,
+          error,
+          label: `×${eta}`,
+          words: `step size × ${eta}: predicted ${signed(predicted, 6)}, measured ${signed(measured, 6)} nats`,
+        }))
+      : this.stepPoints();
+    const plot = new IdentityPlot(points, "Measured against predicted entropy change; dashed: they agree");
+    plot.title = sweep.length ? "Predicted and measured over step sizes η" : "Predicted and measured, all steps";
+    return plot;
+  }
+
+  stepPoints() {
+    const { run } = this.context;
+    const measured = new Map(run.series("entropy_probe/delta_h_measured").map((point) => [point.step, point.value]));
+    return run
+      .series("entropy_probe/delta_h_predicted")
+      .filter(({ step }) => measured.has(step))
+      .map(({ step, value }) => ({
+        predicted: value,
+        measured: measured.get(step),
+        label: step === this.structure.step ? `step ${step}` : "",
+        words: `step ${step}: predicted ${signed(value, 6)}, measured ${signed(measured.get(step), 6)} nats`,
+      }));
+  }
+
+  /** Parts that sum to the predicted change. */
+  partsSection() {
+    const { parts } = this.structure;
+    const total = this.meta.delta_h_predicted ?? parts.reduce((sum, part) => sum + part.value, 0);
+    const top = Math.max(...parts.map((part) => Math.abs(part.value)), Math.abs(total), 1e-300);
+    const style = numberStyle(top);
+    const body = element("tbody");
+    for (const { name, value, count: members } of parts) {
+      body.append(
+        element(
+          "tr",
+          "",
+          element("td", "", name, members === null ? null : element("span", "dim", ` ${members}`)),
+          element("td", "number", style.signed(value)),
+          element("td", "", divergingBar(value, top)),
+        ),
+      );
+    }
+    body.append(
+      element(
+        "tr",
+        "total",
+        element("td", "", "= predicted change"),
+        element("td", "number", style.signed(total)),
+        element("td", "", divergingBar(total, top)),
+      ),
+    );
+    return element(
+      "section",
+      "parts",
+      element("h2", "", "Where it comes from"),
+      element("table", "", body),
+      element("p", "dim", "Nats per token of the evaluation batch. Positive: raises entropy."),
+    );
+  }
+
+  controls() {
+    const make = (label, name, values, labels) =>
+      segmentedControl({
+        label,
+        value: this[name],
+        options: values.map((value, index) => ({ value, label: labels[index] })),
+        onChange: (value) => this.set(name, value),
+      });
+    this.segments = {
+      batch: make("Responses", "batch", BATCHES, ["that make the update", "that measure entropy"]),
+      order: make("Order", "order", ORDERS_OF_RESPONSES, ["strongest first", "as sampled"]),
+    };
+    return element("div", "controls probe-controls", this.segments.batch, this.segments.order);
+  }
+
+  set(name, value) {
+    this[name] = value;
+    this.segments[name].select(value);
+    this.selected = null;
+    this.url.update({ [name]: value, sel: null });
+    this.drawList();
+  }
+
+  /* ---------- responses as heat maps ---------- */
+
+  get channels() {
+    return MAPS[this.batch].filter((name) => this.structure.channels.includes(name));
+  }
+
+  get top() {
+    return this.structure.scales[this.batch === "update" ? "token_share" : "change"];
+  }
+
+  get rows() {
+    const rows = [...this.structure[this.batch]];
+    const strength = (row) =>
+      Math.abs(
+        this.batch === "update" ? row.share : (row.entropy_change ?? row.entropy_change_measured ?? 0) * row.length,
+      );
+    return this.order === "strongest" ? rows.sort((a, b) => strength(b) - strength(a)) : rows;
+  }
+
+  drawList() {
+    this.observer?.disconnect();
+    this.observer = new IntersectionObserver(
+      (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => this.fill(entry.target)),
+      { rootMargin: "600px" },
+    );
+    const { rows } = this;
+    const shown = rows.slice(0, this.most);
+    const picked = rows.find((row) => row.response === this.selected);
+    if (picked && !shown.includes(picked)) shown.push(picked);
+    const topShare = Math.max(...rows.map((row) => Math.abs(row.share)), 1e-300);
+    this.nodes = shown.map((row) => this.rowNode(row, topShare));
+    this.list.replaceChildren(...this.nodes);
+    if (rows.length > shown.length)
+      this.list.append(
+        button(
+          "link-button more",
+          `show ${Math.min(AT_FIRST, rows.length - shown.length)} more of ${rows.length}`,
+          () => {
+            this.most += AT_FIRST;
+            this.url.update({ n: this.most });
+            this.drawList();
+          },
+        ),
+      );
+    for (const node of this.nodes) this.observer.observe(node);
+    this.drawLegend();
+    this.mark();
+  }
+
+  drawLegend() {
+    const { channels, top } = this;
+    this.legend.dataset.maps = channels.length;
+    if (!channels.length) {
+      const what = this.batch === "update" ? "shares of single tokens" : "changes at single tokens";
+      this.legend.replaceChildren(element("p", "notice", `This step stores no ${what}.`));
+      return;
+    }
+    const style = numberStyle(top ?? 0, 2);
+    const ramp = element("div", "ramp", ...rampOf("influence").map((name) => element("i", name)));
+    ramp.append(
+      element("b", "low", style.signed(-(top ?? 0))),
+      element("b", "middle", "0"),
+      element("b", "high", `${style.signed(top ?? 0)} nats`),
+    );
+    const meaning =
+      this.batch === "update"
+        ? "Blue, bar above: training on this token raises entropy. Orange, bar below: lowers it."
+        : "Blue, bar above: the policy becomes less sure here. Orange, bar below: surer. One scale for both.";
+    this.legend.replaceChildren(
+      element("div", "legend-words", element("p", "dim", meaning), ramp),
+      ...channels.map((name) => element("h3", "", MAP_TITLES[name])),
+    );
+  }
+
+  rowNode(row, topShare) {
+    const group = this.structure.groups[row.group];
+    const meta = element("div", "probe-meta");
+    const head = element(
+      "b",
+      "",
+      row.accepted === null || this.batch === "evaluation" ? null : acceptedMark(row.accepted),
+      ` response ${row.response}`,
+    );
+    meta.append(head);
+    const line = (name, text) => meta.append(element("span", "key", name), element("span", "number", text));
+    line("reward", fixed(row.reward, 2));
+    if (this.batch === "update") {
+      if (row.advantage !== null) line("advantage", signed(row.advantage, 2));
+      line("share", numberStyle(topShare).signed(row.share));
+      meta.append(divergingBar(row.share, topShare));
+    } else {
+      for (const [name, label] of [
+        ["entropy_change", "predicted"],
+        ["entropy_change_measured", "measured"],
+      ])
+        line(label, row[name] === null ? MISSING : `${numberStyle(Math.abs(row[name])).signed(row[name])}`);
+      line("entropy", fixed(row.entropy, 3));
+    }
+    const maps = this.channels.map(() => element("div", "map", element("p", "dim", row.text)));
+    const node = setAttributes(
+      element("section", "probe-row", meta, element("div", "prompt-line mono", group.text), ...maps),
+      { "data-response": row.response, "data-maps": this.channels.length },
+    );
+    Object.assign(node, { probeRow: row, maps });
+    meta.addEventListener("click", () => this.select(row.response === this.selected ? null : row.response));
+    return node;
+  }
+
+  async fill(node) {
+    this.observer.unobserve(node);
+    const { channels, top } = this;
+    try {
+      const whole = await this.textOf(node.probeRow.response);
+      node.maps.forEach((map, index) => map.replaceChildren(whole.map(channels[index], top)));
+    } catch (error) {
+      for (const map of node.maps) map.append(element("p", "dim", error.message));
+    }
+  }
+
+  async textOf(response) {
+    if (!this.texts.has(response))
+      this.texts.set(response, new ResponseText(await this.context.source.json(`${this.path}/responses/${response}`)));
+    return this.texts.get(response);
+  }
+
+  select(response) {
+    this.selected = response;
+    this.url.update({ sel: response });
+    this.mark();
+  }
+
+  mark() {
+    for (const node of this.nodes) {
+      const isSelected = node.probeRow.response === this.selected;
+      node.classList.toggle("current", isSelected);
+      if (isSelected) node.scrollIntoView({ block: "nearest" });
+    }
+  }
+
+  /* ---------- living ---------- */
+
+  mounted() {
+    this.charts.draw();
+    this.plot.draw();
+    this.drawList();
+    this.resize = this.charts.watchWidth();
+    let width = this.plot.node.clientWidth;
+    this.plotResize = new ResizeObserver(() => {
+      if (this.plot.node.clientWidth === width) return;
+      width = this.plot.node.clientWidth;
+      this.plot.draw();
+    });
+    this.plotResize.observe(this.plot.node);
+  }
+
+  update() {
+    this.charts.draw();
+  }
+
+  openStep(step) {
+    const steps = this.context.run.stepsOf(["entropy_probe"]);
+    const nearest = steps.reduce(
+      (best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best),
+      steps[0],
+    );
+    this.context.go("probe", { step: nearest });
+  }
+
+  move(direction) {
+    const at = this.nodes.findIndex((node) => node.probeRow.response === this.selected);
+    const next = this.nodes[Math.max(0, Math.min(this.nodes.length - 1, at + direction))];
+    if (next) this.select(next.probeRow.response);
+  }
+
+  key(event) {
+    const actions = {
+      b: () => this.set("batch", nextOf(BATCHES, this.batch)),
+      o: () => this.set("order", nextOf(ORDERS_OF_RESPONSES, this.order)),
+      j: () => this.move(1),
+      k: () => this.move(-1),
+      Escape: () => this.select(null),
+    };
+    if (!actions[event.key]) return false;
+    actions[event.key]();
+    return true;
+  }
+
+  destroy() {
+    this.resize?.disconnect();
+    this.plotResize?.disconnect();
+    this.observer?.disconnect();
+  }
+}
+
+function divergingBar(value, top) {
+  const bar = element("i", value < 0 ? "n4" : "p4");
+  bar.style.width = `${(50 * Math.abs(value)) / top}%`;
+  return element("span", "diverging", bar);
+}

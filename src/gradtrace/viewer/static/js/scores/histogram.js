@@ -1,0 +1,164 @@
+// Scores as bars: kept below, dropped on top of them, zero always an edge, so that a bar has one sign.
+
+import { element, setAttributes, svgElement } from "../dom.js";
+import { numberStyle, plural } from "../format.js";
+import { quantile } from "../scales.js";
+
+const BARS = 26;
+const HEIGHT = 250;
+const MARGIN = { left: 40, right: 10, top: 22, bottom: 34 };
+
+/** [{low, high, members, kept, dropped}] of the rows whose score is finite and not zero. */
+export function scoreBins(rows) {
+  const scores = rows.map((row) => row.score);
+  const low = Math.min(0, quantile(scores, 0.005));
+  const high = Math.max(0, quantile(scores, 0.995));
+  if (!(high > low)) return [];
+  const rough = (high - low) / BARS;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
+  const first = Math.floor(low / step + 1e-9);
+  const last = Math.max(first, Math.ceil(high / step - 1e-9) - 1);
+  const bins = [];
+  for (let index = first; index <= last; index++)
+    bins.push({ low: index * step, high: (index + 1) * step, members: [], kept: 0, dropped: 0 });
+  for (const row of rows) {
+    const index = Math.max(
+      first,
+      Math.min(last, row.score > 0 ? Math.ceil(row.score / step) - 1 : Math.floor(row.score / step)),
+    );
+    const bin = bins[index - first];
+    bin.members.push(row);
+    bin[row.kept ? "kept" : "dropped"] += 1;
+  }
+  return bins;
+}
+
+export class Histogram {
+  constructor(bins, onSelect) {
+    this.bins = bins;
+    this.onSelect = onSelect;
+    this.svg = setAttributes(svgElement("svg"), { role: "group", "aria-label": "Histogram of scores" });
+    this.node = element("div", "histogram", this.svg);
+    this.top = Math.max(1, ...bins.map((bin) => bin.members.length));
+    this.style = numberStyle(Math.max(...bins.map((bin) => Math.max(Math.abs(bin.low), Math.abs(bin.high))), 0), 2);
+  }
+
+  /** What a bar stands for, in words. The outermost bars hold what lies beyond them as well. */
+  words(index) {
+    const { low, high } = this.bins[index];
+    if (index === 0 && low < 0) return `score below ${this.style.signed(high)}`;
+    if (index === this.bins.length - 1 && high > 0) return `score above ${this.style.signed(low)}`;
+    return `score ${this.style.signed(low)} to ${this.style.signed(high)}`;
+  }
+
+  draw(selected) {
+    const width = this.node.clientWidth || 560;
+    this.svg.replaceChildren(hatches());
+    setAttributes(this.svg, { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT });
+    const inner = width - MARGIN.left - MARGIN.right;
+    const unit = inner / this.bins.length;
+    const y = (count) => MARGIN.top + (1 - count / this.top) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+    for (const tick of countTicks(this.top)) {
+      this.svg.append(
+        svgElement("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick), class: "grid" }),
+        svgElement("text", { x: MARGIN.left - 7, y: y(tick) + 3.5, class: "axis", "text-anchor": "end" }, String(tick)),
+      );
+    }
+    this.bins.forEach((bin, index) =>
+      this.svg.append(this.bar(bin, index, MARGIN.left + index * unit, unit, y, selected)),
+    );
+    this.drawEdges(unit);
+  }
+
+  bar(bin, index, x, unit, y, selected) {
+    const sign = bin.low >= 0 ? "p4" : "n4";
+    const words = `${this.words(index)}: ${plural(bin.kept, "response")} kept, ${bin.dropped} dropped`;
+    const group = svgElement("g", {
+      class: `score-bar ${sign}${selected === index ? " chosen" : ""}`,
+      role: "button",
+      tabindex: bin.members.length ? 0 : -1,
+      "aria-label": words,
+      "aria-pressed": String(selected === index),
+      "data-bar": index,
+    });
+    const left = x + 1;
+    const width = Math.max(1, unit - 2);
+    group.append(
+      svgElement("title", {}, words),
+      svgElement("rect", {
+        x,
+        y: MARGIN.top - 14,
+        width: unit,
+        height: HEIGHT - MARGIN.bottom - MARGIN.top + 14,
+        class: "touch",
+      }),
+      svgElement("rect", { x: left, y: y(bin.kept), width, height: y(0) - y(bin.kept), class: "kept" }),
+      svgElement("rect", {
+        x: left,
+        y: y(bin.kept + bin.dropped),
+        width,
+        height: y(bin.kept) - y(bin.kept + bin.dropped),
+        class: "dropped",
+        fill: `url(#hatch-${sign})`,
+      }),
+    );
+    if (selected === index)
+      group.append(
+        svgElement(
+          "text",
+          { x: x + unit / 2, y: y(bin.members.length) - 5, class: "bar-count", "text-anchor": "middle" },
+          String(bin.members.length),
+        ),
+      );
+    const choose = () => bin.members.length && this.onSelect(selected === index ? null : index);
+    group.addEventListener("click", choose);
+    group.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      event.stopPropagation();
+      choose();
+    });
+    return group;
+  }
+
+  /** Numbers under some edges, zero always among them. */
+  drawEdges(unit) {
+    const edges = [...this.bins.map((bin) => bin.low), this.bins.at(-1).high];
+    const zero = edges.findIndex((edge) => Math.abs(edge) < 1e-12 * Math.abs(edges.at(-1) - edges[0]) || edge === 0);
+    const every = Math.max(1, Math.ceil(64 / unit));
+    edges.forEach((edge, index) => {
+      const x = MARGIN.left + index * unit;
+      if (index === zero)
+        this.svg.append(
+          svgElement("line", { x1: x, x2: x, y1: MARGIN.top - 12, y2: HEIGHT - MARGIN.bottom, class: "zero-line" }),
+        );
+      if ((index - zero) % every !== 0) return;
+      this.svg.append(
+        svgElement(
+          "text",
+          { x, y: HEIGHT - MARGIN.bottom + 15, class: "axis", "text-anchor": "middle" },
+          index === zero ? "0" : this.style.signed(edge),
+        ),
+      );
+    });
+  }
+}
+
+function countTicks(top) {
+  const rough = top / 4;
+  const power = 10 ** Math.floor(Math.log10(Math.max(rough, 1)));
+  const step = Math.max(1, [1, 2, 5, 10].find((factor) => factor * power >= rough) * power);
+  return Array.from({ length: Math.floor(top / step) + 1 }, (_, index) => index * step);
+}
+
+/** Dropped is hatched: kept and dropped differ without colour. */
+function hatches() {
+  const pattern = (name) =>
+    svgElement(
+      "pattern",
+      { id: `hatch-${name}`, width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+      svgElement("line", { x1: 0, y1: 0, x2: 0, y2: 5, class: `hatch ${name}` }),
+    );
+  return svgElement("defs", {}, pattern("p4"), pattern("n4"));
+}

@@ -1,0 +1,101 @@
+// A response as coloured tokens, outside of the group page: fetched when it is opened, any channel, one or two maps.
+
+import { element, setAttributes } from "../dom.js";
+import { numberStyle } from "../format.js";
+import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "../scales.js";
+import { drawingClass, drawnText, piecesOf, readVocabulary, visibleText } from "../token_text.js";
+
+/** What a channel is called, and whether its colours have a sign. */
+export const TOKEN_COLUMNS = {
+  entropy: { title: "entropy", ramp: "e", unit: "nats" },
+  log_prob: { title: "log-prob", ramp: "l", unit: "nats" },
+  token_share: { title: "share", signed: true, unit: "nats per token of E" },
+  entropy_change: { title: "predicted change", signed: true, unit: "nats" },
+  entropy_change_measured: { title: "measured change", signed: true, unit: "nats" },
+};
+
+export class ResponseText {
+  /** structure: answer of …/responses/N. */
+  constructor(structure) {
+    const vocabulary = readVocabulary(structure.vocabulary);
+    this.channels = structure.channels;
+    this.prompt = structure.prompt.map((index) => vocabulary[index]);
+    this.entries = structure.tokens.map((index) => vocabulary[index]);
+    this.pieces = piecesOf(this.entries);
+  }
+
+  promptNode() {
+    const node = element("div", "whole-prompt");
+    const pieces = piecesOf(this.prompt);
+    for (const [position, entry] of this.prompt.entries()) {
+      if (entry.special) node.append(element("span", "special", visibleText(entry)), " ");
+      else node.append(pieces[position].lead.startsWith("⟨") ? pieces[position].lead : pieces[position].text);
+    }
+    return node;
+  }
+
+  /** The tokens coloured by a channel; without one, plain. */
+  map(channel, top) {
+    const node = setAttributes(element("div", "tokens"), {
+      role: "group",
+      "aria-label": channel ? `tokens coloured by ${TOKEN_COLUMNS[channel].title}` : "tokens",
+      "data-channel": channel,
+    });
+    for (const [position, entry] of this.entries.entries()) {
+      const piece = this.pieces[position];
+      const colour = channel ? colourOf(channel, this.channels[channel]?.[position], top) : "";
+      const span = element("span", `${drawingClass(entry, piece)}${colour ? ` ${colour}` : ""}`);
+      if (piece.lead && !entry.special) span.append(element("span", "lead", piece.lead));
+      span.append(drawnText(entry, piece));
+      span.readout = () => this.describe(position);
+      node.append(span);
+    }
+    return element("div", "prose", node);
+  }
+
+  /** Parts of the line at the bottom of the window. */
+  describe(position) {
+    const entry = this.entries[position];
+    const parts = [
+      element("span", "token-chip", visibleText(entry, this.pieces[position])),
+      element("span", "", `position ${position}`),
+    ];
+    for (const [name, values] of Object.entries(this.channels)) {
+      const column = TOKEN_COLUMNS[name];
+      const value = values[position];
+      if (!column || value === null || (name === "token_share" && value === 0)) continue; // of the other batch
+      const style = numberStyle(Math.abs(value));
+      const text = `${column.signed ? style.signed(value) : style.plain(value)} ${column.unit}`;
+      parts.push(element("span", "", element("span", "name", column.title), text));
+    }
+    return parts;
+  }
+}
+
+function colourOf(channel, value, top) {
+  if (!(top > 0) || typeof value !== "number") return "";
+  const { signed, ramp } = TOKEN_COLUMNS[channel];
+  return signed ? signedClassName(signedClass(value, top)) : unsignedClassName(ramp, unsignedClass(value, top));
+}
+
+/** The readout at the foot of the window, for every token under `root`. */
+export function readTokens(root) {
+  const node = setAttributes(element("div", "readout"), { role: "tooltip" });
+  node.hidden = true;
+  root.append(node);
+  let hovered = null;
+  root.addEventListener("pointerover", (event) => {
+    const span = event.target.closest?.(".t");
+    hovered?.classList.remove("hov");
+    hovered = span?.readout ? span : null;
+    node.hidden = hovered === null;
+    if (hovered === null) return;
+    hovered.classList.add("hov");
+    node.replaceChildren(...hovered.readout());
+  });
+  root.addEventListener("pointerleave", () => {
+    hovered?.classList.remove("hov");
+    hovered = null;
+    node.hidden = true;
+  });
+}
