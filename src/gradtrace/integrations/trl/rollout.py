@@ -1,0 +1,75 @@
+"""One rollout of a traced `GRPOTrainer`, from its generation to the last slice of its first pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.integrations.trl.batches import LeftPadded
+from gradtrace.integrations.trl.policy import TrlPolicy
+from gradtrace.training.microbatch import Sequences
+from gradtrace.training.observer import OptimizerStep
+
+
+@dataclass(eq=False)
+class TracedRollout:
+    batch: RolloutBatch
+    """In the order of generation; old_log_probs and entropies fill up slice by slice."""
+    update: OptimizerStep
+    """All that is trained on of it, as one: TRL deals groups out over slices and optimizer steps."""
+    policy: TrlPolicy
+    began_at: int
+    """TRL's global step at its generation."""
+    slices_left: int
+    has_statistics: bool
+    """TRL took log-probs (and we entropies) of the sampling weights when it generated."""
+    token_weight: Tensor = field(init=False)
+    """float[R]: what the loss multiplied each completion's tokens by."""
+    log_prob_weight: Tensor = field(init=False)
+    """float[R, C]: derivative of TRL's loss by each token's log-prob, as its backward pass had it."""
+    entropy_weight: Tensor = field(init=False)
+    """float[R, C]: the same by each token's entropy (an entropy bonus)."""
+
+    def __post_init__(self) -> None:
+        shape = self.batch.response_mask.shape
+        self.token_weight = torch.ones(shape[0])
+        self.log_prob_weight = torch.zeros(shape, dtype=torch.float64)
+        self.entropy_weight = torch.zeros(shape, dtype=torch.float64)
+
+    def see_slice(self, micro: LeftPadded, weights: Tensor) -> None:
+        """The slice that is about to run, and its token weights [b, C]."""
+        self.token_weight[micro.rows] = weights.amax(1)
+
+    def see_statistics(self, micro: LeftPadded, log_probs: Tensor, entropies: Tensor, terms: bool) -> None:
+        """Of a slice's forward pass, [b, C]; with `terms`, listen to its backward pass as well."""
+        if not self.has_statistics:  # then no optimizer step lies between sampling and this pass
+            assert self.batch.old_log_probs is not None and self.batch.entropies is not None
+            self.batch.old_log_probs[micro.rows] = torch.where(
+                micro.mask, log_probs.detach().float().cpu(), 0
+            )
+            self.batch.entropies[micro.rows] = torch.where(micro.mask, entropies.detach().float().cpu(), 0)
+        if terms:
+            for values, store in ((log_probs, self.log_prob_weight), (entropies, self.entropy_weight)):
+                if values.requires_grad:
+                    values.register_hook(_stores(store, micro.rows))
+
+    def token_losses(self, rows: Tensor) -> Tensor:
+        """[N]: every token's own term of TRL's loss, before it was averaged: linear in the token's log-prob and
+        entropy with the derivatives that the backward pass had, which gives the term's gradient for any loss type."""
+        micro = Sequences.of(self.batch).padded(rows)
+        log_probs, entropies = self.policy.statistics(micro)
+        chosen = self.batch.response_mask[rows]
+        scale = (1.0 / self.token_weight[rows, None]).expand(chosen.shape)[chosen].to(log_probs)
+        log_prob_weight = self.log_prob_weight[rows][chosen].to(log_probs) * scale
+        entropy_weight = self.entropy_weight[rows][chosen].to(log_probs) * scale
+        return log_prob_weight * log_probs + entropy_weight * entropies
+
+
+def _stores(store: Tensor, rows: Tensor):  # type: ignore[no-untyped-def]
+    def hook(gradient: Tensor) -> None:
+        store[rows] = gradient.detach().to(store)
+
+    return hook

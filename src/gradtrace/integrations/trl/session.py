@@ -1,0 +1,286 @@
+"""What a traced `GRPOTrainer` has seen: from TRL's events to the steps that our instruments observe.
+
+A *step* of the trace is one rollout (TRL: one generation batch), as in our other hosts. TRL deals a rollout out in
+`steps_per_generation` shuffled slices; scores are made when each of them has had its first backward pass, before the
+optimizer step that follows. With more slices than `gradient_accumulation_steps`, members of a group meet different
+weights; `optimizer_step` of every response in the trace says which. Later passes over the same rollout
+(`num_iterations`) are not traced again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.attribution import AttributionError
+from gradtrace.batch import RolloutBatch
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.entropy_trace import EntropyTrace
+from gradtrace.instruments.influence_trace import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.integrations.trl.batches import (
+    ROW,
+    LeftPadded,
+    is_plain_policy_gradient,
+    left_padded,
+    rollout_batch,
+    token_weights,
+)
+from gradtrace.integrations.trl.policy import policy_of
+from gradtrace.integrations.trl.rollout import TracedRollout
+from gradtrace.integrations.trl.run_config import METRIC_NAMES, run_config
+from gradtrace.integrations.trl.settings import TraceSettings
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
+from gradtrace.trace.token_text import TokenBytes
+from gradtrace.trace.writer import TraceWriter
+from gradtrace.training.metrics import Timer, batch_metrics
+from gradtrace.training.observer import Backward, Observers, OptimizerStep, StepObserver
+
+logger = logging.getLogger(__name__)
+
+
+class TraceSession:
+    def __init__(
+        self, trainer: Any, settings: TraceSettings, log_probs_and_entropies: Callable[..., Any]
+    ) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self.step = 0
+        """Rollouts so far."""
+        self.errors = 0
+        """Rollouts that could not be traced; each was reported."""
+        self._policy = policy_of(trainer, log_probs_and_entropies)
+        self._observer: StepObserver | None = None
+        self._rollout: TracedRollout | None = None
+        self._rewards: Tensor | None = None
+        self._generated: list[tuple[Tensor, Tensor]] | None = None
+        self._slice: LeftPadded | None = None
+        self._around_slice = ExitStack()
+        self._line: dict[str, float] = {}
+        self._timer = Timer()
+
+    # ------------------------------------------------------------ the run
+
+    def open(self) -> None:
+        """Training begins, or goes on from a checkpoint."""
+        args, state = self.trainer.args, self.trainer.state
+        slices_done = state.global_step * args.gradient_accumulation_steps
+        self.step = slices_done // (args.steps_per_generation * self.trainer.num_iterations)
+        self._files = files = RunFiles(self.settings.path)
+        if self.step == 0 and (files.path / "metrics.jsonl").stat().st_size:
+            raise GradtraceError(
+                f"run_dir={files.path} holds a run already. Choose another folder, or continue that run with "
+                "trainer.train(resume_from_checkpoint=…)."
+            )
+        files.truncate_after(self.step)
+        files.write_config(run_config(self.trainer, self.settings))
+        files.write_token_bytes(TokenBytes.from_tokenizer(self.trainer._tokenizer))
+        self._observer = self._instruments()
+        self._observer.start(self.step)
+
+    def _instruments(self) -> StepObserver:
+        trainer, settings = self.trainer, self.settings
+        meta = {"task": "trl", "temperature": trainer.temperature}
+        observers: list[StepObserver] = []
+        if settings.entropy:
+            writer = self._writer(ENTROPY_TRACE)
+            observers.append(EntropyTrace(writer, settings.write_every, meta, settings.truth))
+        if settings.influence is not None:
+            more = InfluenceSettings(
+                write_every=settings.write_every,
+                max_prompts_per_step=settings.max_prompts_per_step,
+                pairwise_max_mb=settings.pairwise_max_mb,
+                on_error=settings.on_error,
+                kl_in_loss=trainer.beta != 0.0,
+                entropy_bonus=trainer._entropy_bonus_enabled,
+                policy_gradient=is_plain_policy_gradient(trainer),
+            )
+            writer = self._writer(INFLUENCE_TRACE)
+            try:
+                observers.append(
+                    InfluenceTraceInstrument(
+                        self._policy, settings.influence, more, writer, meta, settings.truth
+                    )
+                )
+            except AttributionError as error:
+                raise GradtraceError(f"influence trace: {error}") from error
+        return Observers(observers)
+
+    def _writer(self, kind: str) -> TraceWriter:
+        settings = self.settings
+        return TraceWriter(settings.path, kind, fsync=settings.fsync, on_error=settings.on_error)
+
+    def close(self) -> None:
+        """Training has ended. What was captured of a rollout that is not used up is written too."""
+        if self._observer is None:
+            return
+        self._finish()
+        self._flush_metrics()
+        self._files.write_summary({"steps": self.step, "finished": True})
+        self._observer.close()
+        self._observer = None
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A failing trace is shown and counted, and costs this rollout's trace; it does not cost the training."""
+        try:
+            yield
+        except Exception as error:
+            if self.settings.on_error == "raise":
+                raise
+            self.errors += 1
+            self._rollout = self._slice = None
+            logger.warning("gradtrace: rollout %d is not traced: %s", self.step, error, exc_info=True)
+
+    # ------------------------------------------------------------ a rollout
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        self._generated = []
+        try:
+            yield
+        finally:
+            self._generated = None if self._observer is None else self._generated
+
+    def see_rewards(self, of_functions: Tensor) -> None:
+        """float[R, functions], NaN where a function gave none."""
+        weighted = (of_functions * self.trainer.reward_weights.to(of_functions.device)).nansum(dim=1)
+        weighted[torch.isnan(of_functions).all(dim=1)] = torch.nan
+        self._rewards = weighted.detach().cpu()
+
+    def begin(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> dict[str, Any]:
+        """A rollout was generated and scored. Returns it with its rows numbered."""
+        generated, self._generated = self._generated, None
+        if self._observer is None:
+            return output
+        self._finish()
+        self._flush_metrics()
+        self._timer = Timer()
+        self.step += 1
+        with self._guarded():
+            self._rollout = self._new_rollout(self._observer, inputs, output, generated or [])
+        rows = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
+        return output | {ROW: rows}
+
+    def _new_rollout(
+        self,
+        observer: StepObserver,
+        inputs: list[dict[str, Any]],
+        output: dict[str, Any],
+        generated: list[tuple[Tensor, Tensor]],
+    ) -> TracedRollout:
+        trainer = self.trainer
+        assert self._rewards is not None
+        rewards = self._rewards
+        judged = ~rewards.isnan()
+        if not bool(
+            judged.all()
+        ):  # unjudged completions take no part; their group's mean keeps them out of the top
+            means = rewards.view(-1, trainer.num_generations).nanmean(1).nan_to_num(0.0)
+            rewards = torch.where(judged, rewards, means.repeat_interleave(trainer.num_generations))
+        batch = rollout_batch(inputs, output, rewards, trainer.num_generations, trainer.eos_token_ids)
+        # Log-probs of the reference come from the same method: those of the policy are known by identity.
+        old = [pair for pair in generated if pair[0] is output.get("old_per_token_logps")]
+        log_probs, entropies = old[0] if old else (torch.zeros(batch.response_mask.shape),) * 2
+        mask = batch.response_mask
+        batch = batch.replace(
+            old_log_probs=torch.where(mask, log_probs.float().cpu(), 0),
+            entropies=torch.where(mask, entropies.float().cpu(), 0),
+        )
+        batch = observer.before_update(batch, self.step)
+        rows = (judged & (mask.any(1))).nonzero().squeeze(-1)
+        return TracedRollout(
+            batch=batch,
+            update=OptimizerStep(self.step, epoch=0, mini_batch=0, number=0, rows=rows),
+            policy=self._policy,
+            began_at=trainer.state.global_step,
+            slices_left=trainer.args.steps_per_generation,
+            has_statistics=bool(old),
+        )
+
+    @property
+    def wants_statistics(self) -> bool:
+        return self._generated is not None or self._slice is not None
+
+    def see_statistics(self, log_probs: Tensor, entropies: Tensor) -> None:
+        """Float[b, C], of a forward pass that TRL made."""
+        if self._generated is not None:
+            self._generated.append((log_probs, entropies))
+        elif self._slice is not None and self._rollout is not None:
+            influence = self.settings.influence
+            terms = influence is not None and influence.wants_loss_term
+            with self._guarded():
+                self._rollout.see_statistics(self._slice, log_probs, entropies, terms)
+
+    # ------------------------------------------------------------ a slice of it
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        with ExitStack() as self._around_slice:
+            yield
+        rollout = self._rollout
+        if rollout is not None and self._slice is not None:
+            rollout.slices_left -= 1
+            if rollout.slices_left == 0:
+                self._finish()
+        self._slice = None
+
+    def enter_slice(self, inputs: dict[str, Any]) -> None:
+        """Its forward and backward pass begin; they end with `training_step`."""
+        rollout = self._rollout
+        if rollout is None or self._observer is None:
+            return
+        with self._guarded():
+            micro = left_padded(inputs)
+            weights, scale = token_weights(self.trainer, inputs)
+            rollout.see_slice(micro, weights)
+            backward = Backward(
+                rollout.update,
+                micro,
+                weights,
+                scale,
+                rollout.token_losses,
+                optimizer_steps=self.trainer.state.global_step - rollout.began_at,
+            )
+            self._slice = micro
+            self._around_slice.enter_context(self._observer.around_backward(backward))
+
+    def _finish(self) -> None:
+        """The first pass over the rollout is complete (or training ends): score and write."""
+        rollout, observer = self._rollout, self._observer
+        if rollout is None or observer is None:
+            return
+        with self._guarded():
+            with observer.around_optimizer_step(rollout.update):
+                pass  # scores are made on entering; TRL makes the step itself
+            metrics = observer.after_update(rollout.batch, self.step)
+            metrics |= batch_metrics(rollout.batch) | _entropy(rollout.batch)
+            self._line |= metrics | {"trl/global_step": float(self.trainer.state.global_step)}
+        self._rollout = None
+
+    # ------------------------------------------------------------ metrics
+
+    def see_logs(self, logs: dict[str, Any]) -> None:
+        """TRL logs after the optimizer step: the rollout before the next one is complete then."""
+        for name, value in logs.items():
+            if isinstance(value, (int, float)):
+                self._line[METRIC_NAMES.get(name, f"trl/{name}")] = float(value)
+        if self._rollout is None:
+            self._flush_metrics()
+
+    def _flush_metrics(self) -> None:
+        if self.step and "critic/rewards/mean" in self._line:
+            self._line["timing_s/step"] = self._timer.total
+            self._line["influence_trace/debug_untraced_rollouts"] = float(self.errors)
+            self._files.log(self.step, self._line)
+        self._line = {}
+
+
+def _entropy(batch: RolloutBatch) -> dict[str, float]:
+    assert batch.entropies is not None
+    return {"actor/entropy": float(batch.entropies[batch.response_mask].mean())}

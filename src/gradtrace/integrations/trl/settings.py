@@ -1,0 +1,62 @@
+"""What to trace of a TRL run, and what cannot be traced."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gradtrace.attribution import InfluenceConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import Truth, no_truth
+from gradtrace.integrations.trl.batches import LOSS_TYPES
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    run_dir: str | os.PathLike[str]
+    """The run's folder: traces, metrics.jsonl, config.yaml. `gradtrace view RUN_DIR` shows it while it grows."""
+    influence: InfluenceConfig | None = field(default_factory=InfluenceConfig)
+    """Knobs of the influence trace; None: no influence trace."""
+    entropy: bool = True
+    """Write the entropy trace: entropy and log-prob of every completion token."""
+    write_every: int = 1
+    """Rollouts between traces."""
+    max_prompts_per_step: int = 0
+    """Trace at most this many prompts with mixed rewards of a rollout; 0 is no cap."""
+    pairwise_max_mb: float = 64.0
+    """Store the effect of each token on each sibling completion while a rollout's file stays below this."""
+    on_error: Literal["warn", "raise"] = "warn"
+    """What a failed trace does to the training."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    truth: Truth = no_truth
+    """(dataset row, completion ids) → (ids of the right answer, index of the first wrong token), where known."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.run_dir)
+
+
+def check_supported(trainer: Any) -> None:
+    """Raise for what would give wrong numbers or none; everything else of GRPOTrainer goes."""
+    args = trainer.args
+    refused = {
+        f"{trainer.accelerator.num_processes} processes": trainer.accelerator.num_processes > 1,
+        f"{args.n_gpu} GPUs in one process (DataParallel)": args.n_gpu > 1,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "fp16 (its gradients are scaled; use bf16)": args.fp16,
+        "torch.compile (hooks do not fire in compiled graphs)": args.torch_compile,
+        "tools and environments (their tokens are not the policy's)": bool(trainer.tools)
+        or trainer.environment_factories is not None,
+        "images": trainer._is_vlm,
+        f"loss_type={trainer.loss_type!r}": trainer.loss_type not in LOSS_TYPES,
+    }
+    found = [what for what, is_so in refused.items() if is_so]
+    if found:
+        raise GradtraceError(
+            f"gradtrace cannot trace this GRPOTrainer: it uses {', '.join(found)}. Several processes and machines: "
+            "gradtrace's verl integration. Otherwise train on one device without it, or without the trace."
+        )

@@ -1,0 +1,305 @@
+"""The trace of a real GRPOTrainer: equal to our engine on the same batch, and without any effect on training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+import gradtrace
+from gradtrace.attribution import InfluenceConfig, InfluenceTracer
+from gradtrace.errors import GradtraceError
+from gradtrace.integrations.trl import TracedGRPOTrainer, attach
+from gradtrace.trace.step import Step
+from gradtrace.viewer.catalog import RunCatalog
+from gradtrace.viewer.payload import group_payload
+from tests.integrations.trl_runs import grpo_trainer, reward, weights
+from tests.training.small import model as small_model
+
+POSITION = InfluenceConfig(projection_dim_factor=0)
+EXACT = InfluenceConfig(projection_dim_factor=0, credit="both")
+LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)}
+SETUPS: dict[str, dict[str, Any]] = {
+    "accumulation": {},
+    "one_slice": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant_checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "lora": {"more": LORA},
+    "split_over_steps": {
+        "steps_per_generation": 4,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+    },
+    "several_passes": {
+        "num_iterations": 2,
+        "max_steps": 2,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 1,
+    },
+    "two_rollouts_a_step": {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
+    "kl": {"beta": 0.1},
+    "entropy_bonus": {
+        "entropy_coef": 0.1,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+    },
+}
+
+
+def step_of(folder: Path, number: int = 1, kind: str = "influence_trace") -> Step:
+    run = gradtrace.open_run(folder / "run")
+    assert run.verify() == []
+    return run.step(kind, number)
+
+
+def train(folder: Path, setup: dict[str, Any], **settings: Any) -> nn.Module:
+    """The model of a traced run with a learning rate of 0: every pass was at the same θ, which it still has."""
+    trainer = grpo_trainer(folder, dtype=torch.float64, learning_rate=0.0, **{"max_steps": 1, **setup})
+    attach(trainer, folder / "run", **{"influence": EXACT, "on_error": "raise", **settings})
+    trainer.train()
+    model = trainer.model.eval()
+    if model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+        model.get_input_embeddings()._forward_hooks.clear()  # requires_grad_, which forward mode does not allow
+    return model  # type: ignore[no-any-return]
+
+
+def engine_scores(
+    model: nn.Module, step: Step, config: InfluenceConfig, bonus: float = 0.0
+) -> dict[str, np.ndarray]:
+    """Scores of the step's tokens by the engine alone: one right-padded batch, the objective written out here."""
+    advantage = torch.tensor(step["advantage"]).double()
+    rewards = torch.tensor(step["reward"]).double()
+    prompts = [
+        step["prompt_ids"][a:b]
+        for a, b in zip(step["prompt_offsets"], step["prompt_offsets"][1:], strict=False)
+    ]
+    responses = [step.tokens(r)["token_id"] for r in range(step.n_responses)]
+    rows = [np.concatenate([prompts[step["group"][r]], responses[r]]) for r in range(step.n_responses)]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    tokens = torch.zeros(ids.shape, dtype=torch.bool)
+    for r, row in enumerate(rows):
+        ids[r, : len(row)] = torch.tensor(row)
+        tokens[r, len(row) - len(responses[r]) : len(row)] = True
+    weight = {
+        "training_loss": -advantage,
+        "log_prob_advantage": advantage,
+        "log_prob": torch.ones_like(advantage),
+        "log_prob_reward": rewards,
+    }[config.output_function]
+    signs = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(
+        config.output_function, advantage
+    )
+
+    def terms(chosen: list[int]) -> Tensor:
+        logits = model(input_ids=ids[chosen]).logits[:, :-1].double()
+        log_probs = torch.log_softmax(logits, -1)
+        values = weight[chosen, None] * log_probs.gather(-1, ids[chosen, 1:, None]).squeeze(-1)
+        if bonus:
+            values = values + bonus * (log_probs.exp() * log_probs).sum(-1)
+        return values[tokens[chosen, 1:]]
+
+    with InfluenceTracer(model, config) as tracer:
+        with tracer.capture(response=torch.arange(len(rows)), tokens=tokens):
+            terms(list(range(len(rows)))).sum().backward()
+        trace = tracer.score(
+            torch.tensor(step["accepted"]),
+            torch.tensor(step["group"]).long(),
+            sign=torch.where(signs < 0, -1.0, 1.0),
+            terms=terms,
+        )
+    scores = {"influence_position": torch.cat(trace.position_scores).numpy()}
+    if trace.loss_term_scores is not None:
+        scores["influence_loss_term"] = torch.cat(trace.loss_term_scores).numpy()
+    return scores
+
+
+def assert_equal(step: Step, expected: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
+    for column, scores in expected.items():
+        error = np.linalg.norm(step[column] - scores) / np.linalg.norm(scores)
+        assert error < tolerance, f"{column} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_scores_equal_the_engines_on_the_same_batch(name: str, tmp_path: Path) -> None:
+    model = train(tmp_path, SETUPS[name])
+    step = step_of(tmp_path)
+    assert step.n_responses == 8 and len(step["influence_position"]) == step["length"].sum() > 0
+    # KL: at the reference itself its gradient is 0, so the objective is the same.
+    assert_equal(step, engine_scores(model, step, EXACT, bonus=SETUPS[name].get("entropy_coef", 0.0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "output_function"),
+    [
+        ("accumulation", "log_prob"),
+        ("kl", "log_prob"),
+        ("kl", "log_prob_advantage"),
+        ("kl", "log_prob_reward"),
+    ],
+)
+def test_every_objective_equals_the_engines(name: str, output_function: Any, tmp_path: Path) -> None:
+    """With KL the training pass is not the objective: the trace makes a pass of its own, left-padded."""
+    config = InfluenceConfig(projection_dim_factor=0, credit="both", output_function=output_function)
+    model = train(tmp_path, SETUPS[name], influence=config)
+    assert_equal(step_of(tmp_path), engine_scores(model, step_of(tmp_path), config))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "luspo"])
+def test_the_normaliser_of_every_loss_is_undone(loss_type: str, tmp_path: Path) -> None:
+    model = train(tmp_path, {"loss_type": loss_type}, influence=POSITION)
+    assert_equal(step_of(tmp_path), engine_scores(model, step_of(tmp_path), POSITION))
+
+
+def test_entropies_and_log_probs_are_those_of_the_sampling_weights(tmp_path: Path) -> None:
+    """Also in a rollout that is split over optimizer steps: then they come from TRL's pass after the generation."""
+    setup = SETUPS["split_over_steps"]
+    trainer = grpo_trainer(tmp_path, dtype=torch.float64, temperature=0.7, **setup)
+    before = small_model(torch.float64, tie_word_embeddings=False)  # of the same seed, untouched by TRL
+    attach(trainer, tmp_path / "run", on_error="raise")
+    trainer.train()
+    step = step_of(tmp_path, 1, "entropy_trace")
+    assert step.n_responses == 8
+    for r in range(8):
+        prompt = step["prompt_ids"][
+            step["prompt_offsets"][step["group"][r]] : step["prompt_offsets"][step["group"][r] + 1]
+        ]
+        response = step.tokens(r)["token_id"]
+        ids = torch.tensor(np.concatenate([prompt, response])).long()[None]
+        with torch.no_grad():
+            log_probs = torch.log_softmax(before(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7, -1)
+        chosen = log_probs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        np.testing.assert_allclose(step.tokens(r)["log_prob"], chosen.numpy(), atol=1e-5)
+        np.testing.assert_allclose(
+            step.tokens(r)["entropy"], -(log_probs.exp() * log_probs).sum(1).numpy(), atol=1e-5
+        )
+    assert set(step_of(tmp_path)["optimizer_step"]) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "name", ["accumulation", "reentrant_checkpointing", "lora", "split_over_steps", "kl"]
+)
+def test_tracing_changes_nothing(name: str, tmp_path: Path) -> None:
+    runs = []
+    for traced in (False, True):
+        trainer = grpo_trainer(tmp_path / str(traced), **SETUPS[name])
+        if traced:
+            objective = InfluenceConfig(output_function="log_prob", credit="both")  # with passes of its own
+            attach(trainer, tmp_path / "run", influence=objective, on_error="raise")
+        trainer.train()
+        runs.append((weights(trainer), torch.get_rng_state(), trainer.state.log_history))
+    assert all(torch.equal(runs[1][0][key], value) for key, value in runs[0][0].items())
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert [log.get("grad_norm") for log in runs[0][2]] == [log.get("grad_norm") for log in runs[1][2]]
+
+
+def test_the_run_opens_in_the_viewer_with_the_metrics_users_know(tmp_path: Path) -> None:
+    trainer = grpo_trainer(
+        tmp_path,
+        cls=TracedGRPOTrainer,
+        more={"run_dir": tmp_path / "runs" / "mine", "influence": EXACT},
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        max_steps=3,
+    )
+    trainer.train()
+    run = gradtrace.open_run(tmp_path / "runs" / "mine")
+    assert run.steps("influence_trace") == run.steps("entropy_trace") == [1, 2, 3]
+    records, _ = run.metrics()
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for name in ("critic/rewards/mean", "actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step",
+                 "influence_trace/rows_emitted"):  # fmt: skip
+        assert all(name in record for record in records), name
+    for record, log in zip(records, trainer.state.log_history, strict=False):
+        assert record["critic/rewards/mean"] == pytest.approx(log["reward"])
+        assert record["actor/entropy"] == pytest.approx(log["entropy"], rel=1e-5)
+    catalog = RunCatalog([run.path], None)
+    served = catalog.refresh()[0]
+    view = catalog.step_view(served, 1)
+    assert view is not None
+    payload = group_payload(view, 0, served.vocabulary)
+    assert len(payload["responses"]) == 4
+
+
+def test_a_subclass_of_the_users_keeps_its_own_methods(tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        calls = 0
+
+        def _compute_loss(self, *args: Any) -> Tensor:
+            type(self).calls += 1
+            return super()._compute_loss(*args)
+
+    trainer = grpo_trainer(tmp_path, cls=Mine, max_steps=1)
+    attach(trainer, tmp_path / "run", on_error="raise")
+    assert isinstance(trainer, Mine)
+    trainer.train()
+    assert Mine.calls + type(trainer).calls > 0 and step_of(tmp_path).n_responses == 8
+
+
+def test_completions_without_a_reward_and_masked_ones_stay_out_of_the_contrast(tmp_path: Path) -> None:
+    def sometimes(completions: list[str], **others: Any) -> list[float | None]:
+        return [None if i % 4 == 1 else value for i, value in enumerate(reward(completions))]
+
+    trainer = grpo_trainer(
+        tmp_path, reward_funcs=sometimes, mask_truncated_completions=True, max_completion_length=12
+    )
+    attach(trainer, tmp_path / "run", influence=EXACT, on_error="raise")
+    trainer.train()
+    for number in (1, 2):
+        rows = step_of(tmp_path, number)["row"]
+        assert not np.isin(rows % 4, 1).any()
+        assert (step_of(tmp_path, number, "entropy_trace")["length"][rows] > 0).all()
+
+
+def test_a_run_folder_is_never_overwritten_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    trainer = grpo_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    attach(trainer, tmp_path / "run", on_error="raise")
+    trainer.train()
+    again = grpo_trainer(tmp_path)
+    attach(again, tmp_path / "run")
+    with pytest.raises(GradtraceError, match="holds a run already"):
+        again.train()
+    resumed = grpo_trainer(tmp_path, max_steps=3)
+    attach(resumed, tmp_path / "run", on_error="raise")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-1"))
+    run = gradtrace.open_run(tmp_path / "run")
+    assert run.steps("influence_trace") == [1, 2, 3]
+    assert [record["step"] for record in run.metrics()[0]] == [1, 2, 3] and run.verify() == []
+
+
+def test_a_failing_trace_is_reported_and_training_goes_on(tmp_path: Path, caplog: Any) -> None:
+    def broken(item: dict[str, Any], response: list[int]) -> Any:
+        raise RuntimeError("no truth today")
+
+    trainer = grpo_trainer(tmp_path)
+    attach(trainer, tmp_path / "run", truth=broken)
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer.gradtrace.errors == 2
+    assert "no truth today" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"fp16": True}, "fp16"), ({"torch_compile": True}, "torch.compile")],
+)
+def test_what_cannot_be_traced_is_refused_by_name(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trainer = grpo_trainer(tmp_path)
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(GradtraceError, match=message):
+        attach(trainer, tmp_path / "run")
+    assert type(trainer) is GRPOTrainer
+    with pytest.raises(GradtraceError, match="needs TRL's GRPOTrainer"):
+        attach(nn.Linear(1, 1), tmp_path / "run")  # type: ignore[arg-type]
