@@ -5,13 +5,22 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "EntropyProbe": "gradtrace.instruments.entropy_probe",
     "InfluenceTracer": "gradtrace.attribution",
     "TracInSelector": "gradtrace.instruments.tracin",
     "TraceWriter": "gradtrace.trace.writer",
     "open_run": "gradtrace.trace.reader",
     "show": "gradtrace.viewer.report",
 }
-__all__ = ["InfluenceTracer", "TracInSelector", "TraceWriter", "__version__", "open_run", "show"]
+__all__ = [
+    "EntropyProbe",
+    "InfluenceTracer",
+    "TracInSelector",
+    "TraceWriter",
+    "__version__",
+    "open_run",
+    "show",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -139,7 +139,7 @@ def _estimate(estimate: dict[str, float]) -> str:
 
 
 def _with_error(value: float, stderr: float) -> str:
-    return f"{value:+.4g} ± {stderr:.2g}"
+    return f"{value:+.3g} ± {stderr:.1g}"
 
 
 def page(record: dict[str, Any]) -> str:
