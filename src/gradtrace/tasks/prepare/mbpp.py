@@ -29,7 +29,7 @@ MBPP = Preparation(
     test_source="hf:google-research-datasets/mbpp:sanitized:test",
     licence="CC-BY-4.0 (the text), Apache-2.0 (its repository)",
     homepage="https://github.com/google-research/google-research/tree/master/mbpp",
-    reward="mbpp",
+    reward="code",
     example=example,
     instruction="\nAnswer with one Python code block.",
 )

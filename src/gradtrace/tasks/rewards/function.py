@@ -37,6 +37,8 @@ class RewardFunction:
             return [self._one(response, item) for response, item in zip(responses, items, strict=True)]
         try:
             values = list(self.function(list(responses), list(items)))
+        except GradtraceError:
+            raise  # made for the user already
         except Exception as error:
             raise self._blame(error, responses, items) from error
         if len(values) != len(responses):
@@ -52,6 +54,8 @@ class RewardFunction:
     def _one(self, response: str, item: Item) -> float:
         try:
             value = self.function(response, item)
+        except GradtraceError:
+            raise
         except Exception as error:
             raise self._raised(error, response, item) from error
         return self._checked(value, response, item)

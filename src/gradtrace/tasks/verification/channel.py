@@ -11,11 +11,13 @@ import struct
 from typing import Any
 
 LENGTH = struct.Struct("!I")
+LONGEST = 256 << 20
+"""Bytes of a message; who claims more is not one of ours."""
 Message = dict[str, Any]
 
 
 class ClosedError(Exception):
-    """The other side is gone."""
+    """The other side is gone, or does not speak our language."""
 
 
 class Channel:
@@ -40,6 +42,8 @@ class Channel:
 
     def receive(self) -> Message:
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        if length > LONGEST:
+            raise ClosedError
         message: Message = json.loads(self._exactly(length))
         return message
 

@@ -1,0 +1,97 @@
+"""Runs in the jail: the model's code, as a script or as a set of functions that the examiner calls.
+
+Nothing here is trusted, since the code shares this process: it can only ever answer with values.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from gradtrace.tasks.sandbox.wire import Encoded, decode, encode
+from gradtrace.tasks.verification.channel import Channel, Message
+
+PAYLOAD = 3
+CHANNEL = 4
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "get": getattr,
+    "set": setattr,
+    "item": operator.getitem,
+    "set_item": operator.setitem,
+    "contains": operator.contains,
+    "length": len,
+    "truth": bool,
+    "text": str,
+    "repr": repr,
+    "next": next,
+    "list": list,
+}
+
+
+def main(packages: list[str]) -> None:
+    with os.fdopen(PAYLOAD, "rb") as file:
+        payload = json.load(file)
+    sys.path[0:1] = []
+    sys.path += packages
+    sys.setrecursionlimit(10_000)
+    if payload["mode"] == "script":
+        module = new_module("__main__")
+        exec(compile(payload["code"], "<candidate>", "exec"), module.__dict__)
+    else:
+        channel = Channel(socket.socket(fileno=CHANNEL))
+        module = new_module("candidate")
+        exec(compile(payload["code"], "<candidate>", "exec"), module.__dict__)
+        Servant(module, channel).serve()
+
+
+def new_module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    return module
+
+
+class Servant:
+    """Does what the examiner asks with the names and objects of the candidate."""
+
+    def __init__(self, module: types.ModuleType, channel: Channel) -> None:
+        self.module = module
+        self.channel = channel
+        self.objects: list[Any] = []
+
+    def serve(self) -> None:
+        while True:
+            request = self.channel.receive()
+            try:
+                reply = self.answer(request)
+            except Exception as error:
+                reply = {"error": type(error).__name__, "message": str(error)[:500]}
+            self.channel.send(reply)
+
+    def answer(self, request: Message) -> Message:
+        arguments = [decode(value, self.resolve) for value in request["arguments"]]
+        named = {name: decode(value, self.resolve) for name, value in request["named"].items()}
+        result = OPERATIONS[request["do"]](*arguments, **named)
+        # What the call did to its arguments (sorting a list in place) belongs to the result.
+        after = [self.encode(value) for value in arguments[1:]]
+        return {"value": self.encode(result), "after": after}
+
+    def encode(self, value: Any) -> Encoded:
+        return encode(value, self.handle)
+
+    def handle(self, value: Any) -> Encoded:
+        self.objects.append(value)
+        return {"object": len(self.objects) - 1}
+
+    def resolve(self, handle: Encoded) -> Any:
+        if "name" in handle:
+            if handle["name"] not in self.module.__dict__:
+                raise NameError(f"name {handle['name']!r} is not defined")
+            return self.module.__dict__[handle["name"]]
+        return self.objects[handle["object"]]

@@ -1,0 +1,173 @@
+"""The keeper's service for code: runs candidates in jails and says which tests they pass.
+
+Requests: {"kind": "calls", "code", "setup", "tests": [source], "entry_points", "stop"} or
+{"kind": "script", "code", "tests": [{"input", "output"}], "stop"}, with "seconds" (for each run), "memory" (bytes) and
+"unsafe". Replies: {"passed": [bool], "why": what ended it early}, or {"failed": "refused" | "setup", "reason"}.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from typing import Any
+
+from gradtrace.tasks.sandbox import jail, linux
+from gradtrace.tasks.sandbox.program import (
+    Limits,
+    Program,
+    SetupError,
+    descendants,
+    kill_descendants,
+    reap,
+)
+from gradtrace.tasks.verification.channel import Channel, Message
+from gradtrace.tasks.verification.keeper import TrainerGoneError
+
+LOOK_EVERY = 0.05
+"""Seconds between looks at memory and number of processes."""
+
+
+def create() -> SandboxService:
+    return SandboxService()
+
+
+class SandboxService:
+    def __init__(self) -> None:
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+        self.no_isolation = ""
+        """Why there is none; empty if there is."""
+        try:
+            jail.enter_namespaces()
+            limits = Limits(seconds=30, memory=512 << 20)
+            right, why = self._script("print(42)", {"input": "", "output": "42"}, limits, None, isolated=True)
+            if not right:
+                raise SetupError(f"a first program in it did not work: {why or 'wrong output'}")
+        except (OSError, SetupError) as error:
+            self.no_isolation = str(error).strip().splitlines()[-1]
+
+    def answer(self, request: Message, trainer: Channel) -> Message:
+        if self.no_isolation and not request["unsafe"]:
+            return {"failed": "refused", "reason": self.no_isolation}
+        limits = Limits(request["seconds"], request["memory"])
+        try:
+            if request["kind"] == "calls":
+                passed, why = self._calls(request, limits, trainer)
+            else:
+                passed, why = self._scripts(request, limits, trainer)
+        except SetupError as error:
+            return {"failed": "setup", "reason": str(error)}
+        return {"passed": passed, "why": why}
+
+    def close(self) -> None:
+        kill_descendants()
+
+    def _scripts(self, request: Message, limits: Limits, trainer: Channel) -> tuple[list[bool], str]:
+        passed: list[bool] = []
+        why = ""
+        for test in request["tests"]:
+            right, reason = self._script(request["code"], test, limits, trainer, not self.no_isolation)
+            passed.append(right)
+            why = why or reason
+            if not right and request["stop"]:
+                break
+        return passed, why
+
+    def _script(
+        self, code: str, test: dict[str, str], limits: Limits, trainer: Channel | None, isolated: bool
+    ) -> tuple[bool, str]:
+        """Did the script print the right output, and end well?"""
+        stdin = test["input"].encode("utf-8", "surrogatepass")
+        program = Program("candidate", {"mode": "script", "code": code}, limits, isolated, stdin)
+        watch = Watch([program], program, limits, trainer)
+        why = watch.run()
+        right = not why and watch.exit_code == 0 and same_output(watch.output, test["output"])
+        return right, why
+
+    def _calls(self, request: Message, limits: Limits, trainer: Channel) -> tuple[list[bool], str]:
+        isolated = not self.no_isolation
+        asking, answering = socket.socketpair()
+        payload = {"mode": "calls", "code": request["code"]}
+        candidate = Program("candidate", payload, limits, isolated, channel=answering.fileno())
+        answering.close()  # before the next fork: a copy would hide from the examiner that the candidate ended
+        questions = {key: request[key] for key in ("setup", "tests", "entry_points", "stop")}
+        examiner = Program("examiner", questions, limits, isolated, channel=asking.fileno())
+        asking.close()
+        watch = Watch([candidate, examiner], examiner, limits, trainer)
+        why = watch.run()
+        return [verdict == ord("1") for verdict in watch.output[: len(request["tests"])]], why
+
+
+class Watch:
+    """Waits for the `last` of some programs to end, within the limits, then ends them all."""
+
+    def __init__(
+        self, programs: list[Program], last: Program, limits: Limits, trainer: Channel | None
+    ) -> None:
+        self.programs = programs
+        self.last = last
+        self.limits = limits
+        self.trainer = trainer
+        self.output = b""
+        """Of the last."""
+        self.exit_code: int | None = None
+        self._started = time.monotonic()
+        self._produced: dict[int, int] = {program.output: 0 for program in programs}
+
+    def run(self) -> str:
+        """Why it was ended early: deadline, output, memory or processes; empty if it was not."""
+        ended = os.pidfd_open(self.last.pid)
+        try:
+            for program in self.programs:
+                program.check_started()
+            return self._wait(ended)
+        finally:
+            os.close(ended)
+            for program in self.programs:
+                program.end()
+            reap()
+
+    def _wait(self, ended: int) -> str:
+        pipes = dict.fromkeys(self._produced)
+        looked = self._started + LOOK_EVERY
+        others: list[Any] = [ended] if self.trainer is None else [ended, self.trainer]
+        while True:
+            now = time.monotonic()
+            if now - self._started > self.limits.seconds:
+                return "deadline"
+            if now - looked >= LOOK_EVERY:
+                looked = now
+                if excess := self._excess():
+                    return excess
+            ready = select.select([*pipes, *others], [], [], LOOK_EVERY)[0]
+            if self.trainer in ready:
+                raise TrainerGoneError
+            for pipe in [pipe for pipe in pipes if pipe in ready]:
+                part = os.read(pipe, 1 << 16)
+                self._produced[pipe] += len(part)
+                if self._produced[pipe] > self.limits.output:
+                    return "output"
+                if pipe == self.last.output:
+                    self.output += part
+                if not part:
+                    del pipes[pipe]
+            # It has ended, and all it wrote is read: the pipe is closed, or has nothing more in it.
+            if ended in ready and (self.last.output not in pipes or self.last.output not in ready):
+                self.exit_code = self.last.wait()
+                return ""
+
+    def _excess(self) -> str:
+        below = descendants(os.getpid())
+        if len(below) > self.limits.processes:
+            return "processes"
+        return "memory" if sum(below.values()) > self.limits.memory else ""
+
+
+def same_output(printed: bytes, expected: str) -> bool:
+    """Equal, but for white space at the ends of lines and empty lines at the end."""
+
+    def lines(text: str) -> list[str]:
+        return [line.rstrip() for line in text.rstrip().splitlines()]
+
+    return lines(printed.decode("utf-8", "replace")) == lines(expected)
