@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from gradtrace.cli import main
+from gradtrace.run_health import examine
+from gradtrace.trace.reader import Run, open_run
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.writer import TraceWriter
+from gradtrace.viewer.sample import SampleRun
 from tests.attribution.models import tiny_model
 
 
@@ -39,3 +46,126 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path, capsys: pytest.Captur
     assert main(["doctor", "--model", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: there is no model at") and error.count("\n") == 1
+
+
+# ---------------------------------------------------------------- doctor RUN
+
+
+def log_run(path: Path, steps: int = 20, **metrics: Any) -> Run:
+    """A run whose metrics are numbers, or functions of the step."""
+    files = RunFiles(path)
+    for step in range(1, steps + 1):
+        named = {name.replace("__", "/"): value for name, value in metrics.items()}
+        files.log(step, {name: value(step) if callable(value) else value for name, value in named.items()})
+    return open_run(path)
+
+
+def words(run: Run) -> str:
+    return "\n".join(finding.what for finding in examine(run))
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    run = log_run(
+        tmp_path / "run",
+        actor__entropy=lambda step: 0.8 - 0.01 * step,
+        critic__rewards__mean=lambda step: 0.2 + 0.03 * step,
+        actor__skipped_updates=0.0,
+        rollout__groups_constant=0.2,
+    )
+    assert examine(run) == []
+    assert main(["doctor", str(run.path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected", "is_problem"),
+    [
+        ({"actor__entropy": lambda step: 0.9 * 0.7**step}, "Entropy collapsed: from", False),
+        ({"actor__entropy": lambda step: 0.1 * 1.2**step}, "Entropy rose from", False),
+        ({"rollout__groups_constant": 0.8, "critic__rewards__mean": 0.05}, "80% of the groups", False),
+        ({"actor__skipped_updates": lambda step: float(step in (3, 7))}, "2 updates were skipped", True),
+        ({"critic__rewards__mean": 0.3}, "The reward did not rise", False),
+        ({"response_length__clip_ratio": 0.6}, "60% of the responses", False),
+        (
+            {"actor__grad_norm": lambda step: 1000.0 if step == 9 else 1.0},
+            "times its median (1) in step 9",
+            False,
+        ),
+        (
+            {"influence_trace__debug_write_errors": lambda step: float(step > 5)},
+            "debug_write_errors is 1",
+            True,
+        ),
+        (
+            {"influence_trace__rows_emitted": 0.0, "influence_trace__uid_mixed": 4.0},
+            "no rows in 20 steps, the first is 1, although groups were mixed",
+            True,
+        ),
+        (
+            {"influence_trace__rows_emitted": 0.0, "influence_trace__uid_mixed": 0.0},
+            "no group had different rewards",
+            False,
+        ),
+        ({"tracin__fallback": 1.0}, "fell back to the top fraction in 100% of the steps", False),
+        (
+            {
+                "entropy_probe__delta_h_predicted": -0.01,
+                "entropy_probe__delta_h_measured": -0.03,
+                "entropy_probe__stderr_difference": 0.0001,
+            },
+            "too large updates for a linear prediction",
+            False,
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_said(
+    tmp_path: Path, metrics: dict[str, Any], expected: str, is_problem: bool
+) -> None:
+    run = log_run(tmp_path / "run", **metrics)
+    finding = next(finding for finding in examine(run) if expected in finding.what)
+    assert finding.is_problem == is_problem
+    assert main(["doctor", str(run.path)]) == int(is_problem)
+
+
+def test_a_solved_task_may_have_little_entropy(tmp_path: Path) -> None:
+    run = log_run(tmp_path / "run", actor__entropy=lambda step: 0.9 * 0.7**step, critic__rewards__mean=0.99)
+    assert "what a solved task looks like" in words(run)
+
+
+def test_a_run_too_short_for_trends_is_not_judged(tmp_path: Path) -> None:
+    run = log_run(tmp_path / "run", steps=3, actor__entropy=0.001, critic__rewards__mean=0.1)
+    assert examine(run) == []
+
+
+def test_damaged_files_and_tracin_remarks_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = SampleRun(tmp_path / "run", groups=4, total_steps=2)
+    for step in (1, 2):
+        sample.write_step(step)
+    sample.finish()
+    stored = open_run(sample.path).step("tracin", 2)
+    stored_remarks = stored.meta["diagnosis"]
+    file = next((sample.path / "entropy_trace/steps").glob("*1.npz"))
+    file.write_bytes(file.read_bytes()[:-20])
+    assert main(["doctor", str(sample.path)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "problem" in printed and "step_000001.npz" in printed
+    assert all(" ".join(sentence.split()) in printed for sentence in stored_remarks)
+
+
+def test_scores_without_a_stored_diagnosis_are_diagnosed_now(tmp_path: Path) -> None:
+    sample = SampleRun(tmp_path / "run", groups=4, total_steps=1, influence=False, probe=False)
+    sample.write_step(1)
+    sample.finish()
+    stored = open_run(sample.path).step("tracin", 1)
+    columns = {name: stored[name] for name in stored.columns}
+    columns["score"] = np.where(np.isfinite(columns["score"]), 0.0, np.nan)
+    writer = TraceWriter(sample.path, "tracin")
+    writer.write(1, columns, {"val_norm": 0.5})
+    writer.close()
+    assert "Every score is zero" in words(open_run(sample.path))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "no run at" in capsys.readouterr().err

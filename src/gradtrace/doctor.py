@@ -1,12 +1,14 @@
-"""Check the installation and, with --model, whether gradient reaches the layers that would be traced.
+"""Check the installation, a run, or (with --model) whether gradient reaches the layers that would be traced.
 
 examples:
   gradtrace doctor                                     versions, devices, threads
+  gradtrace doctor runs/demo                           damaged files, collapsed entropy, constant groups, skipped
+                                                       updates, empty traces, what TracIn's scores say about themselves
   gradtrace doctor --model runs/demo/policy            one small forward and backward pass through the model
   gradtrace doctor --model Qwen/Qwen2.5-0.5B --filter down_proj --projection-dim-factor 64
                                                        which layers match, and the memory a batch would need
 
-Exit code 0: everything can be traced. 1: something was found, and its cause is printed.
+Exit code 0: everything is in order, or merely notable. 1: something failed or was lost, and its cause is printed.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ SHOWN_LAYERS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="a run folder, or a name in --runs-dir")
+    parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
     parser.add_argument("--model", help="a transformers model: a folder, or a name on the hub")
     parser.add_argument(
         "--filter",
@@ -47,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
+    if args.run_dir is not None:
+        return _check_run(console, args)
     _show_installation(console)
     if args.model is None:
         return 0
@@ -84,6 +90,30 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _check_run(console: Any, args: argparse.Namespace) -> int:
+    from gradtrace.run_health import examine
+    from gradtrace.trace.reader import open_run
+    from gradtrace.viewer.news import state_of
+    from gradtrace.viewer.view import chosen_runs
+
+    run = open_run(chosen_runs([args.run_dir], Path(args.runs_dir))[0])
+    with console.status(f"reading {run.path} …"):
+        findings = examine(run)
+        steps = {kind: len(run.steps(kind)) for kind in run.kinds()}
+        last = max((row["step"] for row in run.metrics()[0] if isinstance(row.get("step"), int)), default=0)
+    traces = ", ".join(f"{kind} {count}" for kind, count in steps.items()) or "none"
+    console.print(
+        f"run      {run.name}: {state_of(run)}, last step {last}; traced steps: {traces}", highlight=False
+    )
+    for finding in findings:
+        word = "[red]problem[/red]" if finding.is_problem else "[yellow]notable[/yellow]"
+        console.print(word, end="  ")
+        console.print(finding.what, markup=False, highlight=False, soft_wrap=True)
+    if not findings:
+        console.print("[green]healthy[/green]  nothing is wrong and nothing is notable")
+    return int(any(finding.is_problem for finding in findings))
 
 
 def _check_model(console: Any, args: argparse.Namespace) -> int:
