@@ -28,7 +28,7 @@ COMMANDS = {
         "gradtrace.instruments.entropy_probe.command",
         "what the next update will do to entropy, predicted, measured, and by whom",
     ),
-    "doctor": ("gradtrace.doctor", "check versions, devices and the gradient flow of a model"),
+    "doctor": ("gradtrace.doctor", "check the installation, a run, or the gradient flow of a model"),
     "completion": ("gradtrace.completion", "print a script that completes commands and keys in your shell"),
 }
 
