@@ -130,3 +130,29 @@ def test_every_module_of_the_viewer_is_reached_from_its_entry() -> None:
     script = bundle_script(static_files())
     modules = [name for name in static_files() if name.endswith(".js")]
     assert [name for name in modules if f"// {name}\n" not in script] == []
+
+
+def test_a_report_holds_the_pages_of_tracin_and_the_probe(page: Page, runs_dir: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report.html"
+    output.write_text(make_report([runs_dir / "chains"], steps=[2]).page, encoding="utf-8")
+    page.goto(output.as_uri())
+    page.get_by_role("link", name="TracIn").click()
+    expect(page.locator("h1")).to_have_text("TracIn, step 2")
+    page.locator(".responses tr.opens").first.click()
+    expect(page.locator(".opened .t").first).to_be_visible()
+    page.get_by_role("link", name="Entropy probe").click()
+    expect(page.locator("h1")).to_have_text("Entropy probe, step 2")
+    expect(page.locator(".probe-row .map .t").first).to_be_visible()
+
+
+def test_what_a_report_leaves_out_is_said_on_its_page(
+    page: Page, runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradtrace.viewer.report_scores.RESPONSES", 1)
+    output = tmp_path / "report.html"
+    output.write_text(make_report([runs_dir / "chains"], steps=[2]).page, encoding="utf-8")
+    page.goto(output.as_uri() + "#/tracin")
+    page.locator(".responses tr.opens").nth(3).click()
+    expect(page.locator(".opened")).to_contain_text(
+        "This report does not hold that part of the run. Its beginning:"
+    )

@@ -134,7 +134,7 @@ def test_tracin_page_by_keyboard(viewer: Watched) -> None:
 def test_curves_of_tracin_metrics_open_their_step(viewer: Watched) -> None:
     page = viewer.open(f"#/tracin?step={STEP}")
     expect(page.locator("[data-chart='tracin-scores'] .chart-band")).to_have_count(1)
-    expect(page.locator("[data-chart='tracin/selected'] path.line")).to_have_count(1)
+    expect(page.locator("[data-chart='tracin-kept'] path.line")).to_have_count(1)
     expect(page.locator("[data-chart='tracin-scores'] .step-flag text")).to_have_text(str(STEP))
     chart = page.locator("[data-chart='tracin-signs'] svg")
     chart.scroll_into_view_if_needed()

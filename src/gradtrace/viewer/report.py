@@ -1,4 +1,5 @@
-"""One HTML file of a run to send to a colleague: curves, a few steps, chosen groups. It opens anywhere, offline.
+"""One HTML file of a run to send to a colleague: curves, a few steps, chosen groups, and a step of TracIn and of the
+entropy probe where the run has them. It opens anywhere, offline.
 
 gradtrace report runs/demo                           → demo-report.html, groups chosen by their influence
 gradtrace report runs/demo -o report.html --steps 3 40 --groups 12 7
@@ -22,6 +23,7 @@ from gradtrace.viewer import payload
 from gradtrace.viewer.bundle import single_page
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, is_run
 from gradtrace.viewer.news import run_news
+from gradtrace.viewer.report_scores import score_pages
 from gradtrace.viewer.step_view import StepView
 
 DEFAULT_GROUPS = 6
@@ -113,12 +115,16 @@ def make_report(
     chosen = steps if steps is not None else _interesting_steps(catalog, first)
     for step in chosen:
         _add_step(collected, catalog, first, step, groups, max_groups)
+    answers, score_steps = score_pages(catalog, first, steps, collected.remarks)
+    collected.json |= answers
     for each in served:
         news = run_news(each, 0, 0, {})
         if news["state"] in ("live", "quiet"):
             news["state"] = "stopped"  # a report does not go on
-        for trace in news["traces"].values():
-            kept = [entry for entry in trace["steps"] if each is first and entry["step"] in collected.steps]
+        for kind, trace in news["traces"].items():
+            held = score_steps.get(kind, collected.steps) if each is first else []
+            kept = [entry for entry in trace["steps"] if entry["step"] in held]
+            trace["present"] = bool(kept)
             trace["steps"], trace["count"] = kept, len(kept)
         collected.json[f"runs/{each.id}/news"] = news
     collected.json["runs"] = {

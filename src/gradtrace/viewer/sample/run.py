@@ -244,8 +244,9 @@ class SampleRun:
         )
         self.probe_writer.write(step, columns, {**meta, **more})
         self.probe_writer.flush()
-        for name in ("delta_h_predicted_stderr", "delta_h_measured_stderr", "ess"):
-            metrics[f"entropy_probe/{name}"] = more[name]
+        metrics["entropy_probe/stderr"] = more["delta_h_measured_stderr"]
+        metrics["entropy_probe/stderr_predicted"] = more["delta_h_predicted_stderr"]
+        metrics["entropy_probe/ess"] = more["ess"]
 
     def metrics(self, groups: list[SampleGroup], rng: np.random.Generator) -> dict[str, float]:
         responses = [response for group in groups for response in group.responses]

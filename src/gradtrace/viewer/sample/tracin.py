@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.instruments.tracin_diagnosis import diagnose
+from gradtrace.instruments.tracin_diagnosis import certain_share, diagnose
 from gradtrace.trace.schema import TracinReason
 
 DROPPED = 0.25
@@ -45,7 +45,7 @@ def tracin_columns(
         "score_low": with_validation(low, np.nan),
         "score_high": with_validation(high, np.nan),
     }
-    meta = {
+    meta: dict[str, Any] = {
         "selection": "drop_lowest",
         "val_strategy": "random",
         "method": "tangent",
@@ -62,6 +62,11 @@ def tracin_columns(
         "tracin/min_ip": float(scores.min()),
         "tracin/max_ip": float(scores.max()),
         "tracin/selected": float(kept.sum()),
+        "tracin/selected_ratio": float(kept.mean()),
+        "tracin/val_loss": meta["val_loss"],
+        "tracin/val_reward": float(layout["reward"][candidates:].mean()),
+        "tracin/certain_share": certain_share(scores, low, high),
+        "tracin/val_grad_norm": val_norm,
         "tracin/fallback": 0.0,
         "perf/trained_responses": float(kept.sum()),
         "perf/generated_responses": float(candidates + others),

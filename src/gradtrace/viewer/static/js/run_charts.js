@@ -63,13 +63,12 @@ function correlationText(run) {
   return `, r = ${fixed(sum((x, y) => x * y) / Math.sqrt(sum((x) => x * x) * sum((_, y) => y * y)), 2)}`;
 }
 
-/** A band of ± one standard error around a metric. `errors`: the first of these metrics that a step has. */
-function standardErrors(metric, ...errors) {
+/** A band of ± another metric around a metric. */
+function standardErrors(metric, error) {
   return (run) =>
     run.series(metric).flatMap(({ step, value }) => {
-      const row = run.rows.get(step);
-      const error = errors.map((name) => row[name]).find(Number.isFinite);
-      return error === undefined ? [] : [{ step, low: value - error, high: value + error }];
+      const half = run.rows.get(step)[error];
+      return Number.isFinite(half) ? [{ step, low: value - half, high: value + half }] : [];
     });
 }
 
@@ -87,55 +86,76 @@ export const ENTROPY_CHANGE_CHART = {
     {
       label: "",
       points: (run) => run.series(MEASURED),
-      band: standardErrors(MEASURED, `${MEASURED}_stderr`, "entropy_probe/stderr"),
+      band: standardErrors(MEASURED, "entropy_probe/stderr"),
     },
     {
       label: "pred.",
       dashed: true,
       points: (run) => run.series(PREDICTED),
-      band: standardErrors(PREDICTED, `${PREDICTED}_stderr`),
+      band: standardErrors(PREDICTED, "entropy_probe/stderr_predicted"),
     },
   ],
   note: (run) => `solid measured, dashed predicted${correlationText(run)}`,
   why: off("entropy probe", "entropy_probe"),
 };
 
-/** Curves of the TracIn page; whatever else is logged under tracin/ follows. */
+/** Curves of the TracIn page: those of these that the run has logged. The run page charts any other tracin/ metric. */
 export function tracinCharts(run) {
+  const share = { includesZero: true, format: percent, tick: percentTick };
+  const line = (name, more = {}) => ({ label: "", points: (each) => each.series(`tracin/${name}`), ...more });
   const charts = [
     {
       key: "tracin-signs",
       title: "Positive and negative scores",
       unit: "share of responses",
-      includesZero: true,
-      format: percent,
-      tick: percentTick,
-      lines: [
-        { label: "pos.", points: (each) => each.series("tracin/positive_ratio") },
-        { label: "neg.", dashed: true, points: (each) => each.series("tracin/negative_ratio") },
-      ],
+      ...share,
+      lines: [line("positive_ratio", { label: "pos." }), line("negative_ratio", { label: "neg.", dashed: true })],
       note: () => "solid positive, dashed negative",
-      why: off("TracIn selection", "tracin"),
     },
     {
       key: "tracin-scores",
       title: "Mean score",
       unit: "band: ± one standard deviation",
       includesZero: true,
+      lines: [line("mean_ip", { band: standardErrors("tracin/mean_ip", "tracin/std_ip") })],
+    },
+    { key: "tracin-kept", title: "Responses kept", unit: "share", ...share, lines: [line("selected_ratio")] },
+    { key: "tracin-reward", title: "Validation reward", unit: "mean", includesZero: true, lines: [line("val_reward")] },
+    { key: "tracin-loss", title: "Validation loss", unit: "−mean of A·Σ log-prob", lines: [line("val_loss")] },
+    {
+      key: "tracin-certain",
+      title: "Scores whose sign is certain",
+      unit: "share, 90 % bootstrap",
+      ...share,
+      lines: [line("certain_share")],
+    },
+    {
+      key: "tracin-norms",
+      title: "Gradient norms",
+      unit: "",
+      includesZero: true,
+      lines: [line("val_grad_norm", { label: "val." }), line("train_grad_norm", { label: "train", dashed: true })],
+      note: () => "solid validation, dashed training batch",
+    },
+    {
+      key: "tracin-flips",
+      title: "Dropped responses",
+      unit: "share of flipped and of other rewards",
+      ...share,
       lines: [
-        {
-          label: "",
-          points: (each) => each.series("tracin/mean_ip"),
-          band: standardErrors("tracin/mean_ip", "tracin/std_ip"),
-        },
+        line("dropped_of_flipped", { label: "flipped" }),
+        line("dropped_of_unflipped", { label: "other", dashed: true }),
       ],
-      why: off("TracIn selection", "tracin"),
+      note: () => "solid flipped rewards, dashed the others",
     },
   ];
-  const drawn = ["positive_ratio", "negative_ratio", "mean_ip", "std_ip"].map((name) => `tracin/${name}`);
-  const others = run.metricNames.filter((name) => name.startsWith("tracin/") && !drawn.includes(name));
-  return [...charts, ...others.map(metricChart)];
+  const isLogged = (chart) => chart.lines.some((each) => each.points(run).length > 0);
+  return charts
+    .filter((chart, index) => index < 2 || isLogged(chart))
+    .map((chart) => ({ ...chart, why: WITHOUT_TRACIN }));
 }
+
+const WITHOUT_TRACIN = off("TracIn selection", "tracin");
 
 export const MAIN_CHARTS = [
   single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: (value) => fixed(value, 3) }),

@@ -273,7 +273,7 @@ class ProbePage {
     );
     meta.append(head);
     const line = (name, text) => meta.append(element("span", "key", name), element("span", "number", text));
-    line("reward", fixed(row.reward, 2));
+    if (row.reward !== null) line("reward", fixed(row.reward, 2));
     if (this.batch === "update") {
       if (row.advantage !== null) line("advantage", signed(row.advantage, 2));
       line("share", numberStyle(topShare).signed(row.share));
@@ -300,16 +300,19 @@ class ProbePage {
     this.observer.unobserve(node);
     const { channels, top } = this;
     try {
-      const whole = await this.textOf(node.probeRow.response);
+      const whole = await this.textOf(node.probeRow.response, MAPS[nextOf(BATCHES, this.batch)]);
       node.maps.forEach((map, index) => map.replaceChildren(whole.map(channels[index], top)));
     } catch (error) {
       for (const map of node.maps) map.append(element("p", "dim", error.message));
     }
   }
 
-  async textOf(response) {
-    if (!this.texts.has(response))
-      this.texts.set(response, new ResponseText(await this.context.source.json(`${this.path}/responses/${response}`)));
+  /** `hidden`: the channels of the other batch. */
+  async textOf(response, hidden) {
+    if (!this.texts.has(response)) {
+      const structure = await this.context.source.json(`${this.path}/responses/${response}`);
+      this.texts.set(response, new ResponseText(structure, hidden));
+    }
     return this.texts.get(response);
   }
 

@@ -119,7 +119,8 @@ class TracinPage {
   }
 
   diagnosis() {
-    const { diagnosis } = this.structure;
+    const { note } = this.structure.meta;
+    const diagnosis = [...(note ? [String(note)] : []), ...this.structure.diagnosis];
     const box = element("section", "diagnosis strip", element("h2", "", "Diagnosis"));
     if (!diagnosis.length) box.append(element("p", "dim", "Nothing notable in this step's scores."));
     else box.append(element("ul", "", ...diagnosis.map((sentence) => element("li", "", sentence))));

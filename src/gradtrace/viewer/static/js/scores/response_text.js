@@ -15,10 +15,10 @@ export const TOKEN_COLUMNS = {
 };
 
 export class ResponseText {
-  /** structure: answer of …/responses/N. */
-  constructor(structure) {
+  /** structure: answer of …/responses/N. hidden: channels that mean nothing for it. */
+  constructor(structure, hidden = []) {
     const vocabulary = readVocabulary(structure.vocabulary);
-    this.channels = structure.channels;
+    this.channels = Object.fromEntries(Object.entries(structure.channels).filter(([name]) => !hidden.includes(name)));
     this.prompt = structure.prompt.map((index) => vocabulary[index]);
     this.entries = structure.tokens.map((index) => vocabulary[index]);
     this.pieces = piecesOf(this.entries);
@@ -63,7 +63,7 @@ export class ResponseText {
     for (const [name, values] of Object.entries(this.channels)) {
       const column = TOKEN_COLUMNS[name];
       const value = values[position];
-      if (!column || value === null || (name === "token_share" && value === 0)) continue; // of the other batch
+      if (!column || value === null) continue;
       const style = numberStyle(Math.abs(value));
       const text = `${column.signed ? style.signed(value) : style.plain(value)} ${column.unit}`;
       parts.push(element("span", "", element("span", "name", column.title), text));
