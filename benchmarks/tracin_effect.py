@@ -16,6 +16,7 @@ interrupted. Delete the file to start anew.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import tempfile
@@ -33,7 +34,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.columns import no_truth
-from gradtrace.instruments.tracin_instrument import with_advantage
+from gradtrace.instruments.tracin_losses import with_advantage
 from gradtrace.instruments.tracin_validation import ValidationSource
 from gradtrace.rollout import SamplingParams
 from gradtrace.tasks.base import Prompt
@@ -47,7 +48,7 @@ from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 CACHE = REPOSITORY / "runs" / ".cache" / "tracin_effect"
-FLIPS, SEEDS, STEPS = (0.4, 0.2, 0.0), (0, 1, 2, 3, 4), 24
+FLIPS, SEEDS, STEPS = (0.4, 0.2, 0.0), (0, 1, 2, 3, 4), 16
 EVALUATION_PROMPTS, EVALUATION_N, EVALUATE_EVERY = 512, 2, 4
 
 
@@ -203,18 +204,21 @@ def run_one(
 
 
 class Results:
-    """Finished runs, one JSON line each."""
+    """Finished runs, one JSON line each. What counts is how they were made, not what the method was called."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.records: dict[str, dict[str, Any]] = {}
         if path.is_file():
             for line in path.read_text().splitlines():
                 entry = json.loads(line)
-                self.records[self.key(entry["method"], entry["flip"], entry["seed"], entry["steps"])] = entry
+                self.records[entry["key"]] = entry
 
-    def key(self, name: str, flip: float, seed: int, steps: int) -> tuple[Any, ...]:
-        return name, flip, seed, steps
+    def key(self, name: str, flip: float, seed: int, steps: int) -> str:
+        method = METHODS[name]
+        config = configuration(method, flip, seed, steps)
+        selection = None if method.kind == "vanilla" else dataclasses.asdict(config.trainer.tracin)
+        return json.dumps([method.kind, selection, flip, seed, steps], sort_keys=True)
 
     def get(self, name: str, flip: float, seed: int, steps: int) -> dict[str, Any]:
         """The run, made now if it is not there."""
@@ -224,12 +228,12 @@ class Results:
             if METHODS[name].kind == "random":
                 dropped = self.get("selection", flip, seed, steps)["dropped"]
             record = run_one(name, flip, seed, steps, dropped)
-            entry = {"method": name, "flip": flip, "seed": seed, "steps": steps, **record}
+            entry = {"key": key, "flip": flip, "seed": seed, "steps": steps, **record}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
             self.records[key] = entry
-        return self.records[key]
+        return self.records[key] | {"method": name}
 
 
 def described() -> str:

@@ -28,6 +28,11 @@ COMMANDS = {
         "gradtrace.instruments.entropy_probe.command",
         "what the next update will do to entropy, predicted, measured, and by whom",
     ),
+    "select": (
+        "gradtrace.instruments.select_command",
+        "rank a data set or saved rollouts by how much they help a validation set",
+    ),
+    "ablate": ("gradtrace.ablate.command", "one rollout scored with every combination of influence settings"),
     "doctor": ("gradtrace.doctor", "check the installation, a run, or the gradient flow of a model"),
     "completion": ("gradtrace.completion", "print a script that completes commands and keys in your shell"),
 }

@@ -24,7 +24,7 @@ from gradtrace.attribution.tangent import norm
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
 from gradtrace.instruments.columns import Truth, no_truth
-from gradtrace.instruments.tracin import Loss, Piece, TracInSelector
+from gradtrace.instruments.tracin import Loss, TracInSelector
 from gradtrace.instruments.tracin_columns import (
     TracinStep,
     describe,
@@ -33,13 +33,19 @@ from gradtrace.instruments.tracin_columns import (
     tracin_metrics,
 )
 from gradtrace.instruments.tracin_diagnosis import bootstrap_interval, diagnose
+from gradtrace.instruments.tracin_losses import (
+    best_layout,
+    has_signal,
+    pieces,
+    total_losses,
+    validation_weights,
+    with_advantage,
+)
 from gradtrace.instruments.tracin_rules import RuleOptions, Selected, select
 from gradtrace.instruments.tracin_validation import ValidationSource, without_prompts
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.microbatch import MicroBatches
 from gradtrace.training.observer import StepObserver
 from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.packed_attention import is_supported
 from gradtrace.training.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -207,15 +213,18 @@ class TracinInstrument(StepObserver):
     # ------------------------------------------------------------ losses
 
     def _validation_losses(self, batch: RolloutBatch, rows: Tensor) -> Iterator[Loss]:
-        """−mean_r(A_r Σ_t ℓ_t) of the whole set, the share of `rows`, micro-batch by micro-batch."""
-        assert batch.advantages is not None
-        weights = batch.advantages / -len(batch)
-        rows = rows[(batch.advantages[rows] != 0).any(1)]
-        if not len(rows):  # a part of the set without a contrast: a zero gradient, not an error
-            rows = all_rows(batch)[:1]
-            weights = torch.zeros_like(weights)
-        for loss, _ in self._losses(batch, rows, weights, self._layout(tangent=True)):
-            yield lambda loss=loss: loss().sum()  # type: ignore[misc]
+        """L_val of the whole set, the share of `rows`, micro-batch by micro-batch."""
+        weights = validation_weights(batch)
+        counted = rows[(weights[rows] != 0).any(1)]
+        # A part of the set without a contrast has a zero gradient; that is no error.
+        return self._total(batch, counted if len(counted) else rows[:1], weights)
+
+    def _training_losses(self, batch: RolloutBatch) -> Iterator[Loss]:
+        return self._total(batch, with_advantage(batch), self._training_weights(batch))
+
+    def _total(self, batch: RolloutBatch, rows: Tensor, weights: Tensor) -> Iterator[Loss]:
+        layout = best_layout(self.policy, "tangent")
+        return total_losses(self.policy, batch, rows, weights, self.config.actor.token_budget, layout)
 
     def _training_weights(self, batch: RolloutBatch) -> Tensor:
         """float[R, T]: what multiplies each log-prob in the batch's policy gradient loss."""
@@ -224,52 +233,15 @@ class TracinInstrument(StepObserver):
         denominator = Denominator.of(mask, self.config.rollout.max_new_tokens)
         return -batch.advantages * token_weights(mask, self.config.algorithm.aggregation, denominator)
 
-    def _training_losses(self, batch: RolloutBatch) -> Iterator[Loss]:
-        rows = with_advantage(batch)
-        weights = self._training_weights(batch)
-        for loss, _ in self._losses(batch, rows, weights, self._layout(tangent=True)):
-            yield lambda loss=loss: loss().sum()  # type: ignore[misc]
-
     def _score(self, batch: RolloutBatch) -> Tensor:
         """float64[R]; a response without an advantage has no gradient and scores 0."""
-        rows = with_advantage(batch)
-        layout = self._layout(self.selector.method == "tangent")
-        head = self.policy.model.get_output_embeddings()
-        heads = [name for name, module in self.policy.model.named_modules() if module is head]
-        pieces = (
-            Piece(
-                micro.rows,
-                loss,
-                micro.response,
-                micro.tokens,
-                dict.fromkeys(heads, micro.logit_positions),
-            )
-            for loss, micro in self._losses(batch, rows, self._training_weights(batch), layout)
-        )
-        scores = self.selector.score(pieces, len(batch))
+        rows, weights = with_advantage(batch), self._training_weights(batch)
+        layout = best_layout(self.policy, self.selector.method)
+        budget = self.config.actor.token_budget
+        scores = self.selector.score(pieces(self.policy, batch, rows, weights, budget, layout), len(batch))
         unscored = torch.ones(len(batch), dtype=torch.bool)
         unscored[rows] = False
         return scores.masked_fill(unscored, 0.0)
-
-    def _losses(
-        self, batch: RolloutBatch, rows: Tensor, weights: Tensor, layout: str
-    ) -> Iterator[tuple[Loss, Any]]:
-        """Functions that run the model on a micro-batch and return Σ_t weights·ℓ_t of each of its responses, [r]."""
-        for micro in MicroBatches(batch, self.config.actor.token_budget, layout)(rows):
-            own = weights[micro.rows, : micro.mask.shape[1]].to(self.policy.device)
-
-            def loss(micro: Any = micro, own: Tensor = own) -> Tensor:
-                log_probs = micro.unflatten(self.policy.statistics(micro)[0])
-                return (log_probs * own).sum(1)
-
-            yield loss, micro
-
-    def _layout(self, tangent: bool) -> str:
-        """Prompts computed once per group where nothing but losses is wanted and the model's attention allows it."""
-        model = self.config.model
-        # Gradient checkpointing runs the layers again in the backward pass, outside of our attention function.
-        allowed = model.attention in ("auto", "sdpa") and not model.gradient_checkpointing
-        return "shared" if tangent and allowed and is_supported(self.policy.model) else "padded"
 
     # ------------------------------------------------------------ what the user sees
 
@@ -296,13 +268,3 @@ class TracinInstrument(StepObserver):
 
 def all_rows(batch: RolloutBatch) -> Tensor:
     return torch.arange(len(batch))
-
-
-def with_advantage(batch: RolloutBatch) -> Tensor:
-    """long: the responses with an advantage that is not zero."""
-    assert batch.advantages is not None
-    return (batch.advantages != 0).any(1).nonzero().squeeze(-1)
-
-
-def has_signal(batch: RolloutBatch) -> bool:
-    return len(batch) > 0 and len(with_advantage(batch)) > 0
