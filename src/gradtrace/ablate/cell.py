@@ -1,0 +1,109 @@
+"""One cell: a training pass over the shared rollout with these settings, and no step at its end."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradtrace.ablate.memory import peak_bytes
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import Config
+from gradtrace.instruments.influence_columns import influence_columns
+from gradtrace.instruments.influence_trace import InfluenceTraceInstrument
+from gradtrace.training.instruments import influence_settings, tracer_config
+from gradtrace.training.microbatch import MicroBatches
+from gradtrace.training.observer import OptimizerStep, StepObserver
+from gradtrace.training.parts import Parts
+from gradtrace.training.policy import Policy
+from gradtrace.training.update import PolicyUpdate
+
+SCORES = ("influence_position", "influence_loss_term")
+KEPT = ("row", "length", "captured", *SCORES)
+
+
+class FrozenOptimizer:
+    """Gradients come and go; the weights stay."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.parameters = list(policy.trainable().values())
+
+    def clip(self) -> float:
+        return 0.0
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class ScoreKeeper(InfluenceTraceInstrument):
+    """The influence trace as in a run, with its columns kept instead of written."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        settings = influence_settings(config)
+        super().__init__(policy, tracer_config(config.trainer.influence_trace), settings, writer=None)  # type: ignore[arg-type]
+        self.columns: dict[str, Any] = {}
+
+    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        self._drop_unscored(batch)
+        self.tracer.close()
+        self.columns, _ = influence_columns(batch, self._scored, self._status, self.config, pairwise_max_mb=0)
+        return self._metrics()
+
+
+def training_pass(parts: Parts, batch: RolloutBatch, config: Config, observer: StepObserver) -> RolloutBatch:
+    """Forward and backward of the configured loss over the whole rollout, as one mini-batch, watched by `observer`."""
+    update = PolicyUpdate(
+        parts.policy,
+        FrozenOptimizer(parts.policy),  # type: ignore[arg-type]
+        config.actor,
+        config.algorithm,
+        config.rollout.max_new_tokens,
+    )
+    step = OptimizerStep(step=1, epoch=0, mini_batch=0, number=0, rows=torch.arange(len(batch)))
+    batch = observer.before_update(batch, 1)
+    batch, _ = update.run(batch, MicroBatches(batch, config.actor.token_budget), [step], observer)
+    return batch
+
+
+def measure(
+    parts: Parts, batch: RolloutBatch, config: Config, repeat: int, traced: bool
+) -> tuple[dict[str, Any], ScoreKeeper | None]:
+    """Seconds and peak memory of the pass; the first one, where memory is measured, is not timed."""
+    keeper = ScoreKeeper(parts.policy, config) if traced else None
+    observer = keeper or StepObserver()
+
+    def work() -> None:
+        done = training_pass(parts, batch, config, observer)
+        observer.after_update(done, 1)
+
+    peak = peak_bytes(work, parts.policy.device)
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return {"time_s": statistics.median(seconds), "time_s_all": seconds, "peak_bytes": peak}, keeper
+
+
+def score_cell(parts: Parts, batch: RolloutBatch, config: Config, repeat: int) -> bytes:
+    """The cell's file: scores of the tokens, and what they cost."""
+    costs, keeper = measure(parts, batch, config, repeat, traced=True)
+    assert keeper is not None
+    columns: dict[str, Any] = {
+        name: np.asarray(keeper.columns[name]) for name in KEPT if name in keeper.columns
+    }
+    meta = costs | {
+        "credit": config.trainer.influence_trace.credit,
+        "output_function": keeper.config.output_function,
+    }
+    buffer = io.BytesIO()
+    np.savez(buffer, meta_json=np.frombuffer(json.dumps(meta).encode(), np.uint8), **columns)
+    return buffer.getvalue()

@@ -1,0 +1,178 @@
+"""The table of an ablation: markdown, CSV and JSON of whatever cells are there."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradtrace.ablate.grid import cell_name
+from gradtrace.ablate.judge import accepted_mask, first_wrong_ranks, likelihood_scores, separation, spearman
+from gradtrace.ablate.rollout import parse_rollout
+from gradtrace.ablate.run import CELLS, ROLLOUT, SHARED
+from gradtrace.batch import RolloutBatch
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.atomic import atomic_write
+
+FORMAT_VERSION = 1
+COLUMNS: list[dict[str, Any]] = [
+    {"key": "time_s", "label": "time", "unit": "s", "better": "lower",
+     "meaning": "forward, backward and scoring with the trace on, median"},
+    {"key": "peak_bytes", "label": "memory", "unit": "bytes", "better": "lower",
+     "meaning": "largest memory above that before the pass"},
+    {"key": "rows", "label": "rows", "unit": "tokens", "better": None, "meaning": "token scores made"},
+    {"key": "auc", "label": "AUC", "unit": "", "better": "higher",
+     "meaning": "probability that an accepted response has a larger mean score than a rejected one of its group"},
+    {"key": "first_wrong_hit1", "label": "first wrong hit@1", "unit": "", "better": "higher",
+     "meaning": "share of rejected responses whose first wrong token has the most negative score"},
+    {"key": "first_wrong_percentile", "label": "first wrong percentile", "unit": "", "better": "higher",
+     "meaning": "mean share of the other tokens that score higher than the first wrong one; 0.5 is chance"},
+]  # fmt: skip
+
+
+def collect(folder: Path) -> str:
+    """Write ablation.md, .csv and .json into `folder`; returns the markdown."""
+    if not (folder / SHARED).is_file():
+        raise GradtraceError(
+            f"{folder} holds no ablation: there is no {SHARED}. `gradtrace ablate --help` makes one."
+        )
+    result = table_of(folder)
+    markdown = to_markdown(result)
+    atomic_write(folder / "ablation.json", json.dumps(result, indent=2, allow_nan=False).encode())
+    atomic_write(folder / "ablation.csv", to_csv(result).encode())
+    atomic_write(folder / "ablation.md", markdown.encode())
+    return markdown
+
+
+def table_of(folder: Path) -> dict[str, Any]:
+    """The content of ablation.json; its keys are in docs/ablation.md."""
+    shared = json.loads((folder / SHARED).read_text())
+    batch, wrong = parse_rollout((folder / ROLLOUT).read_bytes())
+    cells, scores = [], {}
+    for values in itertools.product(*shared["axes"].values()):
+        settings = dict(zip(shared["axes"], values, strict=True))
+        name = cell_name(settings)
+        cell, dense = _cell(folder / CELLS / f"{name}.npz", batch, wrong.numpy())
+        cells.append({"name": name, "settings": settings} | cell)
+        if dense is not None:
+            scores[name] = dense
+    names = list(scores)
+    credits = {cell["credit"] for cell in cells if cell["credit"]}
+    return {
+        "format_version": FORMAT_VERSION,
+        "name": folder.resolve().name,
+        **{key: shared[key] for key in ("recipe", "overrides", "checkpoint", "rollout", "baseline")},
+        "sweep": shared["axes"],
+        "columns": COLUMNS,
+        "cells": cells,
+        "agreement": {
+            "measure": "spearman",
+            "credit": credits.pop() if len(credits) == 1 else "mixed",
+            "names": names,
+            "matrix": [[spearman(scores[a], scores[b]) for b in names] for a in names],
+        },
+        "machine": shared["machine"],
+        "versions": shared["versions"],
+    }
+
+
+def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str, Any], np.ndarray | None]:
+    """A cell's row of the table, and its scores [R, T]."""
+    keys = ("time_s", "time_s_all", "peak_bytes", "rows", "responses", "groups", "auc", "auc_pairs",
+            "first_wrong_hit1", "first_wrong_percentile", "first_wrong_responses", "credit")  # fmt: skip
+    row: dict[str, Any] = {"status": "missing", "error": None} | dict.fromkeys(keys)
+    failed = file.with_suffix(".failed")
+    if not file.exists():
+        if failed.exists():
+            row |= {"status": "failed", "error": failed.read_text()}
+        return row, None
+    with np.load(file, allow_pickle=False) as columns:
+        meta = json.loads(columns["meta_json"].tobytes())
+        credit = "position" if "influence_position" in columns else "loss_term"
+        flat = columns[f"influence_{credit}"].astype(np.float64)
+        dense = likelihood_scores(
+            batch, columns["row"], columns["length"], flat, columns["captured"], meta["output_function"]
+        )
+    good, group = accepted_mask(batch), batch.group.numpy()
+    scored = ~np.isnan(dense).all(1)
+    row |= {key: meta[key] for key in ("time_s", "time_s_all", "peak_bytes")}
+    row |= {
+        "status": "done",
+        "rows": int((~np.isnan(dense)).sum()),
+        "responses": int(scored.sum()),
+        "groups": len(np.unique(group[scored])),
+        "credit": credit,
+    }
+    row["auc"], row["auc_pairs"] = separation(dense, good, group)
+    hit, percentile, count = first_wrong_ranks(dense, good, wrong)
+    row |= {"first_wrong_hit1": hit, "first_wrong_percentile": percentile, "first_wrong_responses": count}
+    return row, dense
+
+
+def to_csv(result: dict[str, Any]) -> str:
+    """One line per cell: the swept settings, then the columns, then agreement with every other cell."""
+    axes, names = list(result["sweep"]), result["agreement"]["names"]
+    keys = [column["key"] for column in result["columns"]]
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow([*axes, "status", *keys, *(f"spearman:{name}" for name in names)])
+    for cell in result["cells"]:
+        done = cell["name"] in names
+        agreement = result["agreement"]["matrix"][names.index(cell["name"])] if done else [""] * len(names)
+        writer.writerow(
+            [
+                *(cell["settings"][axis] for axis in axes),
+                cell["status"],
+                *(cell[key] for key in keys),
+                *agreement,
+            ]
+        )
+    return buffer.getvalue()
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    rollout, axes = result["rollout"], list(result["sweep"])
+    theta = f"checkpoint {result['checkpoint']}" if result["checkpoint"] else "the recipe's first weights"
+    lines = [
+        f"# Ablation {result['name']}",
+        "",
+        f"One rollout of `{result['recipe']}` at {theta}: {rollout['responses']} responses to "
+        f"{rollout['prompts']} prompts, {rollout['tokens']} tokens, {rollout['groups_mixed']} mixed groups "
+        f"({rollout['accepted']} accepted, {rollout['rejected']} rejected).",
+        f"The same pass without a trace: {_shown('time_s', result['baseline']['time_s'])}, "
+        f"{_shown('peak_bytes', result['baseline']['peak_bytes'])}. {result['machine']}.",
+        "",
+        "| " + " | ".join([*axes, *(column["label"] for column in result["columns"])]) + " |",
+        "|" + "---|" * len(axes) + "---:|" * len(result["columns"]),
+    ]
+    for cell in result["cells"]:
+        shown = [_shown(column["key"], cell[column["key"]]) for column in result["columns"]]
+        if cell["status"] != "done":
+            shown[0] = cell["status"]
+        lines.append("| " + " | ".join([*(cell["settings"][axis] for axis in axes), *shown]) + " |")
+    names = result["agreement"]["names"]
+    if len(names) > 1:
+        lines += ["", "Agreement (Spearman's rank correlation of token scores):", ""]
+        lines += [
+            "| | " + " | ".join(str(i + 1) for i in range(len(names))) + " |",
+            "|---|" + "---:|" * len(names),
+        ]
+        for i, (name, row) in enumerate(zip(names, result["agreement"]["matrix"], strict=True)):
+            values = ["–" if value is None else f"{value:.3f}" for value in row]
+            lines.append(f"| {i + 1}: {name} | " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if key == "time_s":
+        return f"{value:.3f} s"
+    if key == "peak_bytes":
+        return f"{value / 2**20:.1f} MiB"
+    return str(value) if isinstance(value, int) else f"{value:.3f}"

@@ -1,0 +1,90 @@
+"""What scores are worth: do they separate accepted from rejected, find the first wrong token, agree with others?
+
+All on dense arrays [R, T], NaN where a token has no score. Scores are turned beforehand so that they say what making a
+token likelier does (`likelihood_scores`), whatever objective they came from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradtrace.algorithms import accepted
+from gradtrace.attribution import objective_sign
+from gradtrace.attribution.config import OutputFunction
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.columns import response_advantages
+
+
+def likelihood_scores(
+    batch: RolloutBatch,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    scores: np.ndarray,
+    captured: np.ndarray,
+    output: OutputFunction,
+) -> np.ndarray:
+    """float64[R, T] from the flat scores of the responses `rows`."""
+    assert batch.rewards is not None
+    sign = objective_sign(output, response_advantages(batch), batch.rewards).numpy()
+    dense = np.full(batch.response_mask.shape, np.nan)
+    start = 0
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        own = slice(start, start + length)
+        dense[row, :length] = np.where(captured[own], scores[own] * sign[row], np.nan)
+        start += length
+    return dense
+
+
+def separation(dense: np.ndarray, good: np.ndarray, group: np.ndarray) -> tuple[float | None, int]:
+    """(AUC, pairs): how often an accepted response's mean score exceeds that of a rejected one of its group."""
+    scored = ~np.isnan(dense).all(1)
+    means = np.full(len(dense), np.nan)
+    means[scored] = np.nanmean(dense[scored], axis=1)
+    wins = pairs = 0.0
+    for number in np.unique(group[scored]):
+        members = scored & (group == number)
+        better, worse = means[members & good], means[members & ~good]
+        wins += (better[:, None] > worse).sum() + 0.5 * (better[:, None] == worse).sum()
+        pairs += len(better) * len(worse)
+    return (float(wins / pairs) if pairs else None), int(pairs)
+
+
+def first_wrong_ranks(
+    dense: np.ndarray, good: np.ndarray, wrong: np.ndarray
+) -> tuple[float | None, float | None, int]:
+    """(hit@1, mean percentile, responses) of the first wrong token in rejected responses, the most negative first."""
+    hits, percentiles = [], []
+    for row in np.flatnonzero((wrong >= 0) & ~good):
+        own = dense[row][~np.isnan(dense[row])]
+        if wrong[row] >= dense.shape[1] or np.isnan(dense[row, wrong[row]]) or len(own) < 2:
+            continue
+        value = dense[row, wrong[row]]
+        rank = (own < value).sum() + ((own == value).sum() - 1) / 2  # 0 = the most negative of all
+        hits.append(rank < 0.5)
+        percentiles.append(1 - rank / (len(own) - 1))
+    if not hits:
+        return None, None, 0
+    return float(np.mean(hits)), float(np.mean(percentiles)), len(hits)
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Rank correlation over the tokens that both have; None where it is not defined."""
+    both = ~np.isnan(a) & ~np.isnan(b)
+    if both.sum() < 2:
+        return None
+    x, y = ranks(a[both]), ranks(b[both])
+    x, y = x - x.mean(), y - y.mean()
+    norm = np.sqrt((x @ x) * (y @ y))
+    return float(x @ y / norm) if norm > 0 else None
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Average ranks, ties shared."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[inverse]
+
+
+def accepted_mask(batch: RolloutBatch) -> np.ndarray:
+    assert batch.rewards is not None
+    return accepted(batch.rewards, batch.group).numpy()
