@@ -162,6 +162,24 @@ def test_batches_of_one_probe_can_be_given_to_another(
     assert torch.equal(second.shares.tokens, first.shares.tokens)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01"),
+        ("algorithm.advantage=gae",),
+        ("model.lora.rank=2", "algorithm.kl_coef=0.1"),
+    ],
+)
+def test_checkpoints_with_a_reference_a_critic_or_adapters_are_probed(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    short = ("trainer.total_steps=1", "trainer.validation.every=0", "actor.optim.lr=1e-3")
+    run = train(small.config(tmp_path, *short, *more)).run_dir
+    found = run_probe(run / "checkpoints" / "step_000001", config(fresh=False)).record()
+    assert found["shares"]["momentum"] != 0
+    assert found["shares"]["sum"] == pytest.approx(found["predicted"]["value"], rel=1e-6)
+
+
 # ---------------------------------------------------------------- bad input, before anything is sampled
 
 

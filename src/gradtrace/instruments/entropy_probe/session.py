@@ -37,7 +37,7 @@ from gradtrace.trace.atomic import unseal
 from gradtrace.training.checkpoint import MARKER, check_complete
 from gradtrace.training.experience import add_advantages, judge
 from gradtrace.training.microbatch import MicroBatches
-from gradtrace.training.parts import Parts, build_parts
+from gradtrace.training.parts import Parts, build_parts, needs_reference
 from gradtrace.training.state import OPTIMIZER, STATE
 from gradtrace.training.update import PolicyUpdate, fill_statistics
 
@@ -96,7 +96,8 @@ class Source:
         plain = (checkpoint / "config.json").is_file()
         if plain:
             run = load_config([*overrides, f"model.path={checkpoint}"])
-            seal = hashlib.sha256((checkpoint / "config.json").read_bytes()).hexdigest()
+            files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(checkpoint.iterdir())]
+            seal = hashlib.sha256(repr(files).encode()).hexdigest()
         else:
             check_complete(checkpoint)
             run = load_config([f"resume={checkpoint.parent.parent}", *overrides])
@@ -179,6 +180,11 @@ class _Session:
 
     def _load(self) -> None:
         run, checkpoint = self.source.run, self.source.checkpoint
+        if not self.source.is_plain and not run.model.lora.rank and not needs_reference(run):
+            # all weights are in the checkpoint: where the run started (the demo: a warm start) is not needed
+            run = dataclasses.replace(
+                run, model=dataclasses.replace(run.model, path=str(checkpoint / "policy"))
+            )
         self.parts: Parts = build_parts(run, None if self.source.is_plain else checkpoint)
         parameters = sum(p.numel() for p in self.parts.policy.model.parameters())
         double = self.config.precision == "float64" or (
@@ -189,6 +195,8 @@ class _Session:
             self.dtype
         )  # parameters stay the same objects: the optimizer still knows them
         self.policy = FullPrecision.of(self.parts.policy)
+        if self.parts.reference is not None and self.parts.reference.own is not None:
+            self.parts.reference.own.model.to(self.dtype)
         self.step = 0
         if not self.source.is_plain:
             state = unseal((checkpoint / STATE).read_bytes())
@@ -285,13 +293,15 @@ class _Session:
             batch, sampling = judge(batch, parts.task, parts.reward), SAMPLING
         micro_batches = MicroBatches(batch, self.config.token_budget)
         rows = torch.arange(len(batch))
-        batch = batch.replace(sampler_log_probs=batch.sampler_log_probs.to(self.dtype))
         with self.display.phase("log-probs of U"):
+            if parts.critic is not None:
+                batch = parts.critic.add_values(batch, micro_batches)
+            batch = batch.replace(
+                sampler_log_probs=batch.sampler_log_probs.to(self.dtype)
+            )  # columns follow it
             batch = fill_statistics(self.policy, batch, micro_batches, rows)
             if parts.reference is not None:
                 batch = parts.reference.add_log_probs(batch, micro_batches(rows))
-            if parts.critic is not None:
-                batch = parts.critic.add_values(batch, micro_batches)
         estimator = advantage(run.algorithm.advantage, **run.algorithm.advantage_options)
         return add_advantages(batch, estimator), sampling
 
