@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from gradtrace.config import DataConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.tasks.datasets import DatasetTask
+from gradtrace.tasks.prepare.countdown import COUNTDOWN
+from gradtrace.tasks.prepare.gsm8k import GSM8K
 from gradtrace.tasks.prepare.prepare import Request, prepare
+from gradtrace.tasks.rewards import named_reward
 
 SHARED = Path("/work/shared/data")
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real data sets are not here ({SHARED})")
@@ -139,6 +143,37 @@ def test_prepared_gsm8k_trains_as_it_is(tmp_path: Path) -> None:
     assert sorted(item["answer"] for item in items) == [str(1000 + 2 * i) for i in range(9)]
     assert {item["source"] for item in items} == {"gsm8k"}
     assert {item["prompt"] for item in items} == {f"{i}+{i}?=" for i in range(9)}
+
+
+def test_shots_are_earlier_turns_of_the_conversation_and_right(tmp_path: Path) -> None:
+    rows = [{"nums": [i, 3], "target": i + 3} for i in range(1, 5)]
+    request = Request(
+        "countdown",
+        tmp_path / "out",
+        write(tmp_path / "c.jsonl", rows),
+        validation=1,
+        shots=2,
+        system_prompt="S",
+    )
+    prepare(request)
+    messages = read(tmp_path / "out", "train")[0]["prompt"]
+    assert [message["role"] for message in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
+    for preparation in (COUNTDOWN, GSM8K):
+        for question, answer in preparation.solved:
+            numbers = [int(number) for number in re.findall(r"\d+", question)]
+            item = {"answer": {"numbers": numbers[:-1], "target": numbers[-1]}}
+            if preparation is GSM8K:
+                item = {"answer": answer}
+            assert named_reward(preparation.reward)([answer], [item]) == [1.0]
+    with pytest.raises(GradtraceError, match="--shots 1: mbpp has 0"):
+        prepare(Request("mbpp", tmp_path / "m", shots=1))
 
 
 def test_few_operations_only(tmp_path: Path) -> None:

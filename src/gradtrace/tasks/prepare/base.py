@@ -58,11 +58,18 @@ class Preparation:
     instruction: str = ""
     """Appended to the question: how to mark the answer."""
     system_prompt: str = ""
+    solved: tuple[tuple[str, str], ...] = ()
+    """(question, answer) pairs that `--shots` puts before every question, as earlier turns of the conversation."""
+    shots: int = 0
+    """How many of them."""
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """The conversation, instruction included."""
-        user = {"role": "user", "content": example.question.strip() + self.instruction}
-        return [{"role": "system", "content": self.system_prompt}, user] if self.system_prompt else [user]
+        """The conversation up to the question, instruction included."""
+        turns = [("system", self.system_prompt)] if self.system_prompt else []
+        for question, answer in self.solved[: self.shots]:
+            turns += [("user", question + self.instruction), ("assistant", answer)]
+        turns.append(("user", example.question.strip() + self.instruction))
+        return [{"role": role, "content": content} for role, content in turns]
 
     def row(self, example: Example, split: str, index: int) -> Row:
         """In verl's column format."""

@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prepare.add_argument("--instruction", help="text appended to every question instead of the usual one")
     prepare.add_argument("--system-prompt", help="system message of every prompt")
+    prepare.add_argument(
+        "--shots", type=int, default=0, help="solved examples before every question, for small models (0)"
+    )
     gsm8k = prepare.add_argument_group("gsm8k")
     gsm8k.add_argument(
         "--max-operations", type=int, help="only problems whose solution has at most so many calculations"
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         drop_overlap=args.drop_overlap,
         instruction=args.instruction,
         system_prompt=args.system_prompt,
+        shots=args.shots,
         max_operations=args.max_operations,
         numbers=tuple(args.numbers),
         count=args.count,

@@ -25,7 +25,7 @@ def from_numbers(numbers: list[int], target: int, split: str = "") -> Example:
     # Sorted, so that two orders of the same numbers are the same problem, and found as such.
     numbers = sorted(numbers)
     listed = ", ".join(str(number) for number in numbers)
-    question = f"Use the numbers {listed}, each exactly once, with + - * / to get {target}."
+    question = f"Use the numbers {listed} to get {target}."
     return Example(question, {"numbers": numbers, "target": target}, split=split)
 
 
@@ -56,5 +56,11 @@ COUNTDOWN = Preparation(
     homepage="https://github.com/Jiayi-Pan/TinyZero",
     reward="countdown",
     example=example,
-    instruction="\nThink step by step, then write the expression between <answer> and </answer>.",
+    instruction="\nUse each number exactly once, with + - * / and parentheses. Think step by step, then write the "
+    "expression between <answer> and </answer>.",
+    solved=(
+        ("Use the numbers 3, 4 to get 7.", "<answer>3 + 4</answer>"),
+        ("Use the numbers 5, 8 to get 3.", "<answer>8 - 5</answer>"),
+        ("Use the numbers 2, 3, 9 to get 45.", "<answer>(2 + 3) * 9</answer>"),
+    ),
 )

@@ -31,4 +31,9 @@ GSM8K = Preparation(
     reward="gsm8k",
     example=example,
     instruction="\nLet's think step by step and write the final answer, a number, after ####.",
+    solved=(
+        ("Ana has 3 apples and buys 4 more. How many apples has she now?", "3 + 4 = 7\n#### 7"),
+        ("A box holds 6 eggs. How many eggs are in 5 boxes?", "6 * 5 = 30\n#### 30"),
+        ("Tom had $20 and spent $8. Then he found $3. How much has he?", "20 - 8 = 12\n12 + 3 = 15\n#### 15"),
+    ),
 )

@@ -34,6 +34,7 @@ class Request:
     drop_overlap: bool = False
     instruction: str | None = None
     system_prompt: str | None = None
+    shots: int = 0
     max_operations: int | None = None
     numbers: tuple[int, ...] = (3, 4)
     count: int = 10_000
@@ -46,6 +47,7 @@ class Request:
 def prepare(request: Request) -> dict[str, Any]:
     """Write the data set to `request.output`; returns the report."""
     preparation = with_prompts(PREPARATIONS[request.name], request.instruction, request.system_prompt)
+    preparation = with_shots(preparation, request.shots)
     source = request.source or preparation.default_source
     examples = read_examples(preparation, read(source, request), source)
     examples = few_operations(examples, request)
@@ -74,6 +76,14 @@ def with_prompts(preparation: Preparation, instruction: str | None, system_promp
     if system_prompt is not None:
         preparation = dataclasses.replace(preparation, system_prompt=system_prompt)
     return preparation
+
+
+def with_shots(preparation: Preparation, shots: int) -> Preparation:
+    if not 0 <= shots <= len(preparation.solved):
+        raise GradtraceError(
+            f"--shots {shots}: {preparation.name} has {len(preparation.solved)} solved examples to show."
+        )
+    return dataclasses.replace(preparation, shots=shots)
 
 
 def read(source: str, request: Request) -> list[Row]:
