@@ -124,6 +124,8 @@ class RewardConfig:
     path: str = ""
     """Your own: `my_rewards.py:my_reward`, a function (response: str, item: dict) -> float; or the file alone, and
     `name` is a reward that it registers."""
+    extra: dict[str, float] = field(default_factory=dict)
+    """Further rewards by name, added with these weights: {think_format: 0.1}."""
     flip_probability: float = _number(0.0, minimum=0, maximum=1)
     """For studies of robustness: a training reward r becomes 1 − r with this probability. Validation rewards never."""
 
@@ -163,6 +165,16 @@ class OverlongConfig:
 
 
 @dataclass
+class LengthShapingConfig:
+    shape: str = _choice("none", "cosine", "shortest")
+    """`cosine`: right responses lose by length, wrong ones by shortness. `shortest`: by length within the group."""
+    strength: float = _number(0.5, minimum=0)
+    """The most that a reward changes; below 1 a right response stays above a wrong one."""
+    threshold: float = 1.0
+    """A response is right if its reward is at least this."""
+
+
+@dataclass
 class AlgorithmConfig:
     advantage: str = "grpo"
     """How rewards become advantages: a name registered in gradtrace.algorithms (grpo, dr_grpo, rloo, gae …)."""
@@ -183,6 +195,7 @@ class AlgorithmConfig:
     """Weight of the entropy bonus in the loss."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    length_shaping: LengthShapingConfig = field(default_factory=LengthShapingConfig)
 
 
 @dataclass

@@ -107,7 +107,7 @@ def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def check_key(key: str, valid: set[str], where: str) -> None:
-    inside_options = any(key.startswith(f"{name}.") for name in (*OPTION_DICTS, "verl"))
+    inside_options = any(key.startswith(f"{name}.") for name in (*OPTION_DICTS, "reward.extra", "verl"))
     if key not in valid and not inside_options:
         raise GradtraceError(
             f"{where}: there is no such key. Did you mean '{closest(key, sorted(valid))}'? "
@@ -292,6 +292,12 @@ def check_reward(config: Config) -> None:
         raise GradtraceError(f"reward.options={reward.options}: the task's own reward has no options.")
     if reward.name != "task" and not reward.path:
         named_reward(reward.name, reward.options)
+    if reward.extra and reward.name == "task" and not reward.path:
+        raise GradtraceError(
+            "reward.extra adds to a reward by name or path, not to the task's own: set reward.name."
+        )
+    for name in reward.extra if not reward.path else ():
+        named_reward(name)
 
 
 def to_yaml(config: Config) -> str:

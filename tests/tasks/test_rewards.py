@@ -8,8 +8,20 @@ from typing import Any
 
 import pytest
 
+from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.rewards import RewardFunction, batched, gsm8k, last_number, load_user_reward
+from gradtrace.tasks.rewards import (
+    RewardFunction,
+    add_rewards,
+    batched,
+    gsm8k,
+    last_number,
+    load_user_reward,
+    named_reward,
+    register_reward,
+    reward_names,
+)
+from gradtrace.training.parts import build_reward
 
 ITEMS = [{"prompt": "p0", "answer": "4"}, {"prompt": "p1", "answer": "5"}]
 
@@ -104,3 +116,92 @@ def test_gsm8k(response: str, answer: str, reward: float) -> None:
 )
 def test_last_number(response: str, reward: float) -> None:
     assert last_number(response, {"answer": "34"}) == reward
+
+
+def test_decorated_function_is_a_reward_by_name_with_options(tmp_path: Path) -> None:
+    file = tmp_path / "registered.py"
+    source = (
+        "from gradtrace.tasks.rewards import batched, register_reward\n"
+        '@register_reward("test_short")\n'
+        "def short(response, item, *, limit=3):\n    return len(response) <= limit\n"
+        '@register_reward("test_shorts")\n@batched\n'
+        "def shorts(responses, items, *, limit=3):\n    return [len(r) <= limit for r in responses]\n"
+    )
+    file.write_text(source)
+    overrides = [f"reward.path={file}", "reward.options.limit=2"]
+    for name in ("test_short", "test_shorts"):
+        reward = build_reward(load_config([*overrides, f"reward.name={name}"]).reward)
+        assert reward is not None and reward(["ab", "abc"], ITEMS) == [1.0, 0.0]
+        assert name in reward_names() and named_reward(name)(["abc", "abcd"], ITEMS) == [1.0, 0.0]
+    file.write_text(source.replace("<=", ">"))  # loaded again, it replaces what it registered
+    reward = build_reward(load_config([*overrides, "reward.name=test_short"]).reward)
+    assert reward is not None and reward(["ab", "abc"], ITEMS) == [0.0, 1.0]
+
+
+def test_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(GradtraceError, match="'gsm8k' is registered already"):
+        register_reward("gsm8k")(lambda response, item: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["reward.name=mat"], "did you mean 'math'"),
+        (["reward.name=math", "reward.options.time_out=3"], "did you mean 'timeout'"),
+        (["reward.options.timeout=3"], "the task's own reward has no options"),
+        (["reward.name=math", "reward.extra.boxd_format=0.1"], "did you mean 'boxed_format'"),
+        (["reward.extra.boxed_format=0.1"], "reward.extra adds to"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_loaded(overrides: list[str], words: str) -> None:
+    with pytest.raises(GradtraceError, match=words):
+        load_config(overrides)
+
+
+def test_unknown_option_of_an_own_reward_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(response, item, *, limit=1):\n    return limit\n")
+    reward = load_user_reward(f"{tmp_path}/mine.py:mine", options={"limit": 4})
+    assert reward(["x"], ITEMS[:1]) == [4.0]
+    with pytest.raises(GradtraceError, match="did you mean 'limit'"):
+        load_user_reward(f"{tmp_path}/mine.py:mine", options={"limits": 4})
+
+
+def test_extra_rewards_are_added_with_their_weights() -> None:
+    reward = add_rewards(named_reward("gsm8k"), {"marker_format": 0.5, "boxed_format": 0.25})
+    responses = ["#### 4", "\\boxed{4}", "#### 4 \\boxed{4}", "4"]
+    assert reward(responses, [{"answer": "4"}] * 4) == [1.5, 0.25, 1.75, 1.0]
+    assert reward.name == "gsm8k + 0.5·marker_format + 0.25·boxed_format"
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        (
+            "think_format",
+            ["<think>a</think>b", " <think>\na\n</think>\n\nb\n"],
+            [
+                "a",
+                "<think>a</think>",
+                "<think> </think>b",
+                "x<think>a</think>b",
+                "<think>a</think><think>b</think>c",
+            ],
+        ),
+        (
+            "answer_format",
+            ["so <answer>4</answer>", "<answer>4</answer>\n"],
+            ["4", "<answer></answer>", "<answer>4</answer> more", "</answer>4<answer>", "<answer>4"],
+        ),
+        ("boxed_format", ["so \\boxed{4}."], ["4", "\\boxed{}", "\\boxed{4", "\\boxed{3} \\boxed{4}"]),
+        ("marker_format", ["so\n#### 4", "#### 4\n"], ["4", "####", "#### 4\nmore", "#### 3\n#### 4", ""]),
+        (
+            "code_format",
+            ["so\n```python\nx\n```"],
+            ["x", "```python\nx", "```\n```", "```\nx\n```\n```\ny\n```"],
+        ),
+    ],
+)
+def test_formats(name: str, good: list[str], bad: list[str]) -> None:
+    reward = named_reward(name)
+    assert reward(good, [{}] * len(good)) == [1.0] * len(good)
+    assert reward(bad, [{}] * len(bad)) == [0.0] * len(bad)

@@ -88,6 +88,22 @@ def test_overlong_penalty_changes_rewards_but_not_the_score(tmp_path: Path) -> N
     assert metrics["critic/score/mean"] == 1.0 and float(batch.rewards.min()) < 1
 
 
+@pytest.mark.parametrize("shape", ["cosine", "shortest"])
+def test_length_shaping_changes_rewards_but_not_the_score(tmp_path: Path, shape: str) -> None:
+    run = trainer(
+        tmp_path, f"algorithm.length_shaping.shape={shape}", "algorithm.length_shaping.strength=0.5"
+    )
+    run.experience.reward = RewardFunction("test", lambda response, item: 1.0)
+    batch, metrics = collect(run)
+    assert metrics["critic/score/mean"] == 1.0
+    assert batch.rewards is not None
+    for group in batch.group.unique():
+        rows = (batch.group == group).nonzero().squeeze(1)
+        by_length = rows[batch.response_lengths[rows].argsort()]
+        assert (batch.rewards[by_length].diff() <= 1e-6).all()
+    assert float(batch.rewards.max()) > float(batch.rewards.min()) >= 0.5
+
+
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(case: tuple[int, int, int]) -> None:
     n, right, k = case

@@ -16,6 +16,7 @@ from gradtrace.algorithms.aggregation import AGGREGATIONS, Denominator, aggregat
 from gradtrace.algorithms.contrast import GroupCounts, accepted, constant_groups, count_groups, rejected
 from gradtrace.algorithms.entropy import entropy_bonus
 from gradtrace.algorithms.kl import KL_ESTIMATORS, kl_estimate
+from gradtrace.algorithms.length_shaping import cosine_shaping, shortest_shaping
 from gradtrace.algorithms.logits import entropy_from_logits, log_probs_and_entropies, log_probs_from_logits
 from gradtrace.algorithms.losses.archer import archer, aspo_weights, high_entropy_tokens
 from gradtrace.algorithms.losses.cispo import cispo
@@ -52,6 +53,7 @@ __all__ = [
     "aspo_weights",
     "cispo",
     "constant_groups",
+    "cosine_shaping",
     "count_groups",
     "dr_grpo",
     "entropy_bonus",
@@ -71,6 +73,7 @@ __all__ = [
     "reinforce_plus_plus",
     "rejected",
     "rloo",
+    "shortest_shaping",
     "soft_overlong_penalty",
     "token_weights",
     "value_loss",

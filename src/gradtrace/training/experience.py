@@ -13,7 +13,9 @@ from gradtrace.algorithms import (
     AdvantageOutputs,
     Algorithm,
     constant_groups,
+    cosine_shaping,
     count_groups,
+    shortest_shaping,
     soft_overlong_penalty,
 )
 from gradtrace.batch import RolloutBatch
@@ -56,7 +58,7 @@ class Experience:
     def _rollout(
         self, prompts: list[Prompt], generator: torch.Generator, timer: Timer
     ) -> tuple[RolloutBatch, Tensor]:
-        """Responses with rewards, and the rewards before the length penalty."""
+        """Responses with rewards, and the rewards before length shaping and penalty."""
         with timer("gen"):
             batch = rollout(self.sampler, prompts, self.params, generator)
         with timer("reward"):
@@ -65,13 +67,24 @@ class Experience:
                 batch = flip_rewards(batch, self.flip_probability, generator)
         assert batch.rewards is not None
         scores = batch.rewards
+        if self.algorithm.length_shaping.shape != "none":
+            batch = batch.replace(rewards=scores + self._length_shaping(batch, scores))
+        assert batch.rewards is not None
         overlong = self.algorithm.overlong
         if overlong.enable:
             penalty = soft_overlong_penalty(
                 batch.response_lengths, self.params.max_new_tokens, overlong.buffer, overlong.penalty
             )
-            batch = batch.replace(rewards=scores + penalty)
+            batch = batch.replace(rewards=batch.rewards + penalty)
         return batch, scores
+
+    def _length_shaping(self, batch: RolloutBatch, scores: Tensor) -> Tensor:
+        """float[R], to be added to the rewards."""
+        shaping = self.algorithm.length_shaping
+        right = scores >= shaping.threshold
+        if shaping.shape == "cosine":
+            return cosine_shaping(batch.response_lengths, right, self.params.max_new_tokens, shaping.strength)
+        return shortest_shaping(batch.response_lengths, right, batch.group, shaping.strength)
 
     def _collect_mixed(
         self, generator: torch.Generator, timer: Timer

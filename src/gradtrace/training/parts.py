@@ -16,7 +16,7 @@ from gradtrace.rollout import Sampler
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import DatasetTask
-from gradtrace.tasks.rewards import RewardFunction, load_user_reward, named_reward
+from gradtrace.tasks.rewards import RewardFunction, add_rewards, load_user_reward, named_reward
 from gradtrace.tasks.warm_start import Progress, warm_start
 from gradtrace.training.critic import Critic, load_critic
 from gradtrace.training.optimizer import Optimizer
@@ -93,8 +93,12 @@ def build_task(config: Config, progress: Progress | None) -> tuple[str | Path, T
 def build_reward(config: RewardConfig) -> RewardFunction | None:
     """The reward that the configuration names; None where the task itself judges."""
     if config.path:
-        return load_user_reward(config.path, config.name, config.options)
-    return None if config.name == "task" else named_reward(config.name, config.options)
+        reward = load_user_reward(config.path, config.name, config.options)
+    elif config.name == "task":
+        return None
+    else:
+        reward = named_reward(config.name, config.options)
+    return add_rewards(reward, config.extra)
 
 
 def needs_reference(config: Config) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from gradtrace.algorithms.registry import Registry
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.rewards.function import RewardFunction
+from gradtrace.tasks.rewards.function import RewardFunction, batched
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -50,6 +50,23 @@ def named_reward(name: str, options: dict[str, Any] | None = None) -> RewardFunc
     import_built_in()
     found = rewards.get(name, **(options or {}))
     return RewardFunction(name, bind(found.function, found.options))
+
+
+def add_rewards(main: RewardFunction, extra: dict[str, float]) -> RewardFunction:
+    """`main` plus other rewards by name, each times its weight."""
+    if not extra:
+        return main
+    others = [(named_reward(name), weight) for name, weight in extra.items()]
+
+    @batched
+    def total(responses: list[str], items: list[dict[str, Any]]) -> list[float]:
+        values = main(responses, items)
+        for other, weight in others:
+            added = zip(values, other(responses, items), strict=True)
+            values = [value + weight * more for value, more in added]
+        return values
+
+    return RewardFunction(" + ".join([main.name, *(f"{w:g}·{name}" for name, w in extra.items())]), total)
 
 
 def reward_names() -> list[str]:
