@@ -161,7 +161,8 @@ def page(record: dict[str, Any]) -> str:
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem; }}
 svg {{ max-width: 100%; height: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }}
-td, th {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; font-weight: normal; }}
+td, th {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; font-weight: normal; }}
+td, th {{ border-bottom: 1px solid #8884; }}
 th:first-child {{ text-align: left; }}
 </style></head><body>
 <h1>What the next update does to entropy</h1>
