@@ -114,7 +114,8 @@ class Capture:
         for part in self.parts[block]:
             rows = part.rows_of(flat, self.layout.response.numel())
             missing = rows < 0
-            u, v = part.u[rows.clamp(min=0)], part.v[rows.clamp(min=0)]
+            chosen = rows.clamp(min=0).flatten().to(part.u.device)
+            u, v = (side.index_select(0, chosen).unflatten(0, flat.shape) for side in (part.u, part.v))
             if bool(missing.any()):
                 u = u.masked_fill(missing[..., None].to(u.device), 0.0)
                 v = v.masked_fill(missing[..., None].to(v.device), 0.0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.modules import Block
+from gradtrace.attribution.scopes import MAX_WAITING_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class MemoryEstimate:
     stored_factors: int
     """Kept from the backward pass to `score()`; 0 where groups are scored inside it."""
     working: int
-    """The largest single module while it is being scored."""
+    """The largest single module while it is being scored, or the small ones that wait to be scored together."""
     scores: int
     """Token scores, pairwise scores and the response kernel."""
     directions: int
@@ -47,7 +48,8 @@ def estimate_memory(
         )
     return MemoryEstimate(
         stored_factors=0 if streamed else 4 * sum(per_block),
-        working=4 * (max(per_block) + solving),
+        working=4
+        * max(max(per_block) + solving, min(sum(per_block), MAX_WAITING_ELEMENTS) if streamed else 0),
         scores=4 * (tokens * (1 + (responses if config.pairwise else 0)) + responses**2),
         directions=4 * kept_directions,
         projections=4 * sum(b.k_out * b.d_out + b.k_in * b.d_in for b in blocks if b.projected),

@@ -15,6 +15,9 @@ from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.modules import Block
 from gradtrace.attribution.solvers import TokenRows, make_curvature
 
+MAX_WAITING_ELEMENTS = 2**21
+"""Modules of one shape wait for each other, up to this many numbers in their factors (8 MB), and are solved together:
+solving a small module alone is mostly overhead."""
 MAX_BATCH_TOKENS = 4096
 """Small scopes are scored side by side, up to this many (padded) tokens; then matmuls fill the machine."""
 
@@ -68,6 +71,8 @@ class ScopeBatch:
     finite: dict[str, Tensor] = field(default_factory=dict)
     """Per module bool[S, n]: whether each response's gradient was finite there."""
     solvers: dict[str, int] = field(default_factory=dict)
+    waiting: dict[tuple[int, ...], list[tuple[Block, Tensor, TokenRows]]] = field(default_factory=dict)
+    """By shape: modules whose factors are complete and which are not solved yet."""
 
     def __post_init__(self) -> None:
         self.width = max(sum(counts.values()) for counts in self.tokens)
@@ -86,11 +91,13 @@ class ScopeBatch:
     def members(self) -> list[int]:
         return [response for scope in self.scopes for response in scope.members]
 
-    def add(self, block: Block, gradients: Tensor, rows: TokenRows, ranks: Ranks) -> None:
-        """One module's part; `gradients` [S, n, k_out, k_in] of all members, reduced."""
+    def add(self, blocks: list[Block], gradients: Tensor, rows: TokenRows, ranks: Ranks) -> None:
+        """The part of M modules of one shape. `gradients`: [M, S, n, k_out, k_in] of all members, reduced; `rows`:
+        their tokens as M·S scopes. Modules are solved side by side, each with a curvature of its own."""
         config = self.config
+        modules = (len(blocks), len(self.scopes))
         curvature = make_curvature(
-            gradients,
+            gradients.flatten(0, 1),
             rows,
             mode=config.hessian_mode,
             source=config.hessian_source,
@@ -99,22 +106,45 @@ class ScopeBatch:
             ranks=ranks,
         )
         weights = self.contrast.to(gradients)
+        weights_of_modules = weights.repeat(len(blocks), 1, 1)
         if config.pairwise or config.exclude_self_response:
             pairwise = curvature.token_scores(torch.eye(weights.shape[1]).to(gradients))
+            pairwise = pairwise.unflatten(0, modules).sum(0)
             scores = (pairwise * self._weight_of_owner.to(gradients)).sum(2)
             if config.pairwise:
                 self.pairwise = added(self.pairwise, pairwise)
         else:
-            scores = curvature.token_scores(weights[:, :1]).squeeze(2)
+            scores = curvature.token_scores(weights_of_modules[:, :1]).squeeze(2).unflatten(0, modules).sum(0)
         self.position = added(self.position, scores)
-        self.kernel = added(self.kernel, curvature.kernel())
+        self.kernel = added(self.kernel, curvature.kernel().unflatten(0, modules).sum(0))
         if config.wants_loss_term:
-            self.directions[block] = curvature.directions(
-                weights if config.exclude_self_response else weights[:, :1]
-            )
+            wanted = weights_of_modules if config.exclude_self_response else weights_of_modules[:, :1]
+            self.directions |= zip(blocks, curvature.directions(wanted).unflatten(0, modules), strict=True)
         # Of the sum, not of every entry: one pass, and no wait for the device until the end.
-        self.finite[block.name] = torch.isfinite(gradients.sum((2, 3)))
-        self.solvers[curvature.name] = self.solvers.get(curvature.name, 0) + len(self.scopes)
+        finite = torch.isfinite(gradients.sum((3, 4)))
+        self.finite |= {block.name: found for block, found in zip(blocks, finite, strict=True)}
+        self.solvers[curvature.name] = self.solvers.get(curvature.name, 0) + len(blocks) * len(self.scopes)
+
+    def add_later(self, block: Block, gradients: Tensor, rows: TokenRows) -> None:
+        """One module's part, gradients [S, n, k_out, k_in]; solved together with others of its shape."""
+        waiting = self.waiting.setdefault((*gradients.shape, rows.calls), [])
+        waiting.append((block, gradients, rows))
+        # Curvature of tokens takes T×T numbers for each module: those do not wait.
+        alone = self.config.hessian_mode == "inverse" and self.config.hessian_source == "token"
+        size = gradients.numel() + rows.u.numel() + rows.v.numel()
+        if alone or (len(waiting) + 1) * size > MAX_WAITING_ELEMENTS:
+            self._solve(waiting)
+
+    def solve_waiting(self) -> None:
+        for waiting in self.waiting.values():
+            if waiting:
+                self._solve(waiting)
+
+    def _solve(self, waiting: list[tuple[Block, Tensor, TokenRows]]) -> None:
+        blocks, gradients, rows = zip(*waiting, strict=True)
+        waiting.clear()
+        joined = TokenRows(torch.cat([r.u for r in rows]), torch.cat([r.v for r in rows]), self.width)
+        self.add(list(blocks), torch.stack(gradients), joined, Ranks())
 
     def non_finite(self, index: int) -> tuple[str, list[int]] | None:
         """Of one scope: the first module in the order of the backward pass with a bad gradient, and the responses."""

@@ -136,6 +136,9 @@ class InfluenceTracer:
             if self._failure is None:
                 for block in list(self._open.parts):
                     self._finish_block(block)
+                with torch.no_grad(), self._phase("solve", response):
+                    for batch in self._whole:
+                        batch.solve_waiting()
             self._token_counts.update(layout.token_counts)
             self._batches += self._whole
         finally:
@@ -228,7 +231,7 @@ class InfluenceTracer:
                 u, v = capture.tokens(block, positions)
             with self._phase("solve", some):
                 rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
-                batch.add(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows, Ranks())
+                batch.add_later(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows)
         if self._to_store:
             self._store(block, capture)
         del capture.parts[block]
@@ -297,9 +300,7 @@ class InfluenceTracer:
                 loss_terms = {}
                 if terms is not None and self.config.wants_loss_term:
                     with self._hooks.paused():
-                        loss_terms = loss_term_scores(
-                            self._batches, self.model, self._token_counts, terms, method
-                        )
+                        loss_terms = self._loss_terms(terms, method)
             self._drop_non_finite()
             trace = assemble(self._batches, self._token_counts, self._labels, loss_terms, self.config)
             trace.skipped = self._all_skipped()
@@ -317,6 +318,10 @@ class InfluenceTracer:
             return trace
         finally:
             self.reset()
+
+    def _loss_terms(self, terms: Terms, method: Method) -> dict[int, Tensor]:
+        """Response → [T_r]. A host whose parameters are sharded over ranks has its own way."""
+        return loss_term_scores(self._batches, self.model, self._token_counts, terms, method)
 
     def _owners(self) -> dict[int, int]:
         """Response → the rank that captured it. Also learns the lengths of the other ranks' responses."""
@@ -418,7 +423,7 @@ class InfluenceTracer:
         reduced = self._reduced(gradients, batch.members, self._lengths)
         with self._phase("solve", gradients):
             rows = join(factors, batch.width, like=gradients)
-            batch.add(block, reduced.unflatten(0, (len(batch.scopes), -1)), rows, ranks)
+            batch.add([block], reduced.unflatten(0, (1, len(batch.scopes), -1)), rows, ranks)
 
     def _drop_non_finite(self) -> None:
         """A scope with a bad gradient has no scores; it is skipped with a warning that names the place."""
