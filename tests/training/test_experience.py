@@ -90,9 +90,8 @@ def test_overlong_penalty_changes_rewards_but_not_the_score(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("shape", ["cosine", "shortest"])
 def test_length_shaping_changes_rewards_but_not_the_score(tmp_path: Path, shape: str) -> None:
-    run = trainer(
-        tmp_path, f"algorithm.length_shaping.shape={shape}", "algorithm.length_shaping.strength=0.5"
-    )
+    shaping = [f"algorithm.length_shaping.shape={shape}", "algorithm.length_shaping.strength=0.5"]
+    run = trainer(tmp_path, *shaping, "rollout.max_new_tokens=40", "rollout.n=8")
     run.experience.reward = RewardFunction("test", lambda response, item: 1.0)
     batch, metrics = collect(run)
     assert metrics["critic/score/mean"] == 1.0
