@@ -49,6 +49,7 @@ KNOBS = {
     "projected": Case(knobs={"projection_dim_factor": 4}),
     "sequence_mean": Case(actor={"loss_agg_mode": "seq-mean-token-mean"}),
     "log_prob": Case(knobs={"output_function": "log_prob"}),
+    "loss_term": Case(knobs={"credit": "both"}),
     "leave_out": Case(knobs={"exclude_self_response": True, "contrastive_agg": "sum"}),
 }
 CASES = LAYOUTS | KNOBS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ from gradtrace.tasks.arithmetic import build_tokenizer
 from tests.training import small
 
 LEARNING_RATE = 1e-3
+
+# By looking for it, not by importing it: that takes seconds, and test processes need not have it.
+needs_verl = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None, reason="needs pip install -c constraints.txt 'gradtrace[verl]'"
+)
 
 
 def model_folder(folder: Path, **options: Any) -> Path:

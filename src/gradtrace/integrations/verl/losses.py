@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
@@ -40,6 +41,7 @@ class Extras:
     options: dict[str, Any]
 
 
+token_kl: Any = core_algos.kl_penalty
 _extras: contextvars.ContextVar[Extras | None] = contextvars.ContextVar("gradtrace_loss_extras", default=None)
 advantage_options: dict[str, Any] = {}
 """Of the driver's estimator; set by the trainer."""
@@ -78,6 +80,39 @@ class GradtraceLoss:
         with self.extras(model_output, data):
             return ppo_loss(self.actor, model_output, data, dp_group)
 
+    def token_losses(self, model_output: Any, data: Any) -> Tensor:
+        """[b, T]: every token's own term of the loss, before aggregation."""
+        mode = self.actor.policy_loss.get("loss_mode", "vanilla")
+        options = dict(self.options)
+        if mode == "vanilla":
+            mode, options = "ppo", vanilla_options(self.actor)
+        name = mode.removeprefix(PREFIX)
+        if name not in policy_loss_names():
+            raise GradtraceError(f"loss-term credit does not know the token terms of loss_mode={mode}")
+        log_probs = no_padding_2_padding(model_output["log_probs"], data)
+        columns = {
+            key: dense(data, key, log_probs) for key in ("old_log_probs", "advantages", "response_mask")
+        }
+        mask = columns["response_mask"].bool()
+        with self.extras(model_output, data):
+            extras = _extras.get()
+            assert extras is not None
+        inputs = LossInputs(
+            log_probs,
+            columns["old_log_probs"],
+            columns["advantages"],
+            mask,
+            ref_log_probs=extras.ref_log_probs,
+            entropies=extras.entropies,
+        )
+        values = policy_loss(name, **options)(inputs).loss
+        if self.actor.entropy_coeff:
+            values = values - self.actor.entropy_coeff * inputs.entropies
+        if self.actor.use_kl_loss and self.actor.kl_loss_coef:
+            kl = token_kl(log_probs, inputs.ref_log_probs, self.actor.kl_loss_type)
+            values = values + self.actor.kl_loss_coef * kl
+        return torch.where(mask, values, 0.0)
+
     @contextmanager
     def extras(self, model_output: Any, data: Any) -> Iterator[None]:
         entropies = model_output.get("entropy", None)
@@ -92,6 +127,22 @@ class GradtraceLoss:
             yield
         finally:
             _extras.reset(token)
+
+
+def vanilla_options(actor: Any) -> dict[str, Any]:
+    """verl's loss `vanilla` is our `ppo` with these."""
+    return {
+        "clip_low": actor.clip_ratio_low,
+        "clip_high": actor.clip_ratio_high,
+        "dual_clip": actor.clip_ratio_c,
+    }
+
+
+def dense(data: Any, name: str, like: Tensor) -> Tensor:
+    """A nested column [b, j] as wide as `like` [b, T], zero outside."""
+    values = data[name]
+    values = values.to_padded_tensor(0.0) if values.is_nested else values
+    return torch.nn.functional.pad(values, (0, like.shape[1] - values.shape[1])).to(like.device)
 
 
 def verl_policy_loss(name: str) -> Any:
@@ -153,8 +204,6 @@ def verl_advantage(name: str) -> Any:
 
 def register() -> None:
     """Every loss and every estimator that needs no critic as gradtrace_NAME; those that verl lacks as NAME too."""
-    from verl.trainer.ppo import core_algos
-
     for name in policy_loss_names():
         function = verl_policy_loss(name)
         register_policy_loss(f"{PREFIX}{name}")(function)

@@ -1,4 +1,4 @@
-"""Which response trains when, and on which rank: groups stay whole within a mini-batch, ranks get equal work."""
+"""Which response trains when, and on which rank: groups stay whole, ranks get equal work."""
 
 from __future__ import annotations
 
@@ -44,10 +44,26 @@ def plan_update(
     parts: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, len(dealt), per_mini_batch):
         items = dealt[begin : begin + per_mini_batch]
-        for rank, chosen in enumerate(balance([work[item] for item in items], ranks)):
-            parts[rank] += [items[index] for index in sorted(chosen)]
+        for part, chosen in zip(parts, share(items, groups, work, ranks, balance), strict=True):
+            part += chosen
     return Plan(
         order=[item for part in parts for item in part],
         mini_batch=mini_batch,
         whole=[whole_groups[group] for group in groups],
     )
+
+
+def share(
+    items: list[int], groups: Sequence[str], work: Sequence[int], ranks: int, balance: Balance
+) -> list[list[int]]:
+    """The items of a mini-batch, siblings side by side, for each rank. Groups stay whole where they can: what belongs
+    to a group that is split has to travel between ranks for its scores."""
+    members: dict[str, list[int]] = {}
+    for item in items:
+        members.setdefault(groups[item], []).append(item)
+    whole = list(members.values())
+    if len({len(group) for group in whole}) == 1 and len(whole) % ranks == 0:
+        chosen = balance([sum(work[item] for item in group) for group in whole], ranks)
+        return [[item for index in sorted(part) for item in whole[index]] for part in chosen]
+    size = len(items) // ranks
+    return [items[rank * size : (rank + 1) * size] for rank in range(ranks)]

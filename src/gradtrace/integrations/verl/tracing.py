@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution import (
@@ -24,7 +25,7 @@ from gradtrace.attribution import (
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.labels import LABELS, ROW, StepLabels
 from gradtrace.integrations.verl.layout import response_layout, token_weight
-from gradtrace.integrations.verl.losses import GradtraceLoss
+from gradtrace.integrations.verl.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.parts import RankScores, write_part
 from gradtrace.integrations.verl.process_group import timeout_seconds
 from gradtrace.integrations.verl.sharded import ShardedTracer
@@ -72,6 +73,7 @@ class RankTracer:
             self.done: set[int] = set()
             self.tracer.reset()
         self.labels = labels
+        self.data = data
         rows = data[ROW].cpu()
         numbers = labels.mini_batch[rows[rows >= 0]].unique().tolist()
         if len(numbers) > 1:
@@ -168,10 +170,10 @@ class RankTracer:
 
     def _weights(self, data: Any, log_probs: Tensor) -> Tensor:
         """[b, T]: w_t."""
-        mask = padded(data["response_mask"], log_probs).bool()
+        mask = dense(data, "response_mask", log_probs).bool()
         rows = data[ROW].cpu()
         rewards = torch.where(rows >= 0, self.labels.rewards[rows], 0.0).to(log_probs.device)
-        advantages = padded(data["advantages"], log_probs)
+        advantages = dense(data, "advantages", log_probs)
         return objective_weights(self.config.output_function, mask, advantages=advantages, rewards=rewards)
 
     # ------------------------------------------------------------ scoring, on all ranks together
@@ -188,7 +190,8 @@ class RankTracer:
         before = self.tracer.ranks.bytes_moved
         terms = None
         if self.config.wants_loss_term:
-            terms = self._terms
+            self.tracer.round_terms = self._round_terms
+            terms = no_terms
         # What goes wrong here goes wrong on every rank alike, or the process group's time-out ends the run.
         labels = self.labels
         advantages, rewards = labels.advantages[self.rows], labels.rewards[self.rows]
@@ -216,8 +219,28 @@ class RankTracer:
                 f"{timeout.total_seconds():g} s (cluster.pg_timeout_seconds): {error}"
             ) from error
 
-    def _terms(self, responses: list[int]) -> Tensor:
-        raise NotImplementedError
+    def _round_terms(self, response: int | None) -> Tensor:
+        """One forward pass of this rank: the own terms of a response's tokens, or (None) of any response."""
+        rows = self.data[ROW].cpu()
+        place = 0 if response is None else int((rows == self.rows[response]).nonzero()[0])
+        found: list[Tensor] = []
+
+        def keep(model_output: Any, data: Any, dp_group: Any = None, **ignored: Any) -> Any:
+            values = self._token_terms(model_output, data)
+            found.append(values[0, : int(data["response_mask"].values().sum())])
+            return values.sum(), {}
+
+        with torch.no_grad():
+            micro_batch = tu.index_select_tensor_dict(self.data, [place])
+            self.engine.forward_step(micro_batch, keep, forward_only=True)
+        return found[0]
+
+    def _token_terms(self, model_output: Any, data: Any) -> Tensor:
+        """[b, T]: every token's term of the captured objective, before aggregation."""
+        log_probs = no_padding_2_padding(model_output["log_probs"], data)
+        if self.config.output_function != "training_loss":
+            return self._weights(data, log_probs) * log_probs
+        return self.loss.token_losses(model_output, data)
 
     def finish_mini_batch(self, grad_norm: float) -> None:
         """The weights have moved, or not if the gradient was not finite: then its scores mean nothing."""
@@ -229,14 +252,11 @@ class RankTracer:
             write_part(Path(self.loss.parts_dir), self.step, self.rank, self.scores, self.failure)
 
 
+def no_terms(responses: list[int]) -> Tensor:
+    """`ShardedTracer` asks `round_terms` instead."""
+    raise AssertionError("terms of sharded parameters are computed in rounds")
+
+
 def plain(data: Any, key: str, default: Any = None) -> Any:
     """A value of a TensorDict that is not a tensor."""
-    from verl.utils import tensordict_utils as tu
-
     return tu.get_non_tensor_data(data=data, key=key, default=default)
-
-
-def padded(values: Tensor, like: Tensor) -> Tensor:
-    """A nested column [b, j] as wide as `like` [b, T]."""
-    dense = values.to_padded_tensor(0.0) if values.is_nested else values
-    return torch.nn.functional.pad(dense, (0, like.shape[1] - dense.shape[1])).to(like.device)

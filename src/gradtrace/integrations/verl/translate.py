@@ -97,10 +97,7 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
         environment[TIMEOUT_VARIABLE] = f"{config.cluster.pg_timeout_seconds:g}"
     if on_cpu:
         settings |= cpu.settings(workers * config.cluster.nodes)
-        environment |= {
-            "VERL_PLATFORM": cpu.PLATFORM,
-            "OMP_NUM_THREADS": str(config.trainer.cpu_threads or 1),
-        }
+        environment |= cpu.ENVIRONMENT | {"OMP_NUM_THREADS": str(config.trainer.cpu_threads or 1)}
     else:
         settings["actor_rollout_ref.rollout.name"] = config.cluster.rollout
         settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = config.cluster.tensor_parallel

@@ -14,6 +14,10 @@ What else a configuration needs on CPU (sdpa attention, no torch.compile, FSDP2)
 
 import sys
 
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "RAY_enable_worker_prestart": "0",  # Ray would start one idle process for every CPU that it is told of
+}
 PLATFORM = "cpu"
 ROLLOUT = "gradtrace_cpu"
 

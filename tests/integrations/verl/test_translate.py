@@ -1,0 +1,118 @@
+"""From our configuration to verl's: everything is carried over or refused, nothing is lost in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gradtrace.config import Config
+from gradtrace.config_loader import load_config
+from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.launch import show
+from gradtrace.integrations.verl.translate import (
+    REFUSED,
+    Translation,
+    hydra_value,
+    leaves,
+    translate,
+    value_at,
+)
+
+
+def translated(*overrides: str, on_cpu: bool = True) -> Translation:
+    config = load_config(["engine=verl", "model.path=.", *overrides])
+    return translate(config, Path("/runs/mine"), "/models/mine", on_cpu)
+
+
+def test_settings_arrive_under_their_names_in_verl() -> None:
+    found = translated(
+        "cluster.num_workers=4",
+        "cluster.nodes=2",
+        "rollout.n=16",
+        "actor.mini_batch_size=16",
+        "actor.epochs=3",
+        "algorithm.aggregation=fixed_length",
+        "algorithm.kl_coef=0.01",
+        "actor.optim.lr=1e-5",
+        "trainer.influence_trace.hessian_mode=identity",
+    ).settings
+    assert found["trainer.n_gpus_per_node"] == 4 and found["trainer.nnodes"] == 2
+    assert found["actor_rollout_ref.rollout.n"] == 16
+    assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == 16
+    assert found["actor_rollout_ref.actor.ppo_epochs"] == 3
+    assert found["actor_rollout_ref.actor.loss_agg_mode"] == "seq-mean-token-sum-norm"
+    assert found["actor_rollout_ref.actor.loss_scale_factor"] == 20
+    assert found["actor_rollout_ref.actor.use_kl_loss"] is True
+    assert found["actor_rollout_ref.actor.optim.lr"] == 1e-5
+    assert found["+gradtrace.influence_trace"]["hessian_mode"] == "identity"
+
+
+def test_options_of_verl_pass_through_and_win() -> None:
+    found = translated(
+        "verl.actor_rollout_ref.actor.fsdp_config.param_offload=true", "verl.trainer.save_freq=7"
+    ).settings
+    assert found["++actor_rollout_ref.actor.fsdp_config.param_offload"] is True
+    assert found["trainer.save_freq"] == 7
+
+
+def test_workers_get_what_they_need_through_ray() -> None:
+    found = translated("cluster.pg_timeout_seconds=90")
+    prefix = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    assert found.settings[f"{prefix}.GRADTRACE_PG_TIMEOUT_SECONDS"] == "90"
+    assert found.settings[f"{prefix}.VERL_USE_EXTERNAL_MODULES"] == "gradtrace.integrations.verl"
+    assert "VERL_PLATFORM" not in translated(on_cpu=False).environment
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("trainer.tracin.enable=true", "not connected to verl"),
+        ("trainer.entropy_probe.every=5", "not connected to verl"),
+        ("actor.share_prompts=true", "no such layout"),
+        ("actor.optim.schedule=linear", "constant and cosine only"),
+        ("algorithm.advantage=gae", "verl.algorithm.adv_estimator=gae"),
+        ("actor.mini_batch_size=7", "no multiple"),
+        ("cluster.num_workers=5", "dealt evenly"),
+        ("critic.value_clip=0.5", "critic"),
+    ],
+)
+def test_what_cannot_be_carried_over_is_refused_with_the_reason(override: str, reason: str) -> None:
+    more = ["trainer.influence_trace.enable=false"] if "share_prompts" in override else []
+    with pytest.raises(GradtraceError, match=reason):
+        translated(override, *more)
+
+
+def test_every_refused_key_exists() -> None:
+    keys = set(leaves())
+    assert set(REFUSED) <= keys
+    for key in keys:
+        value_at(Config(), key)
+
+
+def test_cfg_shows_what_verl_is_told() -> None:
+    text = show(load_config(["engine=verl", "recipe=demo", "cluster.num_workers=2"]))
+    ours, theirs = text.split("# What verl is told:\n")
+    assert yaml.safe_load(ours)["cluster"]["num_workers"] == 2
+    assert yaml.safe_load(theirs)["verl"]["trainer.n_gpus_per_node"] == 2
+
+
+def test_cluster_settings_without_the_engine_are_an_error() -> None:
+    with pytest.raises(GradtraceError, match="engine=verl"):
+        load_config(["recipe=demo", "cluster.num_workers=2"])
+
+
+def test_values_survive_the_command_line() -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for value in (
+        True,
+        None,
+        1e-6,
+        [0.9, 0.99],
+        {"a": 1, "b": "x y"},
+        "{% for m in x %}{{ m['c'] }}{% endfor %}",
+    ):
+        parsed = OverridesParser.create().parse_override(f"key={hydra_value(value)}").value()
+        assert parsed == value or str(parsed) == str(value)
