@@ -366,8 +366,8 @@ class TracinConfig:
     """A backward pass with hooks, or one forward-mode pass; the same scores. `auto` takes the cheaper."""
     parameters: str = _choice("linear", "all")
     """Scores over linear layers (biases and tied embeddings included), or over every trainable parameter."""
-    preconditioner: str = _choice("none", "adam")
-    """`adam`: weigh the validation gradient by Adam's second moments, as the real update is."""
+    preconditioner: str = _choice("adam", "none")
+    """`adam`: weigh the validation gradient by Adam's second moments, as the real update is. Helps a lot."""
     selection: str = _choice("drop_lowest", "positive", "top_fraction", "soft", "none")
     """What the update uses. `positive`: scores above 0. `top_fraction`: the best. `drop_lowest`: all but the most
     negative. `soft`: all, weighted. `none`: score only."""

@@ -123,6 +123,13 @@ class _Constant:
         return dataclasses.replace(self.outputs, advantages=self.outputs.advantages[:, :width])
 
 
+def test_a_critic_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    """Token-level advantages of a critic in training, group-relative ones in validation."""
+    run_dir, _ = run(tmp_path, "algorithm.advantage=gae", "trainer.total_steps=2")
+    record = small.metrics(run_dir, timings=True)[-1]
+    assert record["tracin/selected"] == record["perf/trained_responses"] < 12
+
+
 def test_soft_selection_weighs_advantages_and_drops_nothing(tmp_path: Path) -> None:
     run_dir, _ = run(tmp_path, "trainer.tracin.selection=soft")
     step = open_run(run_dir).step("tracin", 2)
@@ -150,6 +157,12 @@ def test_old_validation_rollouts_are_reused_until_refreshed(tmp_path: Path) -> N
     run_dir, _ = run(tmp_path, "trainer.tracin.val_refresh_every=3")
     generated = [r["tracin/val_generated"] for r in small.metrics(run_dir) if r["step"]]
     assert generated == [12, 0, 0, 12]
+    assert [r["perf/generated_responses"] for r in small.metrics(run_dir, timings=True) if r["step"]] == [
+        24,
+        12,
+        12,
+        24,
+    ]
     steps = [step.meta["validation_step"] for step in open_run(run_dir).readable_steps("tracin")]
     assert steps == [1, 1, 1, 4]
 

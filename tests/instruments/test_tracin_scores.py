@@ -208,7 +208,11 @@ def test_mistakes_name_their_cause() -> None:
 
 def scored_step(folder: Path, *more: str) -> tuple[RolloutBatch, Tensor, RolloutBatch, object]:
     """A real batch, its scores by the instrument, its validation batch, and the trainer's parts."""
-    knobs = ("trainer.tracin.enable=true", "trainer.tracin.val_batch_size=4", *more)
+    knobs = (
+        "trainer.tracin.enable=true",
+        "trainer.tracin.val_batch_size=4",
+        *more,
+    )  # step 1: no preconditioner yet
     trainer = small.trainer(folder, *knobs)
     observer = build_observer(trainer.parts, trainer.files, print)
     batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
@@ -276,9 +280,19 @@ def products(instrument, batch: RolloutBatch) -> Tensor:
         ("trainer.tracin.method=ghost", "actor.token_budget=40", "trainer.tracin.diagnose_every=0"),
         ("trainer.tracin.method=tangent", "model.attention=eager"),
         ("trainer.tracin.method=ghost", "model.lora.rank=2"),
+        ("trainer.tracin.method=tangent", "model.lora.rank=2", "trainer.tracin.parameters=all"),
         ("model.gradient_checkpointing=true",),
     ],
-    ids=["ghost", "tangent", "tangent-micro", "ghost-micro", "eager", "lora", "checkpointing"],
+    ids=[
+        "ghost",
+        "tangent",
+        "tangent-micro",
+        "ghost-micro",
+        "eager",
+        "lora",
+        "lora-tangent",
+        "checkpointing",
+    ],
 )
 def test_scores_in_the_loop_equal_products_of_gradients_on_the_same_batch(
     tmp_path: Path, more: tuple[str, ...]

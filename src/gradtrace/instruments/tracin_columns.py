@@ -19,6 +19,7 @@ from gradtrace.instruments.tracin import SIGN, UNIT
 from gradtrace.instruments.tracin_diagnosis import certain_share
 from gradtrace.instruments.tracin_rules import Selected
 from gradtrace.trace.schema import TracinReason
+from gradtrace.training.metrics import GENERATED
 
 LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.(\w+)")
 
@@ -40,6 +41,10 @@ class TracinStep:
     val_norm: float = 0.0
     val_norms: dict[str, float] = field(default_factory=dict)
     train_norm: float | None = None
+    direction_norm: float = 0.0
+    """Of the preconditioned validation gradient; measured together with train_norm and cosine."""
+    cosine: float = 0.0
+    """Of the whole batch's gradient and the validation gradient."""
     low: Tensor | None = None
     high: Tensor | None = None
     diagnosis: list[str] = field(default_factory=list)
@@ -55,7 +60,10 @@ class TracinStep:
             "fallback": self.selected.fallback,
             "note": self.selected.note,
         }
-        return about if self.train_norm is None else about | {"train_norm": self.train_norm}
+        if self.train_norm is None:
+            return about
+        measured = ("train_norm", "direction_norm", "cosine")
+        return about | {name: getattr(self, name) for name in measured}
 
 
 def describe(settings: TracinConfig, method: str) -> dict[str, Any]:
@@ -126,6 +134,7 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
         values["val_reward"] = float(result.validation.rewards.mean())  # type: ignore[union-attr]
     if result.train_norm is not None and result.low is not None and result.high is not None:
         values["train_grad_norm"] = result.train_norm
+        values["cosine"] = result.cosine
         values["certain_share"] = certain_share(scores.numpy(), result.low.numpy(), result.high.numpy())
         values["warnings"] = float(len(result.diagnosis))
     if batch.flipped is not None:
@@ -133,6 +142,7 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
             if bool(flipped.any()):
                 values[f"dropped_of_{label}"] = float((~kept & flipped).sum() / flipped.sum())
     metrics = {f"tracin/{name}": value for name, value in values.items()}
+    metrics[GENERATED] = float(result.generated)  # the loop adds it to its own
     return metrics | {f"timing_s/{name}": value for name, value in result.seconds.items()}
 
 

@@ -57,11 +57,13 @@ def diagnose(
     low: np.ndarray | None = None,
     high: np.ndarray | None = None,
     val_prompts: int | None = None,
+    cosine: float | None = None,
 ) -> list[str]:
     """Sentences about the scores [R] of one step; an empty list if all is as it should be.
 
-    `val_norm`, `train_norm`: norms of the validation gradient and of the whole training batch's, whose product the
-    scores are; `low`, `high`: the scores' bootstrap interval. What is None was not measured and is not judged.
+    `val_norm`, `train_norm`: norms of the direction that scores are taken along (the validation gradient,
+    preconditioned or not) and of the whole batch's gradient; `cosine`: of the two plain gradients, without it that of
+    the direction; `low`, `high`: the scores' bootstrap interval. What is None was not measured and is not judged.
     """
     scores = np.asarray(scores, dtype=np.float64)
     finite = scores[np.isfinite(scores)]
@@ -86,7 +88,7 @@ def diagnose(
             f"{1 - len(counted) / len(finite):.0%} of the scores are zero: their groups have one constant reward and "
             "nothing to learn from. The task is too easy or too hard for the policy now."
         )
-    sentences += _against_norms(counted, val_norm, train_norm)
+    sentences += _against_norms(counted, val_norm, train_norm, cosine)
     if len(counted) >= MIN_SCORES:
         sentences += _distribution(counted)
     if low is not None and high is not None and len(low) == len(scores):
@@ -100,7 +102,9 @@ def diagnose(
     return sentences
 
 
-def _against_norms(counted: np.ndarray, val_norm: float, train_norm: float | None) -> list[str]:
+def _against_norms(
+    counted: np.ndarray, val_norm: float, train_norm: float | None, cosine: float | None
+) -> list[str]:
     if not train_norm:
         return []
     scale = val_norm * train_norm
@@ -109,7 +113,7 @@ def _against_norms(counted: np.ndarray, val_norm: float, train_norm: float | Non
             f"The scores are next to zero: their absolute sum is {np.abs(counted).sum() / scale:.1e} of the product "
             "of the two gradients' norms, which is rounding. They say nothing."
         ]
-    cosine = counted.sum() / scale
+    cosine = counted.sum() / scale if cosine is None else cosine
     if abs(cosine) < ORTHOGONAL:
         return [
             f"Training and validation gradient are nearly orthogonal (cosine {cosine:+.3f}): a step on the whole "
@@ -146,8 +150,9 @@ def diagnose_step(step: Step) -> list[str]:
         interval = {"low": step["score_low"][candidates], "high": step["score_high"][candidates]}
     return diagnose(
         step["score"][candidates],
-        float(meta.get("val_norm", math.nan)),
+        float(meta.get("direction_norm", meta.get("val_norm", math.nan))),
         meta.get("train_norm"),
+        cosine=meta.get("cosine"),
         val_prompts=len(np.unique(step["group"][~candidates])),
         **interval,
     )

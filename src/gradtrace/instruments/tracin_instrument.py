@@ -171,21 +171,26 @@ class TracinInstrument(StepObserver):
         self.selector.set_validation_gradient(total)
         self.selector.loss = loss
         self._keep_gradient(result)
+        gradient, _ = self.selector.gradient_of(self._training_losses(batch))
+        result.train_norm = norm(gradient.values())
+        product = sum(
+            float((gradient[name] * part).sum()) for name, part in total.items() if name in gradient
+        )
+        result.cosine = product / max(result.train_norm * result.val_norm, 1e-300)
+        self._precondition()
+        result.direction_norm = self.selector.norm
         parts = torch.stack(scores)
         result.scores = parts.sum(0)
         low, high = bootstrap_interval(parts.nan_to_num().numpy(), seed)
         result.low, result.high = torch.from_numpy(low), torch.from_numpy(high)
-        gradient, _ = self.selector.gradient_of(self._training_losses(batch))
-        result.train_norm = norm(gradient.values())
-        self._precondition()
-        preconditioned = self.settings.preconditioner != "none"
         result.diagnosis = diagnose(
             result.scores.numpy(),
-            result.val_norm,
-            None if preconditioned else result.train_norm,  # the product then is not of these two gradients
+            result.direction_norm,
+            result.train_norm,
             low,
             high,
             len(val_batch.prompts),
+            result.cosine,
         )
         for sentence in result.diagnosis:
             self._say_once(sentence.split(":")[0].lstrip("0123456789 "), f"step {seed}: {sentence}")

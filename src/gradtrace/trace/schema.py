@@ -279,6 +279,8 @@ META_KEYS = {
     "val_loss": "validation loss −mean_r(A_r Σ_t log-prob)",
     "val_norm": "norm of the validation gradient",
     "train_norm": "norm of the gradient of the whole training batch; absent where it was not measured",
+    "direction_norm": "norm of the validation gradient after the preconditioner: what scores are products with",
+    "cosine": "of the whole batch's gradient and the validation gradient",
     "val_norms": "norm of the validation gradient by layer group",
     # entropy_probe; every entropy change is in nats per token, positive = entropy rises
     "delta_h_predicted": "predicted change of the mean entropy by this update",
