@@ -113,11 +113,16 @@ def _print(comparisons: list[Comparison]) -> None:
         cells = table_cells(comparison)
         title = Text(f"{comparison.metric} against {AXES[comparison.against]}")
         table = Table(title=title, title_justify="left")
-        for name in cells.head:
+        for name in cells.head[:-1]:
             table.add_column(Text(name), overflow="fold")
         for row in cells.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*map(Text, row[:-1]))
         console.print(table)
+        for label, *_, differs in cells.rows:  # too wide for a column
+            if differs:
+                console.print(
+                    f"{label}: {differs}", style="dim", highlight=False, markup=False, soft_wrap=True
+                )
         console.print(cells.caption, style="dim", highlight=False, markup=False)
     for remark in remarks_of(comparisons):
         console.print(f"note: {remark}", highlight=False, markup=False, soft_wrap=True)

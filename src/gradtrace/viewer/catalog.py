@@ -21,7 +21,10 @@ from gradtrace.viewer.step_view import StepView, load_step_view
 from gradtrace.viewer.vocabulary import TOKEN_BYTES, Vocabulary, load_vocabulary
 
 STEPS_IN_MEMORY = 6
-_RUN_FILES = ("config.yaml", "metrics.jsonl", ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, ENTROPY_PROBE)
+ABLATION = "ablation.json"
+_TRACES = (ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, ENTROPY_PROBE)
+_RUN_FILES = ("config.yaml", "metrics.jsonl", ABLATION, *_TRACES)
+"""A folder with one of these can be looked at: a run, a probe, an ablation."""
 
 
 def is_run(folder: Path) -> bool:
@@ -34,7 +37,8 @@ def last_activity(folder: Path) -> float:
         "metrics.jsonl",
         "summary.json",
         "config.yaml",
-        *(f"{kind}/manifest.jsonl" for kind in _RUN_FILES[2:]),
+        ABLATION,
+        *(f"{kind}/manifest.jsonl" for kind in _TRACES),
     )
     times = []
     for name in names:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import KINDS
-from gradtrace.viewer.catalog import ServedRun, last_activity
+from gradtrace.viewer.catalog import ABLATION, ServedRun, last_activity
 
 QUIET_SECONDS = 180.0
 """A run without a final summary that wrote nothing for this long has probably stopped."""
@@ -39,6 +39,7 @@ def run_news(
         "traces": {kind: _trace_news(served, kind, newest.get(kind, 0.0)) for kind in KINDS},
         "description": describe(served.config),
         "enabled": {kind: _enabled(served.config, kind) for kind in KINDS},
+        "ablation": _changed(run.path / ABLATION),
         "problems": [str(problem) for problem in run.problems],
         "vocabulary_problem": served.vocabulary.problem,
     }

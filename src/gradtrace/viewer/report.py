@@ -20,6 +20,7 @@ from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.reader import StepUnreadableError
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.viewer import payload
+from gradtrace.viewer.ablation_payload import ablation_payload
 from gradtrace.viewer.bundle import single_page
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, is_run
 from gradtrace.viewer.news import run_news
@@ -126,6 +127,9 @@ def make_report(
             kept = [entry for entry in trace["steps"] if entry["step"] in held]
             trace["present"] = bool(kept)
             trace["steps"], trace["count"] = kept, len(kept)
+        table = ablation_payload(each.run.path)
+        if table is not None:
+            collected.json[f"runs/{each.id}/ablation"] = table
         collected.json[f"runs/{each.id}/news"] = news
     collected.json["runs"] = {
         "runs": [_listed(each, collected) for each in served],

@@ -22,6 +22,7 @@ from gradtrace.trace.reader import StepUnreadableError
 from gradtrace.trace.schema import ENTROPY_PROBE, KINDS, TRACIN
 from gradtrace.trace.step import Step
 from gradtrace.viewer import payload
+from gradtrace.viewer.ablation_payload import AblationUnreadableError, ablation_payload
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, last_activity
 from gradtrace.viewer.news import run_news, state_of
 from gradtrace.viewer.probe_payload import probe_payload
@@ -272,6 +273,16 @@ def probe(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
     return as_json(probe_payload(found, served.vocabulary))
 
 
+def ablation(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
+    try:
+        table = ablation_payload(_run(catalog, request).run.path)
+    except AblationUnreadableError as error:
+        raise HTTPException(422, str(error)) from error
+    if table is None:
+        raise HTTPException(404, "this folder holds no ablation")
+    return as_json(table)
+
+
 def _one_response(kind: str) -> Handler:
     def handler(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
         served, found = _trace(catalog, request, kind)
@@ -286,6 +297,7 @@ def _one_response(kind: str) -> Handler:
 API: dict[str, Handler] = {
     "runs": runs,
     "runs/{run:int}/news": news,
+    "runs/{run:int}/ablation": ablation,
     "runs/{run:int}/steps/{step:int}": step,
     "runs/{run:int}/steps/{step:int}/miniatures": miniatures,
     "runs/{run:int}/steps/{step:int}/tokens": points_structure,

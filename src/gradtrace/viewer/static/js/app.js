@@ -2,6 +2,7 @@
 
 import { Chrome } from "./chrome.js";
 import { element, emptyState } from "./dom.js";
+import { openAblationPage } from "./pages/ablation.js";
 import { openGroupPage } from "./pages/group.js";
 import { openProbePage } from "./pages/probe.js";
 import { openRunPage } from "./pages/run.js";
@@ -19,6 +20,7 @@ const PAGES = {
   tokens: openTokensPage,
   tracin: openTracinPage,
   probe: openProbePage,
+  ablation: openAblationPage,
 };
 /** Pages that show one instrument's steps: its trace, what its tab says, and how it is turned on. */
 const INSTRUMENTS = {
@@ -114,7 +116,7 @@ export class App {
       .map((name) => this.runs.find((run) => run.name === name))
       .filter((run) => run && run.id !== open.id);
     const [run, ...overlays] = await Promise.all([open, ...others].map((each) => this.history(each)));
-    const known = page in PAGES ? page : "run";
+    const known = run.isAblation ? "ablation" : page in PAGES ? page : "run";
     const step = this.resolveStep(run, known);
     return {
       page: known,
@@ -184,7 +186,7 @@ export class App {
   async makePage(context) {
     if (!context.run) return noRunPage(context.named);
     const { page, run, step } = context;
-    if (page !== "run") {
+    if (page !== "run" && page !== "ablation") {
       const steps = run.stepsOf(kindsOf(page));
       if (!steps.length) return INSTRUMENTS[page] ? noInstrumentPage(run, INSTRUMENTS[page]) : noTracePage(run);
       if (!steps.includes(step))
@@ -229,6 +231,8 @@ export class App {
       if (run.traces[kind].present || page === name)
         tabs.push({ page: name, label, href: href(name), stepper: this.neighbours("step", context) });
     }
+    if (run.isAblation) tabs.length = 0;
+    if (run.ablation > 0) tabs.push({ page: "ablation", label: "Ablation", href: href("ablation") });
     for (const tab of tabs) tab.current = tab.page === page;
     this.chrome.showBar(
       tabs,

@@ -2,12 +2,14 @@
 
 import { fixed, signed } from "./format.js";
 
-const off = (what, key) => (run) =>
-  run.enabled?.[key] === false
-    ? `${what} was off: trainer.${key}.enable=true turns it on`
-    : run.isLive
-      ? "nothing written yet"
-      : `no ${what} in this run`;
+const off =
+  (what, key, setting = `trainer.${key}.enable=true`) =>
+  (run) =>
+    run.enabled?.[key] === false && !run.traces[key].present
+      ? `${what} was off: ${setting} turns it on`
+      : run.isLive
+        ? "nothing written yet"
+        : `no ${what} in this run`;
 const notLogged = (metric) => (run) => (run.isLive ? "nothing written yet" : `this run logged no ${metric}`);
 
 function single(key, title, unit, metric, options = {}) {
@@ -96,7 +98,10 @@ export const ENTROPY_CHANGE_CHART = {
     },
   ],
   note: (run) => `solid measured, dashed predicted${correlationText(run)}`,
-  why: off("entropy probe", "entropy_probe"),
+  why: (run) =>
+    run.traces.entropy_probe.present && !run.rows.size
+      ? "A probe of one checkpoint: curves need trainer.entropy_probe.every=1 in training."
+      : off("entropy probe", "entropy_probe", "trainer.entropy_probe.every=1")(run),
 };
 
 /** Curves of the TracIn page: those of these that the run has logged. The run page charts any other tracin/ metric. */

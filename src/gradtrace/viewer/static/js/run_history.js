@@ -23,13 +23,14 @@ export class RunHistory {
     const news = await this.source.json(`runs/${this.id}/news?${query}`);
     const changed = this.takeMetrics(news.metrics);
     const traced = TRACES.map((kind) => this.takeTrace(this.traces[kind], news.traces[kind]));
-    const stateChanged = this.state !== news.state;
+    const stateChanged = this.state !== news.state || this.ablation !== news.ablation;
     Object.assign(this, {
       state: news.state,
       totalSteps: news.total_steps,
       written: news.written,
       description: news.description,
       enabled: news.enabled,
+      ablation: news.ablation,
       problems: news.problems,
       vocabularyProblem: news.vocabulary_problem,
       heardAt: Date.now(),
@@ -94,6 +95,11 @@ export class RunHistory {
       this.columns.set(name, points);
     }
     return this.columns.get(name);
+  }
+
+  /** Nothing but an ablation's table is in this folder. */
+  get isAblation() {
+    return this.ablation > 0 && !this.rows.size && !TRACES.some((kind) => this.traces[kind].present);
   }
 
   get metricNames() {

@@ -91,12 +91,11 @@ class TracinPage {
         ),
         element("section", "", this.listControls(), this.caption, table),
       ),
-      this.validationSection(),
     );
     this.charts = new ChartGrid([this.context.run, ...this.context.overlays], (step) => this.openStep(step));
     this.charts.show(tracinCharts(this.context.run));
     this.charts.step = this.charts.rest = structure.step;
-    this.node.append(element("h2", "section-title", "Over training"), this.charts.node);
+    this.node.append(element("h2", "section-title", "Over training"), this.charts.node, this.validationSection());
   }
 
   facts() {

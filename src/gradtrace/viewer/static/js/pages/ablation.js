@@ -1,0 +1,240 @@
+// The ablation page: one row per combination of settings, and how far their token scores agree.
+
+import { button, element, fact, setAttributes } from "../dom.js";
+import { fixed, general, MISSING, plural } from "../format.js";
+import { signedClass, signedClassName } from "../scales.js";
+
+const MEBIBYTE = 2 ** 20;
+
+export async function openAblationPage(context) {
+  const table = await context.source.json(`runs/${context.run.id}/ablation`);
+  return () => new AblationPage(context, table);
+}
+
+/** A number of the table as people read it. */
+function shown(key, value, unit = "") {
+  if (value === null || value === undefined) return MISSING;
+  if (typeof value !== "number") return String(value);
+  if (key === "time_s") return `${fixed(value, 3)} s`;
+  if (key === "peak_bytes") return `${fixed(value / MEBIBYTE, 1)} MiB`;
+  return unit ? general(value) : fixed(value, 3);
+}
+
+class AblationPage {
+  constructor(context, table) {
+    Object.assign(this, { context, table, url: context.url });
+    this.title = "ablation";
+    this.hints = [
+      ["j k", "row"],
+      ["esc", "clear"],
+    ];
+    this.axes = Object.keys(table.sweep);
+    this.columns = table.columns.filter((column) => typeof column.key === "string");
+    const keys = [...this.axes, ...this.columns.map((column) => column.key)];
+    this.sort = this.url.choice("sort", ["grid", ...keys]);
+    this.ascending = this.url.get("dir") !== "down";
+    this.selected = this.url.number("sel");
+    this.node = element("div", "ablation-page");
+    this.build();
+  }
+
+  build() {
+    const { table } = this;
+    const { rollout, baseline } = table;
+    const theta = table.checkpoint ? `checkpoint ${table.checkpoint}` : "the recipe's first weights";
+    const sub = `One rollout of ${table.recipe} at ${theta}: ${plural(rollout.responses ?? 0, "response")} to ${plural(rollout.prompts ?? 0, "prompt")}, ${general(rollout.tokens)} tokens, ${general(rollout.groups_mixed)} mixed groups. Same tokens and weights in every row.`;
+    const done = table.cells.filter((cell) => cell.status === "done").length;
+    const facts = element(
+      "div",
+      "facts",
+      fact(`${done} of ${table.cells.length}`, "combinations done"),
+      fact(shown("time_s", baseline.time_s), "the pass without a trace"),
+      fact(shown("peak_bytes", baseline.peak_bytes), "its memory"),
+    );
+    const title = element("div", "title", element("h1", "", `Ablation ${table.name}`), element("p", "sub", sub));
+    this.body = element("tbody");
+    this.headRow = element("tr");
+    this.node.append(
+      element("div", "head", title, facts),
+      element("table", "ablation-table", element("thead", "", this.headRow), this.body),
+      this.meanings(),
+      this.agreementSection(),
+    );
+    if (table.machine) this.node.append(element("p", "dim machine", String(table.machine)));
+    this.drawTable();
+  }
+
+  meanings() {
+    const list = element("dl", "meanings");
+    for (const { label, key, meaning } of this.columns)
+      list.append(element("dt", "", label ?? key), element("dd", "", meaning ?? ""));
+    return list;
+  }
+
+  /* ---------- the table ---------- */
+
+  get cells() {
+    const numbered = this.table.cells.map((cell, index) => ({ cell, index }));
+    if (this.sort === "grid") return numbered;
+    const value = ({ cell }) => (this.axes.includes(this.sort) ? cell.settings?.[this.sort] : cell[this.sort]);
+    const sign = this.ascending ? 1 : -1;
+    return numbered.sort((a, b) => {
+      const [x, y] = [value(a), value(b)];
+      const missing = (v) => v === null || v === undefined;
+      if (missing(x) || missing(y)) return missing(x) - missing(y) || a.index - b.index;
+      const [p, q] = [Number(x), Number(y)];
+      const order = Number.isNaN(p) || Number.isNaN(q) ? String(x).localeCompare(String(y)) : p - q;
+      return sign * order || a.index - b.index;
+    });
+  }
+
+  /** The best value of every column that has a better side. */
+  best() {
+    const best = new Map();
+    for (const { key, better } of this.columns) {
+      const values = this.table.cells.map((cell) => cell[key]).filter(Number.isFinite);
+      if (values.length > 1 && better === "lower") best.set(key, Math.min(...values));
+      if (values.length > 1 && better === "higher") best.set(key, Math.max(...values));
+    }
+    return best;
+  }
+
+  drawTable() {
+    const head = (key, label, number) => {
+      const cell = element("th", number ? "number" : "");
+      cell.append(
+        button("", label, () => {
+          this.ascending = this.sort === key ? !this.ascending : true;
+          this.sort = key;
+          this.url.update({ sort: key, dir: this.ascending ? null : "down" });
+          this.drawTable();
+        }),
+      );
+      return setAttributes(cell, {
+        "aria-sort": this.sort === key ? (this.ascending ? "ascending" : "descending") : null,
+      });
+    };
+    this.headRow.replaceChildren(
+      head("grid", "#", true),
+      ...this.axes.map((axis) => head(axis, axis, false)),
+      ...this.columns.map(({ key, label }) => head(key, label ?? key, true)),
+    );
+    const best = this.best();
+    this.body.replaceChildren(...this.cells.map(({ cell, index }) => this.row(cell, index, best)));
+  }
+
+  row(cell, index, best) {
+    const row = element(
+      "tr",
+      `opens${this.selected === index ? " current" : ""}`,
+      element("td", "number", String(index + 1)),
+    );
+    for (const axis of this.axes) row.append(element("td", "mono", String(cell.settings?.[axis] ?? MISSING)));
+    if (cell.status !== "done") {
+      const why = cell.error ? `${cell.status}: ${cell.error}` : String(cell.status);
+      row.append(setAttributes(element("td", "dim reason", why), { colspan: this.columns.length }));
+    } else {
+      for (const { key, unit } of this.columns) {
+        const isBest = best.get(key) === cell[key];
+        row.append(element("td", `number${isBest ? " best" : ""}`, shown(key, cell[key], unit)));
+      }
+    }
+    row.dataset.cell = index;
+    row.addEventListener("click", () => this.select(this.selected === index ? null : index));
+    return row;
+  }
+
+  select(index) {
+    this.selected = index;
+    this.url.update({ sel: index });
+    this.drawTable();
+    this.markMatrix();
+    this.body.querySelector("tr.current")?.scrollIntoView({ block: "nearest" });
+  }
+
+  /* ---------- agreement ---------- */
+
+  agreementSection() {
+    const { names, matrix, measure, credit } = this.table.agreement;
+    const section = element("section", "agreement", element("h2", "section-title", "Agreement"));
+    if (names.length < 2) {
+      section.append(element("p", "dim", "At least two combinations must be done."));
+      return section;
+    }
+    const place = new Map(this.table.cells.map((cell, index) => [cell.name, index]));
+    this.places = names.map((name) => place.get(name));
+    const numbers = this.places.map((index) => (index === undefined ? "?" : String(index + 1)));
+    this.matrix = element("table", "matrix");
+    this.matrix.append(
+      element(
+        "thead",
+        "",
+        element("tr", "", element("th"), ...numbers.map((number) => element("th", "number", number))),
+      ),
+    );
+    const body = element("tbody");
+    matrix.forEach((row, i) => {
+      const line = element("tr", "", setAttributes(element("th", "number", numbers[i]), { title: String(names[i]) }));
+      row.forEach((value, j) => line.append(this.matrixCell(value, i, j, names)));
+      body.append(line);
+    });
+    this.matrix.append(body);
+    this.pair = element(
+      "p",
+      "pair dim",
+      "Point at a cell to read which two combinations it compares; numbers are those of the table.",
+    );
+    section.append(
+      element(
+        "p",
+        "dim",
+        `Rank correlation (${measure ?? "spearman"}) of all token scores, ${String(credit ?? "").replace("_", " ")} credit. 1: the same order.`,
+      ),
+      element("div", "matrix-scroll", this.matrix),
+      this.pair,
+    );
+    this.markMatrix();
+    return section;
+  }
+
+  matrixCell(value, i, j, names) {
+    const level = Number.isFinite(value) ? signedClass(value, 1) : 0;
+    const cell = element("td", `number ${signedClassName(level)}`, Number.isFinite(value) ? fixed(value, 2) : MISSING);
+    cell.addEventListener("pointerenter", () => {
+      this.pair.textContent = `${names[i]}  against  ${names[j]}: ${Number.isFinite(value) ? fixed(value, 4) : "not known"}`;
+    });
+    cell.addEventListener("click", () => this.places[i] !== undefined && this.select(this.places[i]));
+    return cell;
+  }
+
+  /** Row and column of the selected combination. */
+  markMatrix() {
+    if (!this.matrix) return;
+    const at = this.places.indexOf(this.selected);
+    [...this.matrix.tBodies[0].rows].forEach((row, i) => {
+      row.classList.toggle("chosen", i === at);
+      [...row.cells].forEach((cell, j) => cell.classList.toggle("chosen", at >= 0 && j === at + 1));
+    });
+  }
+
+  /* ---------- living ---------- */
+
+  async update() {
+    this.table = await this.context.source.json(`runs/${this.context.run.id}/ablation`);
+    this.node.replaceChildren();
+    this.build();
+  }
+
+  move(direction) {
+    const order = this.cells.map(({ index }) => index);
+    const at = order.indexOf(this.selected);
+    this.select(order[Math.max(0, Math.min(order.length - 1, at + direction))]);
+  }
+
+  key(event) {
+    const actions = { j: () => this.move(1), k: () => this.move(-1), Escape: () => this.select(null) };
+    if (!actions[event.key]) return false;
+    actions[event.key]();
+    return true;
+  }
+}
