@@ -301,6 +301,9 @@ def test_no_privileges() -> None:
         "if os.getuid() == 0: found.append('root')\n"
         "if libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0: found.append('mount')\n"
         "if libc.unshare(0x00020000) == 0: found.append('unshare')\n"
+        "if libc.unshare(0x10000000) == 0: found.append('user namespace')\n"
+        "for family in (socket.AF_VSOCK, socket.AF_PACKET, socket.AF_ALG):\n"
+        "    try: socket.socket(family, socket.SOCK_STREAM); found.append(str(family))\n    except OSError: pass\n"
         "for pid in range(1, 100):\n"
         "    if pid != os.getpid() and libc.ptrace(16, pid, 0, 0) == 0: found.append(f'ptrace {pid}')\n"
         "try: os.kill(1, 9)\nexcept OSError: pass"
@@ -360,6 +363,13 @@ def test_scripts_are_judged_by_what_they_print(
         ("def f(): return float('nan')", "import math\nassert math.isnan(f())"),
         ("def f(): return 1 + 2j, b'x', {(1, 2): {3}}", "assert f() == (1 + 2j, b'x', {(1, 2): {3}})"),
         ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == 0.5"),
+        ("import os, sys\ndef f(): return os.spawnv(0, sys.executable, ['x', '-Sc', '1/0'])", "assert f() == 1"),
+        ("import subprocess as s, sys\ndef f(): return s.call([sys.executable, '-Sc', '1/0'])", "assert f() == 1"),
+        (
+            "import threading\ndef f():\n    a = []\n    t = threading.Thread(target=a.append, args=(1,))\n"
+            "    t.start()\n    t.join()\n    return a",
+            "assert f() == [1]",
+        ),
         ("def sum(a, b): return a - b", "assert sum(5, 3) == 2"),
         ("def f(x): return x + 1\ndef g(h, x): return h(h(x))", "assert g(f, 1) == 3"),
     ],
@@ -410,7 +420,11 @@ def test_without_isolation_nothing_runs_unless_told_to(tmp_path: Path) -> None:
         "print('told to:', run(allow_unsafe=True, timeout=60.0))\n"
     )
     ran = tmp_path / "ran"
-    (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'a').write('x')\ndef f(): return 1\n")
+    (tmp_path / "code.py").write_text(
+        f"open({str(ran)!r}, 'a').write('x')\n"
+        "import socket\ntry: network = socket.socket()\nexcept OSError: network = None\n"
+        "def f(): return 1 if network is None else 'network'\n"
+    )
     done = subprocess.run(
         no_namespaces(sys.executable, "-c", program), capture_output=True, text=True, check=True
     )

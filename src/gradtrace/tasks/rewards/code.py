@@ -52,7 +52,7 @@ def code(
                 f"{reply['reason']}. Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1 and "
                 "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined), or, "
                 "where nothing on the machine needs protection, reward.options.allow_unsafe=true: then programs run as "
-                "your user, with your files and network, under limits of time and memory alone."
+                "your user, with all your files, under limits of time and memory alone."
             )
         if reply.get("failed") == "setup":
             raise GradtraceError(f"The sandbox could not start a program:\n{reply['reason']}")

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import signal
+from typing import Any
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -66,6 +67,10 @@ def enter_root(folder: str) -> None:
 
 def prctl(option: int, value: int = 0) -> None:
     _check(_libc.prctl(option, value, 0, 0, 0), f"prctl({option}, {value})")
+
+
+def set_filter(option: int, mode: int, program: Any) -> None:
+    _check(_libc.prctl(option, mode, program, 0, 0), "prctl(PR_SET_SECCOMP)")
 
 
 def die_with_parent(parent: int) -> None:

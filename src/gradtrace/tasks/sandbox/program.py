@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradtrace.tasks.sandbox import jail, linux
+from gradtrace.tasks.sandbox import jail, linux, seccomp
 
 PAYLOAD = 3
 CHANNEL = 4
@@ -144,6 +144,7 @@ class Program:
         environment = (
             jail.ENVIRONMENT if self.scratch is None else {**jail.ENVIRONMENT, "HOME": self.scratch.name}
         )
+        seccomp.install(own_network=self.isolated)
         os.execve(jail.INTERPRETER, [jail.INTERPRETER, "-I", "-S", "-c", start], environment)
 
 
