@@ -45,7 +45,7 @@ lint: $(VENV)/.full
 	$(BIN)/mypy
 
 docs: $(VENV)/.full
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/.full
 	$(BIN)/python -m benchmarks

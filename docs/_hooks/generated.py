@@ -39,7 +39,7 @@ def docstrings(cls: type) -> dict[str, str]:
 
 
 def cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("[", "\\[")
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
