@@ -1,7 +1,9 @@
-"""Look at a run in the browser: curves, prompt groups, token heat maps of entropy and influence.
+"""Look at a run in the browser: curves, prompt groups, token heat maps of entropy and influence, and, where the run has
+them, TracIn's scores and the entropy probe.
 
     gradtrace view                      the latest run in ./runs, live while it is still training
     gradtrace view runs/a runs/b        compare runs; every other run in ./runs can be added on the page
+    gradtrace view ablations/demo       the table of an ablation (a probe's folder works as well)
     gradtrace view --demo               sample data, no training needed
     gradtrace view --no-open --port 7007
 

@@ -63,7 +63,7 @@ class TracinPage {
     const rule = [
       meta.selection && `Rule: ${meta.selection}.`,
       meta.val_strategy && `Validation set: ${meta.val_strategy}.`,
-      meta.method && `Method: ${meta.method}.`,
+      meta.method && `Method: ${meta.method}${meta.preconditioner === "adam" ? ", weighed as Adam weighs" : ""}.`,
     ];
     const sub = `Score of each response: its gradient times the validation gradient. ${rule.filter(Boolean).join(" ")}`;
     const title = element(
@@ -88,6 +88,7 @@ class TracinPage {
           this.histogramHead(),
           this.histogram?.node ?? this.noScores(),
           this.zeroButton(),
+          this.layerNorms(),
         ),
         element("section", "", this.listControls(), this.caption, table),
       ),
@@ -121,7 +122,10 @@ class TracinPage {
     const { note } = this.structure.meta;
     const diagnosis = [...(note ? [String(note)] : []), ...this.structure.diagnosis];
     const box = element("section", "diagnosis strip", element("h2", "", "Diagnosis"));
-    if (!diagnosis.length) box.append(element("p", "dim", "Nothing notable in this step's scores."));
+    const unmeasured = this.structure.columns.includes("score_low")
+      ? ""
+      : " How certain their signs are was not measured in this step (trainer.tracin.diagnose_every).";
+    if (!diagnosis.length) box.append(element("p", "dim", `Nothing notable in this step's scores.${unmeasured}`));
     else box.append(element("ul", "", ...diagnosis.map((sentence) => element("li", "", sentence))));
     return box;
   }
@@ -164,6 +168,23 @@ class TracinPage {
       );
     if (strange) line.append(`${plural(strange, "score")} not finite.`);
     return line;
+  }
+
+  /** Where the validation gradient is large: its norm by layer group. */
+  layerNorms() {
+    const norms = Object.entries(this.structure.meta.val_norms ?? {}).filter(([, norm]) => Number.isFinite(norm));
+    if (!norms.length) return null;
+    const top = Math.max(...norms.map(([, norm]) => norm), 1e-300);
+    const list = element("dl", "layer-norms");
+    for (const [name, norm] of norms) {
+      const bar = element("i", "bar-fill l4");
+      bar.style.width = `${(100 * norm) / top}%`;
+      list.append(
+        element("dt", "", name.replaceAll("_", " ")),
+        element("dd", "", element("span", "track", bar), element("span", "", numberStyle(top, 3).plain(norm))),
+      );
+    }
+    return element("details", "layers", element("summary", "", "Validation gradient by layer, norms"), list);
   }
 
   listControls() {
