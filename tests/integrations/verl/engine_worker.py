@@ -70,6 +70,44 @@ def run_case(name: str, folder: Path) -> None:
     )
 
 
+def save_or_open(folder: Path) -> None:
+    """Two ranks train a step and save; one rank opens that."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    actor = folder / "checkpoints" / "global_step_1" / "actor"
+    engine = harness.make_engine(str(folder / "model"))
+    if world == 2:
+        batch = torch.load(folder / "batch.pt", weights_only=False)
+        data = harness.tensordict(batch, cases.ranks_of(2)[rank][:4], None, sequences=8)
+        from gradtrace.integrations.verl.losses import GradtraceLoss
+
+        with engine.train_mode():
+            engine.train_batch(data, GradtraceLoss(harness.actor_config()))
+            engine.lr_scheduler_step()
+        engine.save_checkpoint(str(actor), global_step=1)
+        (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    else:
+        engine.load_checkpoint(str(actor))
+    state = engine.optimizer.state_dict()["state"]
+    found = {
+        "parameters": {k: full(v.detach()).clone() for k, v in engine.module.named_parameters()},
+        "moments": {k: full(v["exp_avg"]).clone() for k, v in state.items()},
+        "schedule": engine.lr_scheduler.state_dict()["last_epoch"],
+    }
+    torch.save(found, folder / f"checkpoint.{world}.{rank}.pt")
+
+
+def refusals() -> dict[str, str]:
+    """What the engine says to settings that would go wrong."""
+    from gradtrace.errors import GradtraceError
+
+    found = {}
+    try:
+        harness.make_engine(sys.argv[1] + "/model", ulysses_sequence_parallel_size=dist.get_world_size())
+    except GradtraceError as error:
+        found["ulysses"] = str(error)
+    return found
+
+
 if __name__ == "__main__":
     import verl  # noqa: F401  (registers the platform and the engine)
     from verl.utils.distributed import initialize_global_process_group_ray
@@ -78,4 +116,7 @@ if __name__ == "__main__":
     initialize_global_process_group_ray()
     for case_name in sys.argv[2:]:
         run_case(case_name, Path(sys.argv[1]))
+    save_or_open(Path(sys.argv[1]))
+    if dist.get_world_size() > 1:
+        torch.save(refusals(), Path(sys.argv[1]) / "refusals.pt")
     dist.destroy_process_group()

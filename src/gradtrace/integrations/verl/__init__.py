@@ -8,14 +8,9 @@ In a job of your own, name this package in one environment variable and ask for 
 Without `+gradtrace.…` nothing changes. See docs/verl.md.
 """
 
-import os
 import sys
 
 # verl imports this package at the end of its own import. A process without verl (`gradtrace train --cfg`) must not
 # pay for importing it.
 if "verl" in sys.modules:
-    if os.environ.get("VERL_PLATFORM") == "cpu":
-        from gradtrace.integrations.verl import cpu  # noqa: F401  (its platform, before verl's engines ask for one)
-    from gradtrace.integrations.verl import plugin
-
-    plugin.take_over()
+    from gradtrace.integrations.verl import plugin  # noqa: F401  (registers)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-from verl.workers.engine.base import EngineRegistry
+import os
 
-from gradtrace.integrations.verl import losses
-from gradtrace.integrations.verl.engine import TracedFSDPEngine
-from gradtrace.integrations.verl.trainer import GradtraceTrainer
+from gradtrace.integrations.verl import cpu
 
 VENDOR = "gradtrace"
 
 
 def register() -> None:
     """Under names of our own: nothing of verl's is replaced. This is what the entry point `verl.plugins` does."""
+    if os.environ.get("VERL_PLATFORM") == cpu.PLATFORM:
+        cpu.load()  # its platform, before verl's engines are imported and ask for one
+    from verl.workers.engine.base import EngineRegistry
+
+    from gradtrace.integrations.verl import losses, trainer  # noqa: F401  (the trainer registers itself)
+    from gradtrace.integrations.verl.engine import TracedFSDPEngine
+
     losses.register()
     backends = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
     for device in ("cuda", "npu"):
@@ -26,7 +30,12 @@ def register() -> None:
 def take_over() -> None:
     """Named in VERL_USE_EXTERNAL_MODULES: our engine and trainer stand where verl's would be. They are verl's own
     until the configuration has a `gradtrace` section that asks for something."""
-    register()
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.workers.engine.base import EngineRegistry
+
+    from gradtrace.integrations.verl.engine import TracedFSDPEngine
+    from gradtrace.integrations.verl.trainer import GradtraceTrainer
+
     backends = EngineRegistry._engines["language_model"]["fsdp2"]
     if ("cuda", "nvidia") not in backends:
         EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cuda", "nvidia")(TracedFSDPEngine)
@@ -34,3 +43,5 @@ def take_over() -> None:
 
 
 register()
+if "gradtrace.integrations.verl" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
+    take_over()

@@ -12,8 +12,6 @@ VERL_PLATFORM=cpu is what loads it; without that a job is left alone.
 What else a configuration needs on CPU (sdpa attention, no torch.compile, FSDP2) is in `settings()`.
 """
 
-import sys
-
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "RAY_enable_worker_prestart": "0",  # Ray would start one idle process for every CPU that it is told of
@@ -42,7 +40,15 @@ def settings(workers: int, cpus: int = 16) -> dict[str, object]:
     }
 
 
-if "verl" in sys.modules:
+_loaded = False
+
+
+def load() -> None:
+    """Put it in place, in a process that has verl."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
     from gradtrace.integrations.verl.cpu import platform
 
     platform.register()  # before anything of verl is imported that asks for the platform

@@ -1,0 +1,180 @@
+"""The influence trace inside verl's FSDP2 engine on two ranks: time of the update with and without it, and bytes moved.
+
+    python -m benchmarks.verl_overhead [--quick]
+
+Two gloo processes train the same engine on the same batch, in turns with the trace and without it. `overhead_update` is
+with over without. `bytes_share` is what attribution sends over what FSDP sends in a traced update, with groups dealt
+to ranks as our trainer deals them (whole); `bytes_share_split` the same with every group split over both ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import emit, parse_arguments, seconds
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import InfluenceTraceConfig
+
+GROUPS, GROUP_SIZE = 4, 8
+COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce", "all_gather", "broadcast")
+
+
+def batch(response_tokens: int) -> RolloutBatch:
+    """Random responses of one length; log-probs do not matter for the time, so they are made up."""
+    generator = torch.Generator().manual_seed(0)
+    rows = GROUPS * GROUP_SIZE
+    rewards = torch.rand(rows, generator=generator)
+    shape = (rows, response_tokens)
+    group = torch.arange(GROUPS).repeat_interleave(GROUP_SIZE)
+    mean = torch.stack([rewards[group == g].mean() for g in range(GROUPS)])[group]
+    log_probs = torch.full(shape, -3.0)
+    return RolloutBatch(
+        prompts=[torch.randint(3, 18, (32,), generator=generator).tolist() for _ in range(GROUPS)],
+        group=group,
+        responses=torch.randint(3, 18, shape, generator=generator),
+        response_mask=torch.ones(shape, dtype=torch.bool),
+        finished=torch.ones(rows, dtype=torch.bool),
+        sampler_log_probs=log_probs,
+        old_log_probs=log_probs,
+        rewards=rewards,
+        advantages=(rewards - mean)[:, None].expand(shape).clone(),
+    )
+
+
+class Traffic:
+    """Bytes that this rank hands to collectives, by who asked."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.owner = "fsdp"
+        for name in COLLECTIVES:
+            setattr(dist, name, self._counted(getattr(dist, name)))
+
+    def _counted(self, collective: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
+            self.bytes[self.owner] += sum(t.numel() * t.element_size() for t in tensors[-1:])
+            return collective(*args, **options)
+
+        return counted
+
+    @contextlib.contextmanager
+    def of_attribution(self) -> Iterator[None]:
+        self.owner = "attribution"
+        yield
+        self.owner = "fsdp"
+
+
+def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
+    """One rank; rank 0 leaves its measurements in `folder`."""
+    import verl  # noqa: F401  (registers platform and engine)
+    from verl.utils.distributed import initialize_global_process_group_ray
+
+    from gradtrace.integrations.verl.labels import StepLabels
+    from gradtrace.integrations.verl.losses import GradtraceLoss
+    from tests.integrations.verl import harness
+
+    torch.set_num_threads(1)
+    initialize_global_process_group_ray()
+    rank = dist.get_rank()
+    engine = harness.make_engine(str(folder / "model"))
+    rollout = batch(response_tokens)
+    everyone = torch.ones(len(rollout), dtype=torch.bool)
+    traffic = Traffic()
+    step = 0
+
+    def update(rows: list[int], loss: GradtraceLoss) -> None:
+        nonlocal step
+        step += 1
+        labels = None
+        if loss.influence is not None:
+            labels = StepLabels.of(rollout, step, everyone, torch.zeros(len(rollout), dtype=torch.long))
+        data = harness.tensordict(rollout, rows, labels, sequences=len(rollout), micro_batch=GROUP_SIZE)
+        with engine.train_mode():
+            engine.train_batch(data, loss)
+
+    plain = GradtraceLoss(harness.actor_config())
+    knobs = InfluenceTraceConfig(enable=True, on_error="raise")
+    traced = GradtraceLoss(harness.actor_config(), influence=knobs, parts_dir=str(folder))
+    half = len(rollout) // 2
+    whole = list(range(rank * half, (rank + 1) * half))
+    split = list(range(rank, len(rollout), 2))
+    for loss in (plain, traced):
+        update(whole, loss)
+    score = engine.tracer.score
+
+    def counted_score() -> None:
+        with traffic.of_attribution():
+            score()
+
+    engine.tracer.score = counted_score
+    shares = {}
+    for name, rows in (("whole", whole), ("split", split)):
+        traffic.bytes.clear()
+        update(rows, traced)
+        shares[name] = dict(traffic.bytes)
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    pair = [("with", traced), ("without", plain)]
+    for _ in range(rounds):
+        for name, loss in pair:
+            dist.barrier()
+            times[name].append(seconds(lambda loss=loss: update(whole, loss)))
+        pair.reverse()
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps({"times": times, "bytes": shares}))
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--rank-of", nargs=3, help=argparse.SUPPRESS)
+
+    args = parse_arguments(__doc__, arguments, extra)
+    if args.rank_of:
+        rank_main(Path(args.rank_of[0]), int(args.rank_of[1]), int(args.rank_of[2]))
+        return
+    from tests.integrations.verl import harness
+
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+    response_tokens, rounds = (64, 3) if args.quick else (192, 7)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options = {**sizes, "num_key_value_heads": 8, "initializer_range": 0.02, "tie_word_embeddings": False}
+        harness.model_folder(folder / "model", **options)
+        harness.run_ranks(
+            "benchmarks.verl_overhead", 2, "--rank-of", str(folder), str(response_tokens), str(rounds)
+        )
+        found = json.loads((folder / "found.json").read_text())
+    medians = {key: median(values) for key, values in found["times"].items()}
+    shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}
+    ratios = {
+        "overhead_update": medians["with"] / medians["without"],
+        "bytes_share": shares["whole"],
+        "bytes_share_split": shares["split"],
+    }
+    detail = {
+        **{f"{key}_s": round(value, 4) for key, value in medians.items()},
+        "times_s": {key: [round(v, 4) for v in values] for key, values in found["times"].items()},
+        "bytes": found["bytes"],
+        "responses": GROUPS * GROUP_SIZE,
+        "response_tokens": response_tokens,
+        "model": sizes,
+        "ranks": 2,
+    }
+    emit("verl_overhead", ratios, detail)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
