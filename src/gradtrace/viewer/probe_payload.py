@@ -16,15 +16,14 @@ CHANGES = ("entropy_change", "entropy_change_measured")
 
 
 def probe_payload(step: Step, vocabulary: Vocabulary) -> dict[str, Any]:
-    rows = response_rows(step, vocabulary)
+    rows = response_rows(step, vocabulary, ("share",))
     offsets = step["token_offsets"]
     channels = [name for name in ("entropy", "token_share", *CHANGES) if name in step]
-    for r, row in enumerate(rows):
-        span = slice(offsets[r], offsets[r + 1])
-        row["share"] = float(step["share"][r])
-        row["entropy"] = _mean(step["entropy"][span])
-        for name in CHANGES:
-            row[name] = _mean(step[name][span]) if name in step else None
+    for name in ("entropy", *CHANGES):
+        has_column = name in channels
+        values = step[name] if has_column else step["entropy"]
+        for r, row in enumerate(rows):
+            row[name] = _mean(values[offsets[r] : offsets[r + 1]]) if has_column else None
     is_update = step["batch"] == int(ProbeBatch.UPDATE)
     token_is_update = np.repeat(is_update, np.diff(offsets))
     changes = [step[name][~token_is_update] for name in CHANGES if name in step]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,24 +32,17 @@ def response_payload(step: Step, r: int, vocabulary: Vocabulary) -> dict[str, An
     }
 
 
-def response_rows(step: Step, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """What lists show of every response; indices are those of the file."""
-    offsets, tokens = step["token_offsets"], step["token_id"]
+def response_rows(step: Step, vocabulary: Vocabulary, more: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What lists show of every response; indices are those of the file. `more`: further columns, None where missing."""
+    offsets, tokens = step["token_offsets"].tolist(), step["token_id"]
+    names = ("group", "row", "reward", "length", "accepted", "advantage", *more)
+    columns = {name: step[name].tolist() if name in step else [None] * step.n_responses for name in names}
     rows = []
     for r in range(step.n_responses):
-        ids = tokens[offsets[r] : offsets[r + 1]]
-        row = {
-            "response": r,
-            "group": int(step["group"][r]),
-            "row": int(step["row"][r]),
-            "reward": float(step["reward"][r]),
-            "length": int(step["length"][r]),
-            # A token is at least one character, so that this many tokens are enough.
-            "text": vocabulary.text(ids[:PREVIEW].tolist())[:PREVIEW],
-        }
-        for name in ("accepted", "advantage"):
-            row[name] = step[name][r].item() if name in step else None
-        rows.append(row)
+        # A token is at least one character, so that this many tokens are enough.
+        ids = tokens[offsets[r] : min(offsets[r + 1], offsets[r] + PREVIEW)].tolist()
+        row = {"response": r, **{name: values[r] for name, values in columns.items()}}
+        rows.append({**row, "text": vocabulary.text(ids)[:PREVIEW]})
     return rows
 
 

@@ -36,14 +36,10 @@ def tracin_payload(step: Step, vocabulary: Vocabulary, traced_groups: Mapping[in
     """`traced_groups`: group_id → index of the group on the group page, where the step has one."""
     reasons = step["reason"]
     is_validation = reasons == int(TracinReason.VALIDATION)
-    rows = response_rows(step, vocabulary)
-    for r, row in enumerate(rows):
-        reason = TracinReason(reasons[r])
+    rows = response_rows(step, vocabulary, ("score", "kept", *_MORE))
+    for row, code in zip(rows, reasons.tolist(), strict=True):
+        reason = TracinReason(code)
         row["reason"] = REASONS.get(reason, reason.name.lower().replace("_", " "))
-        row["score"] = float(step["score"][r])
-        row["kept"] = bool(step["kept"][r])
-        for name in _MORE:
-            row[name] = step[name][r].item() if name in step else None
     groups = prompts(step, vocabulary, LONGEST_PROMPT_PREVIEW)
     members: list[list[int]] = [[] for _ in groups]
     for r, group in enumerate(step["group"].tolist()):
