@@ -12,6 +12,8 @@ the update is that of the checkpoint's AdamW with its moments, and E is many dis
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import math
 import sys
 import tempfile
@@ -59,6 +61,8 @@ class Checkpoint:
     probe: EntropyProbe
     params: SamplingParams
     generator: torch.Generator
+    sampled: Any
+    """A float32 copy of the model, which samples as in training, and faster."""
 
     @staticmethod
     def open(run_dir: Path, step: int) -> Checkpoint:
@@ -67,13 +71,14 @@ class Checkpoint:
         parts = build_parts(config, folder)
         load_state(folder, parts)
         parts.optimizer.begin_step(step + 1)
+        sampled = copy.deepcopy(parts.policy.model)
         parts.policy.model.double()
         probe = EntropyProbe(parts.policy.model, parts.optimizer.adamw, config.actor.optim.grad_clip)
         params = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=parts.task.stop_token_ids
         )
         generator = torch.Generator().manual_seed(step)
-        return Checkpoint(parts, FullPrecision.of(parts.policy), probe, params, generator)
+        return Checkpoint(parts, FullPrecision.of(parts.policy), probe, params, generator, sampled)
 
     def update_batch(self, prompts: int, n: int) -> TokenBatch:
         """U, the next prompts of the run."""
@@ -83,7 +88,7 @@ class Checkpoint:
                 n=n, max_new_tokens=self.params.max_new_tokens, stop_token_ids=self.params.stop_token_ids
             ),
         )
-        batch = rollout(self.parts.sampler, self.parts.task.next_prompts(prompts), params, self.generator)
+        batch = rollout(Sampler(self.sampled), self.parts.task.next_prompts(prompts), params, self.generator)
         batch = judge(batch, self.parts.task, self.parts.reward)
         return loss_batch(self.policy, batch, config)
 
@@ -96,8 +101,10 @@ class Checkpoint:
             yield batch, evaluation_batch(self.policy, batch), index
 
     def sample(self, prompts: list[list[int]], seed: int) -> RolloutBatch:
+        """From the model's weights as they are now."""
+        self.sampled.load_state_dict(self.policy.model.state_dict())
         generator = torch.Generator().manual_seed(1000 + seed)
-        return self.parts.sampler.generate(prompts, self.params, generator=generator)
+        return Sampler(self.sampled).generate(prompts, self.params, generator=generator)
 
 
 def loss_batch(policy: Policy, batch: RolloutBatch, config: Config, token_budget: int = 16384) -> TokenBatch:
@@ -195,6 +202,15 @@ def probe_checkpoint(run_dir: Path, step: int, batches: int, prompts: int) -> di
     }
 
 
+def kept_row(run_dir: Path, seed: int, step: int, batches: int, prompts: int) -> dict[str, Any]:
+    """`probe_checkpoint`, once for each trained run: with --runs an interrupted benchmark goes on where it was."""
+    path = run_dir / f"probe_accuracy_{step}_{batches}x{prompts}.json"
+    if not path.exists():
+        row = {"seed": seed, **probe_checkpoint(run_dir, step, batches, prompts)}
+        path.write_text(json.dumps(row))
+    return json.loads(path.read_text())
+
+
 def coverage(rows: list[dict[str, Any]], key: str) -> float:
     scores = [abs(value) for row in rows for value in row[key]]
     return sum(score <= 1.96 for score in scores) / len(scores)
@@ -258,7 +274,9 @@ def smollm2(quick: bool) -> dict[str, Any]:
 
 def extra(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--runs", type=Path, help="where the trained runs are, or go (default: a temporary folder)"
+        "--runs",
+        type=Path,
+        help="where trained runs and their results are kept (default: a temporary folder)",
     )
 
 
@@ -266,14 +284,14 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra)
     steps = [5, 10] if args.quick else [5, 10, 20, 30, 40, 50, 60, 80]
     seeds = [0] if args.quick else [0, 1]
-    batches, prompts = (4, 64) if args.quick else (12, 128)
+    batches, prompts = (4, 64) if args.quick else (8, 128)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.runs or Path(temporary)
         for seed in seeds:
             run_dir = trained_run(folder, seed, steps)
             for step in steps:
-                row = {"seed": seed, **probe_checkpoint(run_dir, step, batches, prompts)}
+                row = kept_row(run_dir, seed, step, batches, prompts)
                 rows.append(row)
                 print(
                     f"seed {seed} step {step}: H {row['mean_entropy']:.4f}, predicted {row['delta_h_predicted']:+.3e}, "
