@@ -122,6 +122,24 @@ def test_hostile_answers_score_zero_in_order_and_leave_the_pool_whole() -> None:
     assert [len(children(pid)) for pid in keepers] == [1] * WORKERS
 
 
+@pytest.mark.slow
+def test_two_hundred_at_once_with_hostile_ones_among_them() -> None:
+    """One in ten never ends: none is lost, none wrong, and no process is left behind."""
+    pairs = [
+        (HOSTILE[i // 10 % 4], "5") if i % 10 == 3 else (rf"\boxed{{{i}}}", str(i - i % 2))
+        for i in range(200)
+    ]
+    expected = [0.0 if i % 10 == 3 else float(i % 2 == 0) for i in range(200)]
+    requests = [{"response": r, "answer": a, "require": "any", "timeout": 3.0} for r, a in pairs]
+    with WorkerPool(JUDGE, 4) as pool:
+        answers = pool.map(requests)
+        keepers = [keeper.process.pid for keeper in pool._keepers]
+        assert pool.size == 4 and pool.replaced == 0
+    assert [answer.get("score", 0.0) for answer in answers] == expected
+    assert sum(answer.get("failed") == "deadline" for answer in answers) == 20
+    assert not [pid for pid in keepers if Path(f"/proc/{pid}").exists() or children(pid)]
+
+
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
     with WorkerPool(JUDGE, WORKERS) as pool:

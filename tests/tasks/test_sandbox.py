@@ -379,6 +379,56 @@ def test_tests_see_values_objects_and_effects_as_python_has_them(code: str, test
 
 
 @isolated
+def test_same_program_gets_the_same_value_every_time() -> None:
+    code = "def f(): return list({'a', 'b', 'c', 'd', 'e', 'f', 'g'})"
+    values = {str(score(code, {"test_list": [f"assert f()[{i}] == 'a'"]})) for i in (0, 0, 0)}
+    assert len(values) == 1
+    assert sum(score(code, {"test_list": [f"assert f()[{i}] == 'a'"]}) for i in range(7)) == 1.0
+
+
+@isolated
+def test_installed_packages_can_be_imported() -> None:
+    code = "import numpy\ndef f(n): return numpy.arange(n).reshape(2, -1) ** 2, numpy.int64(3), numpy.float32(0.5)"
+    assert score(code, {"test_list": ["assert f(4) == ([[0, 1], [4, 9]], 3, 0.5)"]}) == 1.0
+
+
+HOSTS = {
+    "user": ["unshare", "--user", "--map-user=1000", "--map-group=1000"],
+    "root of a container": ["unshare", "--user", "--map-root-user"],
+    "root that may not make user namespaces": [
+        *["unshare", "--user", "--map-root-user", "sh", "-c"],
+        *['echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"],
+    ],
+}
+
+
+@isolated
+@pytest.mark.parametrize("host", HOSTS)
+def test_no_capabilities_and_no_writes_on_other_kinds_of_hosts(host: str) -> None:
+    if subprocess.run([*HOSTS[host], "true"], capture_output=True, check=False).returncode:
+        pytest.skip("cannot be imitated on this machine")
+    code = (
+        "import ctypes\n"
+        "def capabilities():\n"
+        "    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
+        "    ctypes.CDLL(None).capget(header, data)\n    return sum(data)\n"
+        "def write():\n"
+        "    for path in ('/usr/lib/x', '/x', '/dev/x'):\n"
+        "        try: open(path, 'w')\n        except OSError: continue\n        return path\n"
+    )
+    tests = ["assert capabilities() == 0", "assert write() is None"]
+    request = {**script(code, ""), "kind": "calls", "tests": tests, "setup": "", "entry_points": []}
+    program = (
+        "from gradtrace.tasks.verification.pool import WorkerPool\n"
+        f"with WorkerPool({SERVICE!r}, 1) as pool: print(pool.map([{request!r}]))\n"
+    )
+    done = subprocess.run(
+        [*HOSTS[host], sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[{'passed': [True, True], 'why': ''}]\n"
+
+
+@isolated
 def test_human_eval_form() -> None:
     test = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == 1\n"
     item = {"test": test, "entry_point": "square"}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEAST_MEMORY = 128
 SERVICE = "gradtrace.tasks.sandbox.service:create"
 
 
@@ -40,6 +41,11 @@ def code(
     megabytes, `workers` at once; 0 is one per core. Where Linux grants no namespaces nothing is run, unless
     `allow_unsafe` says so.
     """
+    if memory_mb < LEAST_MEMORY:
+        raise GradtraceError(
+            f"reward.options.memory_mb={memory_mb} is too small: at least {LEAST_MEMORY}, of which the sandbox's own "
+            "processes need a part."
+        )
     requests = [
         request(response, item, partial, timeout, memory_mb, allow_unsafe)
         for response, item in zip(responses, items, strict=True)

@@ -145,7 +145,7 @@ class Program:
             jail.ENVIRONMENT if self.scratch is None else {**jail.ENVIRONMENT, "HOME": self.scratch.name}
         )
         seccomp.install(own_network=self.isolated)
-        os.execve(jail.INTERPRETER, [jail.INTERPRETER, "-I", "-S", "-c", start], environment)
+        os.execve(jail.INTERPRETER, [jail.INTERPRETER, "-s", "-S", "-c", start], environment)
 
 
 def move_up(descriptor: int) -> int:

@@ -142,8 +142,12 @@ class Keeper:
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # Nothing of the trainer's environment: tokens and keys are no business of what judges.
-            env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+            # Nothing else of the trainer's environment: tokens and keys are no business of what judges.
+            env={
+                "PATH": os.defpath,
+                "LANG": "C.UTF-8",
+                **{k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"},
+            },
             start_new_session=True,
         )
         theirs.close()
