@@ -74,7 +74,7 @@ class RankTracer:
             self.tracer.reset()
         self.labels = labels
         self.data = data
-        rows = data[ROW].cpu()
+        rows = rows_of(data)
         numbers = labels.mini_batch[rows[rows >= 0]].unique().tolist()
         if len(numbers) > 1:
             raise GradtraceError(
@@ -135,7 +135,7 @@ class RankTracer:
         self._open = contextlib.ExitStack()
 
     def _capture_of(self, micro_batch: Any) -> contextlib.AbstractContextManager[None]:
-        rows = micro_batch[ROW].cpu()
+        rows = rows_of(micro_batch)
         ids = self.local[rows]
         packed = plain(micro_batch, "use_remove_padding", True)
         bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
@@ -171,7 +171,7 @@ class RankTracer:
     def _weights(self, data: Any, log_probs: Tensor) -> Tensor:
         """[b, T]: w_t."""
         mask = dense(data, "response_mask", log_probs).bool()
-        rows = data[ROW].cpu()
+        rows = rows_of(data)
         rewards = torch.where(rows >= 0, self.labels.rewards[rows], 0.0).to(log_probs.device)
         advantages = dense(data, "advantages", log_probs)
         return objective_weights(self.config.output_function, mask, advantages=advantages, rewards=rewards)
@@ -221,7 +221,7 @@ class RankTracer:
 
     def _round_terms(self, response: int | None) -> Tensor:
         """One forward pass of this rank: the own terms of a response's tokens, or (None) of any response."""
-        rows = self.data[ROW].cpu()
+        rows = rows_of(self.data)
         place = 0 if response is None else int((rows == self.rows[response]).nonzero()[0])
         found: list[Tensor] = []
 
@@ -255,6 +255,12 @@ class RankTracer:
 def no_terms(responses: list[int]) -> Tensor:
     """`ShardedTracer` asks `round_terms` instead."""
     raise AssertionError("terms of sharded parameters are computed in rounds")
+
+
+def rows_of(data: Any) -> Tensor:
+    """long[b]: the row of each sequence, however the queue has packed single numbers."""
+    rows: Tensor = data[ROW]
+    return (rows.values() if rows.is_nested else rows).reshape(-1).cpu()
 
 
 def plain(data: Any, key: str, default: Any = None) -> Any:

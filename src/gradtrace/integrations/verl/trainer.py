@@ -108,6 +108,10 @@ class GradtraceTrainer(PPOTrainerSync):
         try:
             super().fit(agent_loop_manager)
         except Exception as error:
+            # What failed here may be another rank's complaint about a neighbour that is gone.
+            assert self.watch is not None
+            self.watch.stop()
+            self.status.dead_worker = self.status.dead_worker or self.watch.find_dead()
             self.status.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:500]}"
             self._phase(self.status.phase)
             raise

@@ -8,6 +8,7 @@ dead cannot answer.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,20 @@ class Watch:
 
     def stop(self) -> None:
         self._stop.set()
+
+    def find_dead(self, timeout: float = 15.0) -> str:
+        """A worker that is dead now; empty if all live. Those that are only busy count as living."""
+        asked = {handle.__ray_ready__.remote(): name for name, handle in self.workers.items()}
+        end = time.monotonic() + timeout
+        while asked and time.monotonic() < end:
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=1.0)
+            for reference in ready:
+                name = asked.pop(reference)
+                try:
+                    ray.get(reference)
+                except RayActorError:
+                    return name
+        return ""
 
     def _run(self) -> None:
         # A busy worker answers when it is free: one outstanding call each, asked again after it came back.

@@ -1,0 +1,176 @@
+"""`gradtrace train engine=verl` on two CPU workers, end to end: a run of 20 steps whose workers are killed in every
+phase. One run serves all tests of this file, since starting Ray takes most of the time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradtrace import open_run
+from gradtrace.config_loader import load_config
+from gradtrace.integrations.verl.status import read_status
+from gradtrace.training.terminal import SilentDisplay
+from tests.integrations.verl import harness
+from tests.training import small
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), harness.needs_verl]
+
+STEPS = 20
+REWARD = """
+def ones(response, item):
+    return response.count("1") / 8
+"""
+# (step, phase) in which a worker is killed, and which; each once.
+FAULTS = {
+    (2, "rollout"): "rollout replica 0.0",
+    (3, "rollout"): "reward worker 0",
+    (4, "update"): "actor rank 1",
+    (5, "save"): "actor rank 0",
+}
+
+
+class Recorded(SilentDisplay):
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+@dataclass
+class Killer:
+    """Waits for each fault's moment and kills the worker, as the kernel's out-of-memory killer would."""
+
+    run_dir: Path
+    done: dict[tuple[int, str], str] = field(default_factory=dict)
+    stop: bool = False
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        while not self.stop:
+            time.sleep(0.003)
+            try:
+                status = read_status(self.run_dir)
+            except (OSError, ValueError):
+                continue
+            moment = (status.step, status.phase)
+            worker = FAULTS.get(moment, "")
+            if worker in status.workers and moment not in self.done:
+                self.done[moment] = worker
+                os.kill(status.workers[worker], signal.SIGKILL)
+
+
+@dataclass
+class Result:
+    run_dir: Path
+    messages: list[str]
+    killed: dict[tuple[int, str], str]
+    finished: bool
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    from gradtrace.integrations.verl.launch import train
+
+    folder = tmp_path_factory.mktemp("verl")
+    (folder / "ones.py").write_text(REWARD)
+    config = load_config(
+        [
+            *small.overrides(folder),
+            "engine=verl",
+            "cluster.num_workers=2",
+            f"cluster.max_failures={len(FAULTS)}",
+            f"trainer.total_steps={STEPS}",
+            f"reward.path={folder / 'ones.py'}:ones",
+            "data.max_prompt_length=8",
+            "rollout.n=4",
+            "actor.optim.lr=5e-3",
+            "actor.optim.warmup_steps=0",
+            "trainer.checkpoint.every=1",
+            "trainer.validation.every=0",
+            "trainer.traces=true",
+            "trainer.influence_trace.projection_dim_factor=4",
+            "trainer.influence_trace.on_error=raise",
+        ]
+    )
+    display = Recorded()
+    killer = Killer(folder / "runs" / "demo")
+    outcome = train(config, display)
+    killer.stop = True
+    return Result(outcome.run_dir, display.messages, killer.done, outcome.finished)
+
+
+def test_it_finishes_although_a_worker_was_killed_in_every_phase(result: Result) -> None:
+    assert result.killed == FAULTS
+    assert result.finished and len(result.messages) == len(FAULTS)
+
+
+@pytest.mark.parametrize(("moment", "worker"), FAULTS.items(), ids=lambda value: str(value))
+def test_the_launcher_says_who_died_and_in_which_phase(
+    result: Result, moment: tuple[int, str], worker: str
+) -> None:
+    step, phase = moment
+    message = result.messages[list(FAULTS).index(moment)]
+    phase = "reward" if worker.startswith("reward") else phase
+    assert message.startswith(worker), message
+    assert f"died in phase {phase} of step {step}" in message
+    assert "Restart" in message and f"the checkpoint of step {step - 1}" in message
+
+
+def test_no_step_is_lost_or_doubled(result: Result) -> None:
+    run = open_run(result.run_dir)
+    records, problems = run.metrics()
+    assert not problems and [record["step"] for record in records] == list(range(1, STEPS + 1))
+    for kind in ("entropy_trace", "influence_trace"):
+        assert list(run.steps(kind)) == list(range(1, STEPS + 1))
+
+
+def test_one_trace_per_step_holds_all_ranks(result: Result) -> None:
+    run = open_run(result.run_dir)
+    for step in (1, STEPS):
+        entropy, influence = run.step("entropy_trace", step), run.step("influence_trace", step)
+        assert len(entropy["group"]) == 16 and sorted(np.bincount(entropy["group"])) == [4, 4, 4, 4]
+        scored = np.isin(np.arange(4), influence["group"]) == (influence["group_status"] == 0)
+        assert scored.all() and influence["captured"].all()
+        assert np.isfinite(influence["influence_position"]).all()
+        assert set(influence["optimizer_step"]) <= {0, 1}
+    assert not list((result.run_dir / "influence_trace" / "parts").iterdir())
+
+
+def test_metrics_have_our_names(result: Result) -> None:
+    records, _ = open_run(result.run_dir).metrics()
+    for name in (
+        *("critic/rewards/mean", "actor/entropy", "actor/grad_norm", "response_length/mean"),
+        *("timing_s/step", "timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor"),
+        *("influence_trace/selected_responses", "influence_trace/uid_mixed", "influence_trace/rows_emitted"),
+    ):
+        assert all(name in record for record in records if record["step"] > 5), name
+
+
+def test_the_reward_rises(result: Result) -> None:
+    rewards = [record["critic/rewards/mean"] for record in open_run(result.run_dir).metrics()[0]]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
+
+
+def test_it_says_that_it_is_active_and_on_which_ranks(result: Result) -> None:
+    log = (result.run_dir / "verl.log").read_text()
+    assert "gradtrace is active: entropy_trace, influence_trace; on ranks 0 to 1 of 2" in log
+    assert "influence trace active on rank 0 of 2" in log and "influence trace active on rank 1 of 2" in log
+
+
+def test_the_policy_is_a_plain_transformers_folder(result: Result) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = result.run_dir / "policy"
+    assert AutoModelForCausalLM.from_pretrained(policy).config.hidden_size == 16
+    assert AutoTokenizer.from_pretrained(policy).eos_token == "<eos>"
