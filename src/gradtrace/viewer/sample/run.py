@@ -343,8 +343,8 @@ def write_sample_runs(folder: Path) -> list[Path]:
     """What `--demo` shows: two runs of the arithmetic task to compare, and one with long answers."""
     runs = [
         SampleRun(folder / "sample-arithmetic", seed=1, total_steps=30),
-        SampleRun(folder / "sample-arithmetic-other-seed", seed=2, total_steps=30),
-        SampleRun(folder / "sample-long-answers", "prose", seed=3, groups=8, responses=16, total_steps=6),
+        SampleRun(folder / "sample-arithmetic-other-seed", seed=2, total_steps=30, tracin=False, probe=False),
+        SampleRun(folder / "sample-long-answers", "prose", seed=3, groups=8, responses=16, total_steps=4),
     ]
     for run in runs:
         for step in range(1, run.total_steps + 1):

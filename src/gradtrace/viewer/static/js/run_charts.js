@@ -189,7 +189,7 @@ export const MAIN_CHARTS = [
     lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }],
     why: off("influence trace", "influence_trace"),
   },
-  ENTROPY_CHANGE_CHART,
+  { ...ENTROPY_CHANGE_CHART, unit: "nats per step" },
 ];
 
 /** A chart of any metric, by its name. */

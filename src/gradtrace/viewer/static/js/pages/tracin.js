@@ -275,7 +275,7 @@ class TracinPage {
     const remarks = [
       row.reason,
       row.weight !== null && row.kept && row.weight !== 1 ? `weight ${fixed(row.weight, 2)}` : "",
-      uncertain ? "sign uncertain" : "",
+      uncertain ? "sign unsure" : "",
       row.flipped ? "reward flipped" : "",
     ];
     fate.append(element("span", "dim", remarks.filter(Boolean).join(", ")));

@@ -4,7 +4,7 @@ import { element, setAttributes, svgElement } from "../dom.js";
 import { numberStyle, plural } from "../format.js";
 import { quantile } from "../scales.js";
 
-const BARS = 26;
+const BARS = 34;
 const HEIGHT = 250;
 const MARGIN = { left: 40, right: 10, top: 22, bottom: 34 };
 
