@@ -17,6 +17,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def _show_installation(console: Any) -> None:
     import torch
     from rich.table import Table
 
+    from gradtrace.tasks.sandbox import missing_isolation
+
     table = Table(
         title=f"gradtrace {__version__} on Python {platform.python_version()}", title_justify="left"
     )
@@ -82,6 +85,10 @@ def _show_installation(console: Any) -> None:
     else:
         console.print("device   CPU only (no CUDA device is visible to torch)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    missing = missing_isolation() if sys.platform == "linux" else "only Linux has the namespaces it needs"
+    console.print(
+        f"sandbox  {f'none for code rewards: {missing}' if missing else 'isolates programs (reward.name=code)'}"
+    )
     console.print(f"threads  torch uses {torch.get_num_threads()} of {cores} cores")
 
 

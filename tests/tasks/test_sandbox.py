@@ -17,9 +17,9 @@ import pytest
 
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.rewards import named_reward
-from gradtrace.tasks.rewards.code import SERVICE
 from gradtrace.tasks.rewards.unit_tests import unit_tests
-from gradtrace.tasks.verification.pool import WorkerPool, shared_pool
+from gradtrace.tasks.sandbox import SERVICE, missing_isolation
+from gradtrace.tasks.verification.pool import shared_pool
 
 MBPP = Path(os.environ.get("GRADTRACE_DATA", "/work/shared/data")) / "mbpp" / "sanitized-mbpp.json"
 WORKERS = 2
@@ -30,20 +30,13 @@ RIGHT = "def double(x):\n    return x + x\n"
 MARK = "gradtrace-orphan"
 
 
-def isolation() -> str:
-    """Why there is none here; empty if there is."""
-    with WorkerPool(SERVICE, 1) as pool:
-        reply = pool.map([script("print(1)", "1")])[0]
-    return str(reply.get("reason", ""))
-
-
 def script(code: str, output: str) -> dict[str, Any]:
     tests = [{"input": "", "output": output}]
     limits = {"seconds": PATIENT, "timeout": PATIENT, "memory": 512 << 20}
     return {"kind": "script", "code": code, "tests": tests, "stop": True, "unsafe": False, **limits}
 
 
-NO_ISOLATION = isolation()
+NO_ISOLATION = missing_isolation()
 isolated = pytest.mark.skipif(bool(NO_ISOLATION), reason=f"no isolation on this machine: {NO_ISOLATION}")
 
 

@@ -11,6 +11,7 @@ from gradtrace.tasks.answers import code_of
 from gradtrace.tasks.rewards.function import batched
 from gradtrace.tasks.rewards.registry import register_reward
 from gradtrace.tasks.rewards.unit_tests import unit_tests
+from gradtrace.tasks.sandbox import SERVICE
 from gradtrace.tasks.verification.channel import Message
 from gradtrace.tasks.verification.pool import shared_pool
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_MEMORY = 128
-SERVICE = "gradtrace.tasks.sandbox.service:create"
 
 
 @register_reward("code")

@@ -1,8 +1,9 @@
 """The keeper's service for code: runs candidates in jails and says which tests they pass.
 
-Requests: {"kind": "calls", "code", "setup", "tests": [source], "entry_points", "stop"} or
+Requests: {"kind": "isolation"}, {"kind": "calls", "code", "setup", "tests": [source], "entry_points", "stop"} or
 {"kind": "script", "code", "tests": [{"input", "output"}], "stop"}, with "seconds" (for each run), "memory" (bytes) and
-"unsafe". Replies: {"passed": [bool], "why": what ended it early}, or {"failed": "refused" | "setup", "reason"}.
+"unsafe". Replies: {"missing": why there is none},
+{"passed": [bool], "why": what ended it early}, or {"failed": "refused" | "setup", "reason"}.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class SandboxService:
             self.no_isolation = str(error).strip().splitlines()[-1]
 
     def answer(self, request: Message, trainer: Channel) -> Message:
+        if request["kind"] == "isolation":
+            return {"missing": self.no_isolation}
         if self.no_isolation and not request["unsafe"]:
             return {"failed": "refused", "reason": self.no_isolation}
         limits = Limits(request["seconds"], request["memory"])
