@@ -1,9 +1,10 @@
 """What TracIn selection costs: scores by ghost product and by forward mode against per-sample gradients, and a selected
 training step against a vanilla one.
 
-`speedup_over_per_sample_*`: the products of 32 responses with a validation gradient, from one gradient per response by
-autograd (theirs), and from the method that `auto` takes (ours), on the same batch; the numbers are compared too. On the
-demo's model and on SmolLM2-135M. `ghost_over_tangent_*` is the time of one method over that of the other.
+`speedup_over_per_sample`: the products of 32 responses with a validation gradient, from one gradient per response by
+autograd (theirs), and from the method that `auto` takes (ours), as the trainer calls it, on the same batch of 4 prompts
+× 8 responses; the numbers are compared too. On the demo's model and (`…_135m`) on SmolLM2-135M. `ghost_over_tangent`
+is the time of one method over that of the other.
 `overhead_selected_step`: a whole training step of the demo (rollout, update) with selection at its defaults, over one
 without; most of it is 64 × 8 validation rollouts and their gradient. `overhead_selected_update`: without the rollouts.
 """
@@ -19,51 +20,52 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Timing, alternate, emit, load_smollm2, machine, parse_arguments, tiny_model
+from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.columns import no_truth
-from gradtrace.instruments.tracin import Piece, TracInSelector
+from gradtrace.instruments.tracin import TracInSelector
+from gradtrace.instruments.tracin_losses import best_layout, pieces, total_losses, validation_weights
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.instruments import tracin_instrument
 from gradtrace.training.loop import Trainer
 from gradtrace.training.metrics import Timer
+from gradtrace.training.microbatch import Sequences
 from gradtrace.training.observer import StepObserver
 from gradtrace.training.parts import Parts, build_parts
+from gradtrace.training.policy import Policy
 from gradtrace.training.terminal import SilentDisplay
 
-RESPONSES = 32
+RESPONSES, GROUP = 32, 8
 
 
-class Batch:
-    """Random responses, all of one length, with random advantages; validation is another such batch."""
-
-    def __init__(self, model: Any, prompt: int, length: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.model = model
-        self.prompt = prompt
-        vocabulary = model.config.vocab_size
-        self.ids = torch.randint(3, vocabulary, (RESPONSES, prompt + length), generator=generator)
-        self.advantages = torch.randn(RESPONSES, generator=generator)
-
-    def losses(self, rows: Tensor) -> Tensor:
-        """[r]: −A Σ ℓ."""
-        ids = self.ids[rows]
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, self.prompt - 1 : -1]
-        log_probs = torch.log_softmax(logits, -1).gather(-1, ids[:, self.prompt :, None]).squeeze(-1)
-        return -(log_probs.sum(1) * self.advantages[rows])
-
-    def piece(self) -> Piece:
-        rows = torch.arange(RESPONSES)
-        tokens = torch.zeros(self.ids.shape, dtype=torch.bool)
-        tokens[:, self.prompt :] = True
-        return Piece(rows, lambda: self.losses(rows), rows, tokens)
+def random_batch(model: Any, prompt: int, length: int, seed: int = 0) -> RolloutBatch:
+    """4 prompts × 8 random responses, all of one length, with random advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.vocab_size
+    prompts = torch.randint(3, vocabulary, (RESPONSES // GROUP, prompt), generator=generator).tolist()
+    mask = torch.ones(RESPONSES, length, dtype=torch.bool)
+    return RolloutBatch(
+        prompts=prompts,
+        group=torch.arange(len(prompts)).repeat_interleave(GROUP),
+        responses=torch.randint(3, vocabulary, (RESPONSES, length), generator=generator),
+        response_mask=mask,
+        finished=mask[:, 0],
+        sampler_log_probs=torch.zeros(mask.shape),
+        advantages=torch.randn(RESPONSES, 1, generator=generator).expand(mask.shape),
+    )
 
 
-def per_sample(batch: Batch, target: dict[str, Tensor]) -> Tensor:
-    named = dict(batch.model.named_parameters())
+def per_sample(policy: Policy, batch: RolloutBatch, target: dict[str, Tensor]) -> Tensor:
+    """One backward pass and one gradient for each response."""
+    named = dict(policy.model.named_parameters())
     weights = [named[name] for name in target]
+    sequences, advantages = Sequences.of(batch), batch.advantages
+    assert advantages is not None
     scores = []
     for r in range(RESPONSES):
-        gradients = torch.autograd.grad(batch.losses(torch.tensor([r])).sum(), weights)
+        micro = sequences.padded(torch.tensor([r]))
+        loss = -(policy.statistics(micro)[0] * advantages[r]).sum()
+        gradients = torch.autograd.grad(loss, weights)
         scores.append(sum(float((g * t).sum()) for g, t in zip(gradients, target.values(), strict=True)))
     return torch.tensor(scores, dtype=torch.float64)
 
@@ -71,22 +73,30 @@ def per_sample(batch: Batch, target: dict[str, Tensor]) -> Tensor:
 def compare_scoring(
     model: Any, prompt: int, length: int, rounds: int
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    batch, validation = Batch(model, prompt, length), Batch(model, prompt, length, seed=1)
+    policy = Policy(model, torch.device("cpu"), 1.0)
+    batch, validation = random_batch(model, prompt, length), random_batch(model, prompt, length, seed=1)
+    rows, budget = torch.arange(RESPONSES), 1 << 20
     automatic = TracInSelector(model)
     selectors = {method: TracInSelector(model, method) for method in ("ghost", "tangent")}
-    target = automatic.set_validation(lambda: validation.losses(torch.arange(RESPONSES)).mean())
+    layout = best_layout(policy, "tangent")
+    losses = total_losses(policy, validation, rows, validation_weights(validation), budget, layout)
+    target = automatic.set_validation(losses)
     for selector in selectors.values():
         selector.set_validation_gradient(target)
     found: dict[str, Tensor] = {}
 
     def score(method: str) -> Callable[[], None]:
         def work() -> None:
-            found[method] = selectors[method].score([batch.piece()])
+            assert batch.advantages is not None
+            layout = best_layout(policy, method)
+            found[method] = selectors[method].score(
+                pieces(policy, batch, rows, -batch.advantages, budget, layout)
+            )
 
         return work
 
     def each() -> None:
-        found["per_sample"] = per_sample(batch, target)
+        found["per_sample"] = per_sample(policy, batch, target)
 
     ours = automatic.method
     against = alternate(each, score(ours), rounds)
@@ -96,7 +106,7 @@ def compare_scoring(
     ratios = {"speedup_over_per_sample": against.ratio, "ghost_over_tangent": methods.ratio}
     detail = {
         "auto": ours,
-        "responses": RESPONSES,
+        "responses": f"{RESPONSES // GROUP} prompts × {GROUP}",
         "tokens": f"{prompt} + {length}",
         "per_sample_over_auto": against.detail(),
         "ghost_over_tangent": methods.detail(),
@@ -166,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the demo trains: its operations are too short to share
     found, detail["demo_model"] = compare_scoring(tiny_model(), 10, 18, 3 if args.quick else 9)
-    ratios |= {f"{name}_demo": value for name, value in found.items()}
+    ratios |= found
     found, detail["demo_step"] = compare_steps(3 if args.quick else 9)
     ratios |= found
     torch.set_num_threads(args.threads or threads)
