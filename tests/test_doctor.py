@@ -166,6 +166,15 @@ def test_scores_without_a_stored_diagnosis_are_diagnosed_now(tmp_path: Path) -> 
     assert "Every score is zero" in words(open_run(sample.path))
 
 
+def test_a_run_without_a_step_is_a_problem_and_a_probe_without_metrics_is_none(tmp_path: Path) -> None:
+    assert "never finished a step" in words(log_run(tmp_path / "empty", steps=0))
+    sample = SampleRun(tmp_path / "probed", groups=2, total_steps=1)
+    sample.write_step(1)
+    sample.finish()
+    (sample.path / "metrics.jsonl").unlink()
+    assert "never finished" not in words(open_run(sample.path))
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "no run at" in capsys.readouterr().err
