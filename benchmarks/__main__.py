@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import benchmarks
+from benchmarks import peers
 from benchmarks.common import REPOSITORY, machine
 
 DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
@@ -42,7 +43,8 @@ its details as JSON.
 
 def benchmark_names() -> list[str]:
     """Modules of this folder, helpers excluded; a name that starts with an underscore is a helper."""
-    names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
+    names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if not module.ispkg]
+    names += [f"peers.{m.name}" for m in pkgutil.iter_modules(peers.__path__) if not m.name.startswith("_")]
     return sorted(name for name in names if name not in NOT_BENCHMARKS and not name.startswith("_"))
 
 
