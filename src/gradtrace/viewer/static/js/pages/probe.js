@@ -101,16 +101,9 @@ class ProbePage {
   /** The sweep over step sizes if there is one, else all steps of the run. */
   makePlot() {
     const sweep = Array.isArray(this.meta.eta_sweep) ? this.meta.eta_sweep : [];
-    const points = sweep.length
-      ? sweep.map(({ eta, predicted, measured, measured_stderr: error }) => ({
-          predicted,
-          measured,
-          error,
-          label: `×${eta}`,
-          words: `step size × ${eta}: predicted ${signed(predicted, 6)}, measured ${signed(measured, 6)} nats`,
-        }))
-      : this.stepPoints();
+    const points = sweep.length ? sweep.flatMap(sweepPoints) : this.stepPoints();
     const plot = new IdentityPlot(points, "Measured against predicted entropy change; dashed: they agree");
+    if (sweep.some(({ fresh }) => Number.isFinite(fresh))) plot.note = "filled: same responses, ring: fresh samples";
     plot.title = sweep.length ? "Predicted and measured over step sizes η" : "Predicted and measured, all steps";
     return plot;
   }
@@ -383,6 +376,17 @@ class ProbePage {
     this.plotResize?.disconnect();
     this.observer?.disconnect();
   }
+}
+
+/** A step size of the sweep: measured on the same responses, and on fresh ones where that was done. */
+function sweepPoints({ eta, predicted, measured, measured_stderr: error, fresh, fresh_stderr: freshError }) {
+  const size = Math.max(Math.abs(predicted), Math.abs(measured));
+  const number = (value) => numberStyle(size).signed(value);
+  const words = `step size × ${eta}: predicted ${number(predicted)}`;
+  const same = { predicted, measured, error, label: `×${eta}`, words: `${words}, measured ${number(measured)} nats` };
+  if (!Number.isFinite(fresh)) return [same];
+  const other = { predicted, measured: fresh, error: freshError, ring: true };
+  return [{ ...other, words: `${words}, on fresh samples ${number(fresh)} nats` }, same];
 }
 
 function divergingBar(value, top) {

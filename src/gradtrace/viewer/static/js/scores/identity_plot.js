@@ -54,7 +54,7 @@ class LogScale {
 }
 
 export class IdentityPlot {
-  /** points: [{predicted, measured, error?, label?, words}] */
+  /** points: [{predicted, measured, error?, label?, ring?, words}] */
   constructor(points, label) {
     this.points = points.filter(({ predicted, measured }) => Number.isFinite(predicted) && Number.isFinite(measured));
     this.svg = setAttributes(svgElement("svg"), { role: "img", "aria-label": label });
@@ -100,9 +100,10 @@ export class IdentityPlot {
       ),
     );
     for (const point of this.points) this.svg.append(this.mark(point, x, y));
+    if (this.note) this.svg.append(svgElement("text", { x: MARGIN.left, y: HEIGHT - 3, class: "axis" }, this.note));
   }
 
-  mark({ predicted, measured, error, label, words }, x, y) {
+  mark({ predicted, measured, error, label, ring, words }, x, y) {
     const group = svgElement("g", { class: "identity-mark" }, svgElement("title", {}, words));
     if (error > 0)
       group.append(
@@ -114,7 +115,14 @@ export class IdentityPlot {
           class: "error-bar",
         }),
       );
-    group.append(svgElement("circle", { cx: x(predicted), cy: y(measured), r: 4, class: "dot run-0" }));
+    group.append(
+      svgElement("circle", {
+        cx: x(predicted),
+        cy: y(measured),
+        r: ring ? 5.5 : 4,
+        class: ring ? "ring-mark" : "dot run-0",
+      }),
+    );
     if (label)
       group.append(svgElement("text", { x: x(predicted) + 8, y: y(measured) + 13, class: "axis note" }, label));
     return group;
