@@ -52,4 +52,6 @@ KNOBS = {
     "loss_term": Case(knobs={"credit": "both"}),
     "leave_out": Case(knobs={"exclude_self_response": True, "contrastive_agg": "sum"}),
 }
-CASES = LAYOUTS | KNOBS
+# Adapters start from random numbers of their own, so there is nothing to compare scores with.
+LORA = {"lora": Case({"lora_rank": 4}, knobs=_GLOBAL, check_gradients=True)}
+CASES = LAYOUTS | KNOBS | LORA

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,11 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
         dist.all_reduce(total)
         expected = full(gradients[block.parameter_name].grad)
         total /= dist.get_world_size()
-        errors[block.name] = float((total - expected).norm() / expected.norm())
+        errors[block.name] = float((total - expected).norm() / expected.norm().clamp(min=1e-8))
     return errors
 
 
-def run_case(name: str, folder: Path) -> None:
+def run_case(name: str, folder: Path) -> Any:
     from gradtrace.integrations.verl.labels import StepLabels
     from gradtrace.integrations.verl.losses import GradtraceLoss
 
@@ -68,6 +70,7 @@ def run_case(name: str, folder: Path) -> None:
     torch.save(
         {"errors": errors, "grad_norms": metrics, "parameters": parameters}, parts_dir / f"rank{rank}.pt"
     )
+    return engine
 
 
 def save_or_open(folder: Path) -> None:
@@ -96,6 +99,22 @@ def save_or_open(folder: Path) -> None:
     torch.save(found, folder / f"checkpoint.{world}.{rank}.pt")
 
 
+def hung_rank(engine: Any) -> str:
+    """What rank 0 says when rank 1 does not come to score."""
+    from gradtrace.errors import GradtraceError
+    from gradtrace.integrations.verl.process_group import VARIABLE
+
+    os.environ[VARIABLE] = "2"
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return ""
+    try:
+        engine.tracer._meet()
+    except GradtraceError as error:
+        return str(error)
+    return ""
+
+
 def refusals() -> dict[str, str]:
     """What the engine says to settings that would go wrong."""
     from gradtrace.errors import GradtraceError
@@ -115,8 +134,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     initialize_global_process_group_ray()
     for case_name in sys.argv[2:]:
-        run_case(case_name, Path(sys.argv[1]))
+        last_engine = run_case(case_name, Path(sys.argv[1]))
     save_or_open(Path(sys.argv[1]))
     if dist.get_world_size() > 1:
-        torch.save(refusals(), Path(sys.argv[1]) / "refusals.pt")
+        said = refusals() | {"hung": hung_rank(last_engine)}
+        if dist.get_rank() == 0:
+            torch.save(said, Path(sys.argv[1]) / "refusals.pt")
+        os._exit(0)  # its process group is of no use any more
     dist.destroy_process_group()

@@ -92,16 +92,17 @@ def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", cases.LAYOUTS)
+@pytest.mark.parametrize("name", cases.LAYOUTS | cases.LORA)
 def test_captured_gradients_sum_to_the_weight_gradient(folder: Path, name: str, world: int) -> None:
     found = torch.load(folder / f"{name}.{world}" / "rank0.pt")
-    assert len(found["errors"]) == 14  # all linear layers but the head
+    # All linear layers but the head; with adapters, the two of each of them.
+    assert len(found["errors"]) == (28 if name in cases.LORA else 14)
     worst = max(found["errors"], key=found["errors"].get)
     assert found["errors"][worst] < 1e-5, f"{worst} is off by {found['errors'][worst]:.1e}"
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", cases.LAYOUTS | cases.KNOBS)
 def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: int) -> None:
     expected, found = embedded(folder, cases.CASES[name]), joined(folder, name, world)
     assert list(found["row"]) == list(expected["row"]) == list(range(16))
@@ -161,3 +162,8 @@ def test_a_checkpoint_becomes_a_plain_transformers_folder(folder: Path) -> None:
 
 def test_ulysses_with_sdpa_is_refused(folder: Path) -> None:
     assert "wrong loss" in torch.load(folder / "refusals.pt")["ulysses"]
+
+
+def test_a_hung_rank_is_named(folder: Path) -> None:
+    message = torch.load(folder / "refusals.pt")["hung"]
+    assert "within 2 s" in message and "Ranks 1 failed" in message, message

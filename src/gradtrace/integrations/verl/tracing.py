@@ -82,9 +82,10 @@ class RankTracer:
                 "was changed after gradtrace had dealt groups to mini-batches"
             )
         # A rank that has nothing but padding in this mini-batch still takes part in its collectives.
-        self.mini_batch = numbers[0] if numbers else min(set(range(labels.last_mini_batch + 1)) - self.done)
-        if self.mini_batch in self.done:  # a later epoch over the same rollout
+        ahead = sorted(set(range(labels.last_mini_batch + 1)) - self.done)
+        if not ahead or (numbers and numbers[0] in self.done):  # a later epoch over the same rollout
             return False
+        self.mini_batch = numbers[0] if numbers else ahead[0]
         self.done.add(self.mini_batch)
         self.rows = labels.rows(self.mini_batch)
         self.local = torch.full((len(labels.group) + 1,), -1, dtype=torch.long)  # the last answers for row −1
