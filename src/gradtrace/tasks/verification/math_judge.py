@@ -20,6 +20,9 @@ TAIL = 2000
 """Characters of an unmarked response in which the answer is looked for, from the end."""
 NUMERAL = re.compile(r"\$?\s*[-+]?\s*\$?\s*(?:\d[\d,]*)?(?:\.\d+)?\s*%?")
 
+TEXT_IN_LATEX = re.compile(r"\\(?:text|mathrm|mbox|begin|end)\s?\{[^{}]*\}")
+WORD = re.compile(r"\\?[A-Za-z]{2,}")
+
 
 def create() -> ForkedJudge:
     import math_verify  # noqa: F401  imported before the fork, once for all judges of this keeper
@@ -54,7 +57,16 @@ def parse_answer(kind: str, text: str) -> list[Any]:
 
     if NUMERAL.fullmatch(text):
         return parse(text, parsing_timeout=None)
-    if kind == "boxed":
-        return parse(rf"\boxed{{{text}}}", parsing_timeout=None)
-    # Words around a number, or LaTeX between dollars; then LaTeX without dollars.
-    return parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
+    # In a text math-verify looks for a number first, and of `16\sqrt{3}` it would take 16: a formula goes in a box.
+    if kind == "boxed" or (kind != "plain" and is_formula(text)):
+        found = parse(rf"\boxed{{{text}}}", parsing_timeout=None)
+        if found or kind == "boxed":
+            return found
+    return parse(text, parsing_timeout=None)
+
+
+def is_formula(text: str) -> bool:
+    r"""No dollars and no words: `16\sqrt{3}`, `x = 5`; not `72 apples`."""
+    return "$" not in text and all(
+        word.startswith("\\") for word in WORD.findall(TEXT_IN_LATEX.sub("", text))
+    )
