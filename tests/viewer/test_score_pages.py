@@ -224,6 +224,19 @@ def test_runs_without_the_instruments_have_no_tabs_for_them(tmp_path: Path, brow
         page.close()
 
 
+def test_a_probe_of_one_checkpoint_opens_on_its_page(tmp_path: Path, browser: object) -> None:
+    path = write_run(tmp_path / "step_000003", groups=2, steps=1, tracin=False)
+    for name in ("metrics.jsonl", "entropy_trace/manifest.jsonl", "influence_trace/manifest.jsonl"):
+        (path / name).unlink()
+    with serving([path]) as address:
+        page = browser.new_page()  # type: ignore[attr-defined]
+        page.goto(f"{address}/")
+        expect(page.locator("h1")).to_have_text("Entropy probe, step 1")
+        expect(page.locator(".tab")).to_have_text(["Entropy probe"])
+        expect(page.locator(".identity-mark")).to_have_count(5)
+        page.close()
+
+
 @pytest.mark.parametrize("address", ["#/tracin?step=2", "#/probe?step=2&batch=evaluation"])
 @pytest.mark.parametrize("width", [390, 900, 1440])
 def test_nothing_is_wider_than_the_window(viewer: Watched, address: str, width: int) -> None:

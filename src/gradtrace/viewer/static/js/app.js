@@ -116,7 +116,8 @@ export class App {
       .map((name) => this.runs.find((run) => run.name === name))
       .filter((run) => run && run.id !== open.id);
     const [run, ...overlays] = await Promise.all([open, ...others].map((each) => this.history(each)));
-    const known = run.isAblation ? "ablation" : page in PAGES ? page : "run";
+    const only = run.isAblation ? "ablation" : run.isSingleProbe ? "probe" : null;
+    const known = only ?? (page in PAGES ? page : "run");
     const step = this.resolveStep(run, known);
     return {
       page: known,
@@ -227,11 +228,11 @@ export class App {
       },
       { page: "tokens", label: "Tokens", href: href("tokens"), stepper: this.neighbours("step", context) },
     ];
+    if (run.isAblation || run.isSingleProbe) tabs.length = 0; // there is nothing for the other pages
     for (const [name, { kind, label }] of Object.entries(INSTRUMENTS)) {
       if (run.traces[kind].present || page === name)
         tabs.push({ page: name, label, href: href(name), stepper: this.neighbours("step", context) });
     }
-    if (run.isAblation) tabs.length = 0;
     if (run.ablation > 0) tabs.push({ page: "ablation", label: "Ablation", href: href("ablation") });
     for (const tab of tabs) tab.current = tab.page === page;
     this.chrome.showBar(

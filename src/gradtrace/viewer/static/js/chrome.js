@@ -61,7 +61,7 @@ export class Chrome {
   }
 
   showLive(run, lost = false) {
-    if (!run?.state || run.isAblation) return this.live.replaceChildren();
+    if (!run?.state || run.isAblation || run.isSingleProbe) return this.live.replaceChildren();
     this.live.className = `live${run.isLive ? "" : " done"}${lost ? " lost" : ""}`;
     const age =
       run.isLive && run.written ? element("span", "dim wide-only", ago(Date.now() / 1000 - run.written)) : null;

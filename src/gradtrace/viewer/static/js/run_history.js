@@ -102,6 +102,11 @@ export class RunHistory {
     return this.ablation > 0 && !this.rows.size && !TRACES.some((kind) => this.traces[kind].present);
   }
 
+  /** A probe of one checkpoint, not a training run. */
+  get isSingleProbe() {
+    return !this.rows.size && this.traces.entropy_probe.present && !this.tracedSteps.length;
+  }
+
   get metricNames() {
     const names = new Set();
     for (const row of this.rows.values()) for (const name of Object.keys(row)) names.add(name);
