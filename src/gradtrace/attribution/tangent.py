@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -79,13 +80,37 @@ def _forward_mode(
     caller = _Calls(model, fn)
     # Dual numbers, not torch.func.jvp: the same bits, and a fifth less time on small models.
     # Flash and fused CPU attention have no forward mode.
-    with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+    with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level(), _dense_zeros(model):
+        still = {
+            name: torch.zeros_like(p)
+            for name, p in parameters.items()
+            if p.dim() < 2 and name not in direction
+        }
         moving = {
             f"model.{name}": forward_ad.make_dual(parameters[name].detach(), tangent.to(parameters[name]))
-            for name, tangent in direction.items()
+            for name, tangent in {**still, **direction}.items()
         }
         value, derivative = forward_ad.unpack_dual(functional_call(caller, moving, (), tie_weights=True))
         return torch.zeros_like(value) if derivative is None else derivative
+
+
+@contextmanager
+def _dense_zeros(model: nn.Module) -> Iterator[None]:
+    """Inside, rotary tables have a tangent of zeros, as norm weights that stand still do. A factor without one gets a
+    symbolic zero from torch, whose every product is shaped in Python: a fifth of the time on small models."""
+
+    def with_zeros(module: nn.Module, inputs: object, output: object) -> object:
+        if not isinstance(output, tuple) or not all(isinstance(table, Tensor) for table in output):
+            return output
+        return tuple(forward_ad.make_dual(table, torch.zeros_like(table)) for table in output)
+
+    rotary = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    handles = [module.register_forward_hook(with_zeros) for module in rotary]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _central_difference(
