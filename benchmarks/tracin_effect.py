@@ -7,7 +7,7 @@ trained on nor used by selection.
 
     python -m benchmarks.tracin_effect --quick            a look: one seed, 12 steps
     python -m benchmarks.tracin_effect --write-docs       the study of docs/tracin_effect.md, and its pictures
-    python -m benchmarks.tracin_effect --methods positive,soft --flips 0.2 --seeds 0,1 --steps 20
+    python -m benchmarks.tracin_effect --methods positive,soft --flips 0.2,0.4 --seeds 0,1       other settings
 
 Every finished run is a line in runs/.cache/tracin_effect/results.jsonl and is not made again: the study can be
 interrupted. Delete the file to start anew.
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._tracin_effect_page import LABELS, summarise, write_page
+from benchmarks._tracin_effect_page import LABELS, TRIED, TRIED_SEEDS, summarise, write_page
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
@@ -65,29 +65,13 @@ METHODS: dict[str, Method] = {
     "selection": Method("selection"),
     "random": Method("random"),
     "val_too": Method("val_too"),
-    # Other settings of selection, tried before its defaults were chosen
+    # Other settings of selection, tried to find its defaults
+    "no_preconditioner": Method("selection", ("preconditioner=none",)),
+    "drop_all_negative": Method("selection", ("drop_share=1",)),
     "positive": Method("selection", ("selection=positive",)),
-    "drop50": Method("selection", ("selection=drop_lowest", "drop_share=0.5")),
-    "drop100": Method("selection", ("selection=drop_lowest", "drop_share=1")),
-    "soft": Method("selection", ("selection=soft",)),
-    "soft_half": Method("selection", ("selection=soft", "soft_temperature=0.5")),
-    "positive_adam": Method("selection", ("selection=positive", "preconditioner=adam")),
-    "drop50_adam": Method("selection", ("selection=drop_lowest", "drop_share=0.5", "preconditioner=adam")),
-    "drop100_adam": Method("selection", ("selection=drop_lowest", "drop_share=1", "preconditioner=adam")),
-    "soft_half_adam": Method("selection", ("selection=soft", "soft_temperature=0.5", "preconditioner=adam")),
-    "drop100_adam_refresh4": Method(
-        "selection",
-        ("selection=drop_lowest", "drop_share=1", "preconditioner=adam", "val_refresh_every=4"),
-    ),
-    "drop100_adam_32": Method(
-        "selection", ("selection=drop_lowest", "drop_share=1", "preconditioner=adam", "val_batch_size=32")
-    ),
-    "drop100_adam_16": Method(
-        "selection", ("selection=drop_lowest", "drop_share=1", "preconditioner=adam", "val_batch_size=16")
-    ),
-    "drop100_adam_balanced": Method(
-        "selection", ("selection=drop_lowest", "drop_share=1", "preconditioner=adam", "val_strategy=balanced")
-    ),
+    "soft": Method("selection", ("selection=soft", "soft_temperature=0.5")),
+    "refresh_4": Method("selection", ("val_refresh_every=4",)),
+    "prompts_32": Method("selection", ("drop_share=1", "val_batch_size=32")),
 }
 
 
@@ -220,6 +204,11 @@ class Results:
         selection = None if method.kind == "vanilla" else dataclasses.asdict(config.trainer.tracin)
         return json.dumps([method.kind, selection, flip, seed, steps], sort_keys=True)
 
+    def find(self, name: str, flip: float, seed: int, steps: int) -> dict[str, Any] | None:
+        """The run, if it was made."""
+        found = self.records.get(self.key(name, flip, seed, steps))
+        return None if found is None else found | {"method": name}
+
     def get(self, name: str, flip: float, seed: int, steps: int) -> dict[str, Any]:
         """The run, made now if it is not there."""
         key = self.key(name, flip, seed, steps)
@@ -281,7 +270,14 @@ def main(arguments: list[str] | None = None) -> None:
                 )
     summary = summarise(runs)
     if args.write_docs:
-        write_page(REPOSITORY / "docs", summary, runs, machine(), described())
+        tried = [
+            run
+            for name in ("vanilla", "selection", *TRIED)
+            for flip in args.flips
+            for seed in TRIED_SEEDS
+            if (run := results.find(name, flip, seed, args.steps)) is not None
+        ]
+        write_page(REPOSITORY / "docs", summary, runs, summarise(tried), machine(), described())
     ratios = {}
     for flip, by_method in summary.items():
         if "vanilla" not in by_method:
