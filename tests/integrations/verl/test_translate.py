@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gradtrace.config import Config
-from gradtrace.config_loader import load_config
+from gradtrace.config_loader import load_config, recipes
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.launch import show
 from gradtrace.integrations.verl.translate import (
@@ -47,6 +47,12 @@ def test_settings_arrive_under_their_names_in_verl() -> None:
     assert found["actor_rollout_ref.actor.use_kl_loss"] is True
     assert found["actor_rollout_ref.actor.optim.lr"] == 1e-5
     assert found["+gradtrace.influence_trace"]["hessian_mode"] == "identity"
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_every_recipe_can_run_on_verl(recipe: str) -> None:
+    settings = translated(f"recipe={recipe}", "cluster.num_workers=2", "data.train=[x.jsonl]").settings
+    assert settings["trainer.total_training_steps"] >= 1
 
 
 def test_options_of_verl_pass_through_and_win() -> None:

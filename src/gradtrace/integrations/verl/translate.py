@@ -39,9 +39,12 @@ LAUNCHER = (
     "trainer.samples_every",
 )
 LAUNCHER_TRAINER = ("trainer.runs_dir", "trainer.name", "trainer.cpu_threads", "trainer.traces")
+NOT_NEEDED = {
+    "rollout.max_batch_tokens": "bounds the memory of the embedded sampler; a rollout engine bounds its own",
+    "trainer.samples_every": "the table in the embedded loop's terminal; the viewer shows responses of either",
+}
 REFUSED = {
     "model.lora.dropout": "verl has no dropout on its FSDP adapters",
-    "rollout.max_batch_tokens": "the rollout engine manages its own cache; see verl.actor_rollout_ref.rollout.*",
     "algorithm.dynamic_sampling.max_batches": "verl's sampler goes on until the batch is full",
     "actor.old_log_probs": "verl recomputes them; for its own bypass see verl.algorithm.rollout_correction.*",
     "actor.packing": "choose with verl.actor_rollout_ref.model.use_remove_padding=true|false",
@@ -67,6 +70,8 @@ class Translation:
     """verl's keys → values; a + in front where verl's own configuration lacks the key."""
     environment: dict[str, str]
     """For the driver and, through Ray, for every worker."""
+    not_needed: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Settings of ours that have no meaning there, and why."""
 
     def overrides(self) -> list[str]:
         """As words of verl's command line."""
@@ -74,7 +79,9 @@ class Translation:
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(
-            {"environment": self.environment, "verl": self.settings}, sort_keys=False, allow_unicode=True
+            {"environment": self.environment, "verl": self.settings, "not needed": self.not_needed},
+            sort_keys=False,
+            allow_unicode=True,
         )
 
 
@@ -107,7 +114,11 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
             settings.pop(claimed, None)  # an existing cluster has what it has
     for name, value in environment.items():
         settings[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = value
-    return Translation(pass_through(settings, config.verl), environment)
+    default = Config()
+    not_needed = {
+        key: why for key, why in NOT_NEEDED.items() if value_at(config, key) != value_at(default, key)
+    }
+    return Translation(pass_through(settings, config.verl), environment, not_needed)
 
 
 # ---------------------------------------------------------------- what cannot be carried over
