@@ -224,7 +224,9 @@ def fill_statistics(
     entropies = torch.zeros_like(batch.sampler_log_probs)
     for micro in micro_batches(rows):
         length = micro.mask.shape[1]
-        log_probs, micro_entropies = (micro.unflatten(values).cpu() for values in policy.statistics(micro))
+        log_probs, micro_entropies = (
+            micro.unflatten(values).to(entropies) for values in policy.statistics(micro)
+        )
         old_log_probs[micro.rows, :length] = log_probs
         entropies[micro.rows, :length] = micro_entropies
     return batch.replace(old_log_probs=old_log_probs, entropies=entropies)

@@ -47,10 +47,12 @@ class TracedRollout:
         """Of a slice's forward pass, [b, C]; with `terms`, listen to its backward pass as well."""
         if not self.has_statistics:  # then no optimizer step lies between sampling and this pass
             assert self.batch.old_log_probs is not None and self.batch.entropies is not None
-            self.batch.old_log_probs[micro.rows] = torch.where(
-                micro.mask, log_probs.detach().float().cpu(), 0
-            )
-            self.batch.entropies[micro.rows] = torch.where(micro.mask, entropies.detach().float().cpu(), 0)
+            whole = micro.mask.any(
+                1
+            )  # those that selection left out are masked here; theirs are known already
+            rows, mask = micro.rows[whole], micro.mask[whole]
+            self.batch.old_log_probs[rows] = torch.where(mask, log_probs.detach().float().cpu()[whole], 0)
+            self.batch.entropies[rows] = torch.where(mask, entropies.detach().float().cpu()[whole], 0)
         if terms:
             for values, store in ((log_probs, self.log_prob_weight), (entropies, self.entropy_weight)):
                 if values.requires_grad:

@@ -25,6 +25,7 @@ def run_config(trainer: Any, settings: TraceSettings) -> str:
     if settings.influence is not None:
         influence |= dataclasses.asdict(settings.influence)
         influence["module_name_filter"] = list(settings.influence.module_name_filter)
+    selection = settings.selection and dataclasses.replace(settings.selection, enable=True)
     rollouts = args.gradient_accumulation_steps / (args.steps_per_generation * trainer.num_iterations)
     config = {
         "engine": "trl",
@@ -41,6 +42,8 @@ def run_config(trainer: Any, settings: TraceSettings) -> str:
             "total_steps": int(trainer.state.max_steps * rollouts),
             "entropy_trace": {"enable": settings.entropy, "write_every": settings.write_every},
             "influence_trace": influence,
+            "tracin": {"enable": selection is not None}
+            | (dataclasses.asdict(selection) if selection else {}),
         },
         "trl": {name: value for name, value in args.to_sanitized_dict().items() if value is not None},
     }

@@ -33,15 +33,21 @@ from gradtrace.integrations.trl.batches import (
 from gradtrace.integrations.trl.policy import policy_of
 from gradtrace.integrations.trl.rollout import TracedRollout
 from gradtrace.integrations.trl.run_config import METRIC_NAMES, run_config
+from gradtrace.integrations.trl.selection import masked, tracin_instrument
 from gradtrace.integrations.trl.settings import TraceSettings
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.metrics import Timer, batch_metrics
+from gradtrace.training.microbatch import MicroBatches
 from gradtrace.training.observer import Backward, Observers, OptimizerStep, StepObserver
+from gradtrace.training.update import fill_statistics
 
 logger = logging.getLogger(__name__)
+
+STATISTICS_TOKENS = 16384
+"""In one forward pass of our own."""
 
 
 class TraceSession:
@@ -87,6 +93,11 @@ class TraceSession:
         trainer, settings = self.trainer, self.settings
         meta = {"task": "trl", "temperature": trainer.temperature}
         observers: list[StepObserver] = []
+        if settings.selection is not None:  # first: what it leaves out, the others do not see
+            writer = self._writer(TRACIN)
+            observers.append(
+                tracin_instrument(trainer, settings.selection, self._policy, writer, meta, settings.truth)
+            )
         if settings.entropy:
             writer = self._writer(ENTROPY_TRACE)
             observers.append(EntropyTrace(writer, settings.write_every, meta, settings.truth))
@@ -164,6 +175,7 @@ class TraceSession:
         self.step += 1
         with self._guarded():
             self._rollout = self._new_rollout(self._observer, inputs, output, generated or [])
+            output = masked(output, self._rollout.batch)
         rows = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
         return output | {ROW: rows}
 
@@ -193,7 +205,10 @@ class TraceSession:
             entropies=torch.where(mask, entropies.float().cpu(), 0),
         )
         batch = observer.before_update(batch, self.step)
-        rows = (judged & (mask.any(1))).nonzero().squeeze(-1)
+        kept = judged if batch.kept is None else judged & batch.kept
+        rows = (kept & mask.any(1)).nonzero().squeeze(-1)
+        if not old and batch.kept is not None:
+            batch = self._with_statistics_of(batch, ~batch.kept & mask.any(1))
         return TracedRollout(
             batch=batch,
             update=OptimizerStep(self.step, epoch=0, mini_batch=0, number=0, rows=rows),
@@ -202,6 +217,13 @@ class TraceSession:
             slices_left=trainer.args.steps_per_generation,
             has_statistics=bool(old),
         )
+
+    def _with_statistics_of(self, batch: RolloutBatch, chosen: Tensor) -> RolloutBatch:
+        """Entropies and log-probs of completions that will have no pass of TRL's; they are few."""
+        if not bool(chosen.any()) or not self.settings.entropy:
+            return batch
+        micro_batches = MicroBatches(batch, STATISTICS_TOKENS)
+        return fill_statistics(self._policy, batch, micro_batches, chosen.nonzero().squeeze(-1))
 
     @property
     def wants_statistics(self) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradtrace.attribution import InfluenceConfig
+from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.integrations.trl.batches import LOSS_TYPES
@@ -19,6 +20,8 @@ class TraceSettings:
     """The run's folder: traces, metrics.jsonl, config.yaml. `gradtrace view RUN_DIR` shows it while it grows."""
     influence: InfluenceConfig | None = field(default_factory=InfluenceConfig)
     """Knobs of the influence trace; None: no influence trace."""
+    selection: TracinConfig | None = None
+    """TracIn selection against the trainer's eval_dataset; None: train on every completion."""
     entropy: bool = True
     """Write the entropy trace: entropy and log-prob of every completion token."""
     write_every: int = 1

@@ -24,6 +24,10 @@ class GRPOTracing(GRPOTrainer):
         """As TRL tells training from evaluation."""
         return bool(self.model is not None and self.model.training)
 
+    def plain_rewards(self, *args: Any, **options: Any) -> torch.Tensor:
+        """float[R, functions] of completions that are not the rollout's."""
+        return super()._calculate_rewards(*args, **options)
+
     def _calculate_rewards(self, *args: Any, **options: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **options)
         self.gradtrace.see_rewards(rewards)

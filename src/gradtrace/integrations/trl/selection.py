@@ -1,0 +1,157 @@
+"""TracIn selection in a `GRPOTrainer`: our instrument, with TRL's model, rewards and validation prompts.
+
+Validation completions come from our sampler with a generator of its own, so that nothing is drawn from TRL's random
+numbers; they are judged by the trainer's reward functions. A completion that is left out is masked as TRL itself
+masks truncated ones: it has no loss, and the loss's normaliser does not count its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.algorithms import advantage
+from gradtrace.attribution import AttributionError
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import Config, TracinConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import Truth
+from gradtrace.instruments.tracin_instrument import TracinInstrument
+from gradtrace.instruments.tracin_validation import ValidationSet, ValidationSource
+from gradtrace.integrations.trl.policy import TrlPolicy
+from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.tasks.base import Prompt
+from gradtrace.trace.writer import TraceWriter
+
+AGGREGATION = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "fixed_length"}
+"""How TRL's loss types weigh tokens; the others count every token alike."""
+
+
+def tracin_instrument(
+    trainer: Any,
+    settings: TracinConfig,
+    policy: TrlPolicy,
+    writer: TraceWriter,
+    meta: dict[str, Any],
+    truth: Truth,
+) -> TracinInstrument:
+    if settings.val_files:
+        raise GradtraceError(
+            "selection.val_files is not read here: give GRPOTrainer an eval_dataset instead."
+        )
+    if trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict):
+        raise GradtraceError(
+            "TracIn selection scores completions against validation prompts: give GRPOTrainer one eval_dataset."
+        )
+    config = Config()
+    config.trainer.tracin = dataclasses.replace(settings, enable=True)
+    config.algorithm.aggregation = AGGREGATION.get(trainer.loss_type, "token_mean")
+    config.rollout.max_new_tokens = trainer.max_completion_length
+    source = TrlValidation(trainer, settings, policy)
+    try:
+        # The optimizer is made when training begins; until its first step it has nothing to weigh by.
+        return TracinInstrument(config, policy, _Optimizer(trainer, policy), source, writer, meta, truth)  # type: ignore[arg-type]
+    except AttributionError as error:
+        raise GradtraceError(f"selection: {error}") from error
+
+
+@dataclass
+class _Optimizer:
+    """What the instrument reads of our optimizer, from TRL's."""
+
+    trainer: Any
+    policy: TrlPolicy
+
+    @property
+    def adamw(self) -> Any:
+        optimizer = self.trainer.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            raise GradtraceError(
+                f"selection.preconditioner='adam' needs Adam's moments, the optimizer is {type(inner).__name__}: "
+                "use TracinConfig(preconditioner='none')."
+            )
+        return inner
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self.policy.trainable()
+
+
+class TrlValidation(ValidationSource):
+    """Prompts of the trainer's eval_dataset, sampled at the current weights and judged by its reward functions."""
+
+    def __init__(self, trainer: Any, settings: TracinConfig, policy: TrlPolicy) -> None:
+        self.trainer = trainer
+        self.policy = policy
+        rows = [dict(row) for row in trainer.eval_dataset]
+        ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+        super().__init__(
+            settings,
+            [Prompt(list(prompt), row) for prompt, row in zip(ids, rows, strict=True)],
+            SimpleNamespace(tokenizer=trainer._tokenizer),
+            self._rewards,  # type: ignore[arg-type]
+            Sampler(policy.model, trainer._tokenizer.pad_token_id),
+            SamplingParams(
+                n=settings.val_n or trainer.num_generations,
+                max_new_tokens=trainer.max_completion_length,
+                temperature=trainer.temperature,
+                top_p=trainer.args.top_p,
+                top_k=trainer.args.top_k or 0,
+                stop_token_ids=tuple(trainer.eos_token_ids),
+            ),
+            advantage("grpo"),
+            trainer.args.seed,
+        )
+
+    def at(self, step: int) -> tuple[ValidationSet, int]:
+        with _evaluating(self.policy.model), torch.no_grad():
+            return super().at(step)
+
+    def _rewards(self, texts: list[str], items: list[dict[str, Any]]) -> list[float]:
+        """Of the trainer's reward functions, weighted as it weighs them; 0 where none of them judged."""
+        trainer, prompts = self.trainer, [item["prompt"] for item in items]
+        chat = not isinstance(prompts[0], str)
+        completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+        ids = trainer._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        with torch.random.fork_rng():
+            found = trainer.plain_rewards(items, prompts, completions, ids)
+        weighted: Tensor = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)
+        return weighted.tolist()
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Sampling is without dropout."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def masked(output: dict[str, Any], batch: RolloutBatch) -> dict[str, Any]:
+    """TRL's rollout with what selection decided: dropped completions have no loss, kept ones their (soft) weight."""
+    if batch.kept is None:
+        return output
+    assert batch.advantages is not None
+    mask = output["completion_mask"]
+    kept = batch.kept.to(mask.device)
+    advantages = output["advantages"]
+    first = batch.advantages[:, 0] if advantages.dim() == 1 else batch.advantages
+    changed = mask * kept[:, None].to(mask.dtype)
+    return output | {
+        "completion_mask": changed,
+        "num_items_in_batch": changed.sum(),
+        "advantages": torch.where(
+            kept if advantages.dim() == 1 else kept[:, None], first.to(advantages), 0.0
+        ),
+    }
