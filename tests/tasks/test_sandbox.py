@@ -442,39 +442,62 @@ def no_namespaces(*command: str) -> list[str]:
     return ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", *command]
 
 
-can_forbid = pytest.mark.skipif(
-    shutil.which("setpriv") is None
-    or subprocess.run(no_namespaces("true"), capture_output=True, check=False).returncode != 0,
-    reason="cannot take namespaces away on this machine",
-)
+def run_without_isolation(program: str) -> list[str]:
+    """The lines that a Python program prints where Linux isolates nothing."""
+    command = [sys.executable, "-c", program]
+    if not NO_ISOLATION:
+        if shutil.which("setpriv") is None or subprocess.run(no_namespaces("true"), check=False).returncode:
+            pytest.skip("cannot take namespaces away on this machine")
+        command = no_namespaces(*command)
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-@can_forbid
 def test_without_isolation_nothing_runs_unless_told_to(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
+    ran = tmp_path / "ran"
+    code = (
+        f"open({str(ran)!r}, 'a').write('x')\n"
+        "import socket\ntry: network = socket.socket()\nexcept OSError: network = None\n"
+        "def f(): return 1 if network is None else 'network'\n"
+    )
+    refused, told = run_without_isolation(
         "from gradtrace.errors import GradtraceError\n"
         "from gradtrace.tasks.rewards import named_reward\n"
-        f"code = {ORPHAN!r} + open({str(tmp_path / 'code.py')!r}).read()\n"
-        "item = {'test_list': ['assert f() == 1']}\n"
+        f"code, item = {ORPHAN + code!r}, {{'test_list': ['assert f() == 1']}}\n"
         "run = lambda **options: named_reward('code', {'workers': 1, **options})([code], [item])\n"
         "try: print('ran', run())\n"
         "except GradtraceError as error: print('refused:', error)\n"
         "print('told to:', run(allow_unsafe=True, timeout=60.0))\n"
     )
-    ran = tmp_path / "ran"
-    (tmp_path / "code.py").write_text(
-        f"open({str(ran)!r}, 'a').write('x')\n"
-        "import socket\ntry: network = socket.socket()\nexcept OSError: network = None\n"
-        "def f(): return 1 if network is None else 'network'\n"
-    )
-    done = subprocess.run(
-        no_namespaces(sys.executable, "-c", program), capture_output=True, text=True, check=True
-    )
-    refused, told = done.stdout.strip().splitlines()
     assert refused.startswith("refused:") and "no isolation" in refused and "allow_unsafe=true" in refused
     assert told == "told to: [1.0]"
     assert ran.read_text() == "x"  # once: the refusal came before anything ran
+
+
+def test_without_isolation_time_memory_output_and_verdict_are_kept() -> None:
+    """And orphans: the autouse fixture looks for them."""
+    hostile = [
+        *(HANGING[name] for name in ("infinite loop", "ignored signals")),
+        *(EXCESSIVE[name] for name in ("slow memory bomb", "a gigabyte of output")),
+        *(
+            CHEATING[name]
+            for name in ("os._exit(0) in a call", "always equal", "verdict written to every descriptor")
+        ),
+        ORPHAN + "while True: pass",
+    ]
+    calls = {"kind": "calls", "setup": "", "entry_points": [], "tests": DOUBLE["test_list"], "unsafe": True}
+    requests = [{**script(code, ""), **calls, "seconds": 3.0} for code in hostile]
+    requests += [
+        {**script(ORPHAN + RIGHT, ""), **calls},
+        {**script(ORPHAN + "print(4)", "4"), "unsafe": True},
+    ]
+    (line,) = run_without_isolation(
+        "from gradtrace.tasks.verification.pool import WorkerPool\n"
+        f"with WorkerPool({SERVICE!r}, 4) as pool:\n"
+        f"    print([[reply['passed'].count(True), reply['why']] for reply in pool.map({requests!r})])\n"
+    )
+    *ended, right, printed = ast.literal_eval(line)
+    assert [passed for passed, _ in ended] == [0] * len(hostile)
+    assert right == [3, ""] and printed == [1, ""]
 
 
 @isolated

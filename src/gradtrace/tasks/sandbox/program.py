@@ -94,13 +94,13 @@ class Program:
 
     def end(self) -> None:
         """Kill it and all that it started. In a namespace they are gone when there is no child left to `reap`."""
-        if not self._ended:
-            os.kill(self.pid, signal.SIGKILL)
         os.close(self.output)
         os.close(self._failure)
         if self.scratch is not None:
             kill_descendants()
             self.scratch.cleanup()
+        elif not self._ended:
+            os.kill(self.pid, signal.SIGKILL)
 
     def _become(self, runner: str, limits: Limits, inputs: list[int], failure: int) -> None:
         """In the new process: go into the jail and execute the program."""

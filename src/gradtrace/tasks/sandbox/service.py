@@ -26,7 +26,7 @@ from gradtrace.tasks.sandbox.program import (
 from gradtrace.tasks.verification.channel import Channel, Message
 from gradtrace.tasks.verification.keeper import TrainerGoneError
 
-LOOK_EVERY = 0.05
+LOOK_EVERY = 0.1
 """Seconds between looks at memory and number of processes."""
 
 
