@@ -69,7 +69,6 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             for label in ("dropped_of_flipped", "dropped_of_unflipped"):
                 shares = [statistics.mean(run[label]) for run in own if run[label]]
                 found[label] = statistics.mean(shares) if shares else None
-            found["seconds_per_step"] = statistics.mean(run["seconds"] / run["steps"] for run in own)
             by_method[name] = found
         summary[str(flip)] = by_method
     return summary
@@ -84,9 +83,9 @@ validation rewards are true. Rewritten by
 .venv/bin/python -m benchmarks.tracin_effect --write-docs
 ```
 
-{seeds} seeds, {steps} training steps of 32 prompts × 8 responses, one warm start for all; {machine}. *Accuracy* is the
-share of right responses to 512 × 2 samples on prompts that are neither trained on nor seen by selection. Values are
-means over seeds, ± half the 95 % interval of the mean (Student's t). *Steps*: at the last step. *Trained*: when as many
+{seeds} seeds, {steps} training steps of 32 prompts × 8 responses, one warm start for all; {machine}.
+*Accuracy* is the share of right responses, 512 prompts × 2 samples, on prompts that are neither trained on nor seen by
+selection. Values are means over seeds, ± half the 95 % interval of the mean (Student's t). *Trained*: when as many
 responses have been trained on as the thriftiest method trains on in all. *Generated*: when as many responses have been
 sampled, validation rollouts counted, as the thriftiest method samples in all.
 
@@ -149,12 +148,11 @@ def table(by_method: dict[str, Any]) -> str:
         f"step {first['steps']['at']:.0f}",
         f"at {first['trained']['at']:,.0f} trained",
         f"at {first['generated']['at']:,.0f} generated",
-        "s per step",
     ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, found in by_method.items():
         cells = [shown(found[key]) for key in ("half_way", "steps", "trained", "generated")]
-        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(cells)} | {found['seconds_per_step']:.2f} |")
+        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -188,7 +186,7 @@ def tried_table(tried: dict[str, dict[str, Any]]) -> str:
 
 def verdict(summary: dict[str, dict[str, Any]], settings: str) -> list[str]:
     """Said from the numbers, whichever way they come out. Differences are paired by seed."""
-    lines = [f"The settings of selection, its defaults: {settings}."]
+    lines = [f"Selection at its defaults: {settings}. Differences are means over seeds, paired by seed."]
     for flip, by_method in summary.items():
         percent = f"{float(flip):.0%}".replace("%", " %")
         for other in ("vanilla", "random", "val_too"):
@@ -197,11 +195,12 @@ def verdict(summary: dict[str, dict[str, Any]], settings: str) -> list[str]:
             parts = []
             for axis in ("steps", "generated"):
                 gain = paired(by_method["selection"][axis], by_method[other][axis])
-                sure = "clearly" if abs(gain["mean"]) > gain["half"] else "within the noise"
+                sure = "" if abs(gain["mean"]) > gain["half"] else ", not told from zero"
+                what = "steps" if axis == "steps" else "generated responses"
                 parts.append(
-                    f"{gain['mean'] * 100:+.1f} ± {gain['half'] * 100:.1f} points at equal {axis} ({sure})"
+                    f"{gain['mean'] * 100:+.1f} ± {gain['half'] * 100:.1f} points at equal {what}{sure}"
                 )
-            lines.append(f"{percent} flipped, selection against {LABELS[other]}: {', '.join(parts)}.")
+            lines.append(f"{percent} flipped, against {LABELS[other]}: {'; '.join(parts)}.")
     return lines
 
 

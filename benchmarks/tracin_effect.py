@@ -271,11 +271,11 @@ def main(arguments: list[str] | None = None) -> None:
     summary = summarise(runs)
     if args.write_docs:
         tried = [
-            run
+            made
             for name in ("vanilla", "selection", *TRIED)
             for flip in args.flips
             for seed in TRIED_SEEDS
-            if (run := results.find(name, flip, seed, args.steps)) is not None
+            if (made := results.find(name, flip, seed, args.steps)) is not None
         ]
         write_page(REPOSITORY / "docs", summary, runs, summarise(tried), machine(), described())
     ratios = {}
