@@ -182,8 +182,7 @@ def test_workers_end_when_the_trainer_is_killed() -> None:
     """SIGKILL in the middle of a verification that would take for ever."""
     script = (
         "from gradtrace.tasks.verification.pool import WorkerPool\n"
-        "from gradtrace.tasks.rewards.math_answers import JUDGE\n"
-        "pool = WorkerPool(JUDGE, 1)\n"
+        f"pool = WorkerPool({JUDGE!r}, 1)\n"
         "ask = lambda text: pool.map([dict(response=text, answer='5', require='any', timeout=1e6)])\n"
         f"ask('5'); print('ready', flush=True); ask({TOWER!r})\n"
     )

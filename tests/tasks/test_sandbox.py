@@ -364,6 +364,7 @@ def test_scripts_are_judged_by_what_they_print(
             "assert f() == [1]",
         ),
         ("def sum(a, b): return a - b", "assert sum(5, 3) == 2"),
+        ("import ssl, sqlite3, decimal, zoneinfo, multiprocessing\ndef f(): return 1", "assert f() == 1"),
         ("def f(x): return x + 1\ndef g(h, x): return h(h(x))", "assert g(f, 1) == 3"),
     ],
 )  # fmt: skip

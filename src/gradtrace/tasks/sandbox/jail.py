@@ -17,7 +17,7 @@ from pathlib import Path
 from gradtrace.tasks.sandbox import linux
 
 NOBODY = 65534
-LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix")
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/nix")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 MOUNT_POINTS = ("/sys", "/mnt", "/srv")
 """A folder to build the new root on, in a mount namespace that nobody else sees. It must hide nothing we need."""
@@ -98,8 +98,10 @@ def write_maps(pid: int, user: int, group: int) -> None:
 
 def visible_folders() -> list[str]:
     """Folders of the host that the jail shows, outermost first, none inside of another."""
-    python = [sys.base_prefix, sys.base_exec_prefix, str(Path(INTERPRETER).parent.parent)]
-    wanted = [*LIBRARIES, *python, *package_folders()]
+    python = [
+        f"{prefix}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("lib", "lib64")
+    ]
+    wanted = [*LIBRARIES, *python, os.path.dirname(INTERPRETER), *package_folders()]
     found: list[str] = []
     for folder in sorted({os.path.normpath(folder) for folder in wanted}):
         inside = any(folder == shown or folder.startswith(f"{shown}/") for shown in found)
