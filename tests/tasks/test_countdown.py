@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.tasks.countdown import NotAnExpressionError, Problem, compute, countdown, is_solution
+from gradtrace.tasks.countdown import (
+    NotAnExpressionError,
+    Problem,
+    compute,
+    countdown,
+    countdown_plain,
+    is_solution,
+)
 
 ITEM: dict[str, Any] = {"answer": {"numbers": [3, 5, 2], "target": 13}}
 
@@ -59,6 +66,23 @@ def test_right_answers(response: str) -> None:
 )
 def test_wrong_answers(response: str) -> None:
     assert countdown(response, ITEM) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("3 + 5 * 2 = 13", 1.0),
+        ("We get 13 by 3 + (5 * 2).", 1.0),
+        ("2 + 3 = 5\n5*2 + 3 = 13\nso 13 it is", 1.0),
+        ("<answer>3 + 5 * 2</answer>", 1.0),
+        ("3 + 5 * 2 = 13\nor 3 + 5", 0.0),  # the last one counts
+        ("13", 0.0),
+        ("13 = 3 + 5 * 2", 0.0),  # what is computed stands left
+        ("", 0.0),
+    ],
+)
+def test_plain_answers_need_no_tags(response: str, reward: float) -> None:
+    assert countdown_plain(response, ITEM) == reward
 
 
 def test_verls_ground_truth_is_read_too() -> None:

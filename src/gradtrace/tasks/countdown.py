@@ -24,6 +24,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
     ast.Div: lambda a, b: a / b,
 }
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+EXPRESSION = re.compile(r"[\d(][\d\s()+*/×÷−–-]*[\d)]")
 LONGEST_EXPRESSION = 200
 """Characters; an honest answer to a handful of numbers is far shorter."""
 TYPOGRAPHY = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-"})
@@ -100,6 +101,15 @@ def answer_of(response: str) -> str | None:
     return found[-1].split("=")[0].strip() if found else None
 
 
+def last_expression(response: str) -> str | None:
+    """The last expression with an operator, left of any `=`, whether or not it is marked as the answer."""
+    for line in reversed(response.replace("<answer>", "\n").replace("</answer>", "\n").splitlines()):
+        found = [text for text in EXPRESSION.findall(line.split("=")[0]) if re.search(r"[-+*/×÷−–]", text)]
+        if found:
+            return found[-1].strip()
+    return None
+
+
 def is_solution(expression: str, numbers: Sequence[int], target: int) -> bool:
     """The expression uses exactly these numbers, each once, and equals the target."""
     try:
@@ -118,4 +128,11 @@ def problem_of(item: dict[str, Any]) -> tuple[list[int], int]:
 def countdown(response: str, item: dict[str, Any]) -> float:
     """1 if the last `<answer>` is a right expression, else 0."""
     expression = answer_of(response)
+    return float(expression is not None and is_solution(expression, *problem_of(item)))
+
+
+@register_reward("countdown_plain")
+def countdown_plain(response: str, item: dict[str, Any]) -> float:
+    """1 if the last expression of the response is right, with or without `<answer>`: for models too small for marks."""
+    expression = last_expression(response)
     return float(expression is not None and is_solution(expression, *problem_of(item)))
