@@ -82,13 +82,13 @@ def select(scores: Tensor, rule: str, options: RuleOptions | None = None) -> Sel
         reason[best] = int(TracinReason.KEPT_TOP_FRACTION)
         return _selected(reason)
     ratio = int(positive.sum()) / int(counted.sum())
-    if ratio < options.min_positive_ratio:
+    if ratio < options.min_positive_ratio or not ratio:
         best = _extreme(scores, counted, options.fallback_fraction, largest=True)
         reason[counted] = int(TracinReason.DROPPED_BELOW_FRACTION)
         reason[best] = int(TracinReason.KEPT_FALLBACK)
         note = (
-            f"{ratio:.0%} of the scores are positive, less than min_positive_ratio="
-            f"{options.min_positive_ratio:g}: the best {options.fallback_fraction:.0%} are kept instead"
+            f"{ratio:.0%} of the scores are positive (min_positive_ratio="
+            f"{options.min_positive_ratio:g}): the best {options.fallback_fraction:.0%} are kept instead"
         )
         return _selected(reason, fallback=True, note=note)
     reason[positive] = int(TracinReason.KEPT_POSITIVE)
