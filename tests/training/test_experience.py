@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.tasks.rewards import RewardFunction, named_reward
 from gradtrace.training.loop import Trainer
 from gradtrace.training.metrics import Timer
 from gradtrace.training.validation import pass_at_k, validate
@@ -101,6 +101,18 @@ def test_length_shaping_changes_rewards_but_not_the_score(tmp_path: Path, shape:
         by_length = rows[batch.response_lengths[rows].argsort()]
         assert (batch.rewards[by_length].diff() <= 1e-6).all()
     assert float(batch.rewards.max()) > float(batch.rewards.min()) >= 0.5
+
+
+def test_rewards_by_name_judge_the_whole_rollout_with_extras(tmp_path: Path) -> None:
+    """`math` in its worker processes; the tiny model writes digits, so that some answers are right."""
+    names = ["reward.path=", "reward.name=math", "reward.options={workers: 1, timeout: 20}"]
+    run = trainer(tmp_path, *names, "reward.extra={marker_format: 0.5}", "data.train_batch_size=16")
+    batch, _ = collect(run)
+    assert batch.rewards is not None and batch.texts is not None
+    items = [batch.items[group] for group in batch.group.tolist()]
+    expected = named_reward("math", {"workers": 1, "timeout": 20.0})(batch.texts, items)
+    assert batch.rewards.tolist() == expected
+    assert set(expected) == {0.0, 1.0}
 
 
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
