@@ -210,10 +210,11 @@ class TracinInstrument(StepObserver):
         for name, gradient in self.selector.gradient.items():
             state = adamw.state.get(named[name])
             if not state:
-                return  # before the first update there is nothing to go by
+                continue  # it has never had a gradient, and no update moves it
             second = state["exp_avg_sq"] / (1 - beta ** float(state["step"]))
             scaled[name] = gradient / (second.sqrt() + epsilon)
-        self.selector.set_validation_gradient(scaled)
+        if scaled:  # before the first update there is nothing to go by
+            self.selector.set_validation_gradient(scaled)
 
     # ------------------------------------------------------------ losses
 
