@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from gradtrace.errors import GradtraceError
@@ -428,6 +429,28 @@ def test_human_eval_form() -> None:
     item = {"test": test, "entry_point": "square"}
     assert score("def square(x): return x * x", item) == 1.0
     assert score("def square(x): return x + x", item) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("item", "kind", "tests", "setup"),
+    [
+        (
+            {"test_list": numpy.array(["assert f()"]), "test_imports": numpy.array(["import m"])},
+            "calls", ["assert f()"], "import m\n",
+        ),
+        ({"answer": '{"test_list": ["assert f()"], "test_imports": []}'}, "calls", ["assert f()"], ""),
+        ({"answer": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}}, "calls", ["assert add(*[1, 2]) == 3"], ""),
+        ({"input_output": '{"inputs": ["1"], "outputs": ["2"]}'}, "script", [{"input": "1", "output": "2"}], ""),
+        ({"answer": [{"input": "1", "output": ["2", "3"]}]}, "script", [{"input": "1", "output": "2\n3"}], ""),
+        (
+            {"answer": [{"input": "[1]\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "f"}}]},
+            "calls", ["assert Solution().f(*[[1], 2]) == 3"], "",
+        ),
+    ],
+)  # fmt: skip
+def test_forms_of_tests(item: dict[str, Any], kind: str, tests: list[Any], setup: str) -> None:
+    found = unit_tests(item)
+    assert (found.kind, found.tests, found.setup) == (kind, tests, setup)
 
 
 def test_item_without_tests_is_refused() -> None:

@@ -63,7 +63,8 @@ def tests_in(source: Any) -> UnitTests | None:
     if "input_output" in source:
         return tests_in(parsed(source["input_output"]))
     if source.get("test_list") is not None:
-        lines = [*(source.get("test_imports") or []), source.get("test_setup_code") or ""]
+        imports = source.get("test_imports")  # an array, from pandas, has no truth value
+        lines = [*([] if imports is None else imports), source.get("test_setup_code") or ""]
         return UnitTests("calls", [str(test) for test in source["test_list"]], "\n".join(lines))
     if source.get("test") and source.get("entry_point"):
         name = str(source["entry_point"])
