@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra)
     steps = [5, 10] if args.quick else [5, 10, 20, 30, 40, 50, 60, 80]
     seeds = [0] if args.quick else [0, 1]
-    batches, prompts = (4, 64) if args.quick else (8, 128)
+    batches, prompts = (4, 64) if args.quick else (6, 128)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.runs or Path(temporary)
