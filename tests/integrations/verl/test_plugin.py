@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,28 @@ def test_a_loss_with_a_trace_on_verls_own_engine_is_an_error(verl: Any) -> None:
     loss = GradtraceLoss(harness.actor_config(), influence=InfluenceTraceConfig(enable=True))
     with pytest.raises(GradtraceError, match="Workers must load the plugin"):
         loss({}, {})
+
+
+def test_waiting_requests_are_generated_in_one_batch(verl: Any, tmp_path: Path) -> None:
+    from gradtrace.integrations.verl.cpu.rollout import Server
+
+    server = Server(str(harness.model_folder(tmp_path / "model")), response_length=6, seed=0)
+    sizes = []
+    generate = server.sampler.generate
+
+    def counted(prompts: list[list[int]], *args: Any, **options: Any) -> Any:
+        sizes.append(len(prompts))
+        return generate(prompts, *args, **options)
+
+    server.sampler.generate = counted  # type: ignore[method-assign]
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+
+    async def ask() -> list[Any]:
+        await server.load(server.model.state_dict(), 3)
+        return await asyncio.gather(*(server.generate(str(i), [5, 6, 7 + i], settings) for i in range(8)))
+
+    outputs = asyncio.run(ask())
+    assert sizes == [8]
+    for output in outputs:
+        assert 1 <= len(output.token_ids) <= 6 and len(output.log_probs) == len(output.token_ids)
+        assert output.extra_fields["global_steps"] == 3

@@ -10,7 +10,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from gradtrace.integrations.verl import refusals
 from gradtrace.integrations.verl.checkpoints import load_any_world_size
-from gradtrace.integrations.verl.compatibility import stand_in_for_trl_value_head
 from gradtrace.integrations.verl.losses import GradtraceLoss
 from gradtrace.integrations.verl.process_group import apply_timeout
 from gradtrace.integrations.verl.tracing import RankTracer
@@ -23,7 +22,6 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
 
     def initialize(self) -> None:
         refusals.check_engine(self)
-        stand_in_for_trl_value_head()
         super().initialize()
         groups = [dist.group.WORLD, self.get_data_parallel_group()]
         groups += [self.device_mesh.get_group(dim) for dim in range(self.device_mesh.ndim)]

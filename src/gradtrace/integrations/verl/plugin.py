@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from gradtrace.integrations.verl import cpu
+from gradtrace.integrations.verl.compatibility import stand_in_for_trl_value_head
 
 VENDOR = "gradtrace"
 
@@ -13,6 +14,7 @@ def register() -> None:
     """Under names of our own: nothing of verl's is replaced. This is what the entry point `verl.plugins` does."""
     if os.environ.get("VERL_PLATFORM") == cpu.PLATFORM:
         cpu.load()  # its platform, before verl's engines are imported and ask for one
+    stand_in_for_trl_value_head()
     from verl.workers.engine.base import EngineRegistry
 
     from gradtrace.integrations.verl import losses, trainer  # noqa: F401  (the trainer registers itself)
