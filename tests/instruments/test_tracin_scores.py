@@ -206,8 +206,8 @@ def test_mistakes_name_their_cause() -> None:
 # ---------------------------------------------------------------- inside the loop
 
 
-def scored_step(folder: Path, *more: str) -> tuple[RolloutBatch, Tensor, RolloutBatch, object]:
-    """A real batch, its scores by the instrument, its validation batch, and the trainer's parts."""
+def scored_step(folder: Path, *more: str, steps: int = 1) -> tuple[Tensor, Tensor]:
+    """Scores of the last of some real steps: by the instrument, and by the definition."""
     knobs = (
         "trainer.tracin.enable=true",
         "trainer.tracin.val_batch_size=4",
@@ -215,11 +215,12 @@ def scored_step(folder: Path, *more: str) -> tuple[RolloutBatch, Tensor, Rollout
     )  # step 1: no preconditioner yet
     trainer = small.trainer(folder, *knobs)
     observer = build_observer(trainer.parts, trainer.files, print)
-    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
     trainer.observer = seen = _Remember(observer)
-    trainer.train_step(batch, 1, Timer())
+    for step in range(1, steps + 1):
+        batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+        trainer.train_step(batch, step, Timer())
     observer.close()
-    return seen.batch, seen.scores, seen.validation, seen.before
+    return seen.scores, seen.expected
 
 
 class _Remember:
@@ -232,19 +233,18 @@ class _Remember:
         self.instrument = inner.observers[0]
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        self.batch = batch
-        self.before = products(self.instrument, batch)
+        self.expected = products(self.instrument, batch, step)
         result = self.inner.before_update(batch, step)
-        self.scores, self.validation = self.instrument._step.scores, self.instrument._step.validation
+        self.scores = self.instrument._step.scores
         return result
 
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
 
 
-def products(instrument, batch: RolloutBatch) -> Tensor:
+def products(instrument, batch: RolloutBatch, step: int) -> Tensor:
     """[R]: products of autograd gradients of the definition, response by response, padded, no engine."""
-    validation = instrument.source.at(1)[0].batch
+    validation = instrument.source.at(step)[0].batch
     instrument.source._current = None
     policy = instrument.policy
     weights = list(instrument.selector._counted.values())
@@ -259,6 +259,12 @@ def products(instrument, batch: RolloutBatch) -> Tensor:
         return (micro.unflatten(policy.statistics(micro)[0]) * own).sum()
 
     target = gradient(-weighted(validation, torch.arange(len(validation))) / len(validation))
+    state = instrument.optimizer.state_tensors()
+    if instrument.settings.preconditioner == "adam" and state:
+        optim = instrument.config.actor.optim
+        for index, name in enumerate(instrument.selector._counted):
+            corrected = state[f"exp_avg_sq/{name}"] / (1 - optim.betas[1] ** state[f"step/{name}"])
+            target[index] = target[index] / (corrected.sqrt() + optim.eps)
     tokens = float(batch.response_mask.sum())
     return torch.stack(
         [
@@ -297,9 +303,21 @@ def products(instrument, batch: RolloutBatch) -> Tensor:
 def test_scores_in_the_loop_equal_products_of_gradients_on_the_same_batch(
     tmp_path: Path, more: tuple[str, ...]
 ) -> None:
-    _, scores, _, expected = scored_step(tmp_path, *more)
+    scores, expected = scored_step(tmp_path, *more)
     assert float(scores.abs().max()) > 1e-4
     assert torch.allclose(scores, expected, rtol=1e-3, atol=1e-5 * float(scores.abs().max())), (
         scores,
         expected,
     )
+
+
+@pytest.mark.parametrize("diagnose_every", [0, 1])
+def test_after_the_first_update_scores_are_weighed_as_adam_weighs_its_step(
+    tmp_path: Path, diagnose_every: int
+) -> None:
+    knobs = (f"trainer.tracin.diagnose_every={diagnose_every}", "model.lora.rank=2")
+    scores, expected = scored_step(tmp_path, *knobs, steps=3)
+    size = float(scores.abs().max())
+    assert torch.allclose(scores, expected, rtol=2e-3, atol=1e-4 * size), (scores, expected)
+    plain, _ = scored_step(tmp_path, *knobs, "trainer.tracin.preconditioner=none", steps=3)
+    assert float(plain.abs().max()) < size / 10
