@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from typing import Any, cast
 
 from gradtrace.config import Config
@@ -15,6 +16,9 @@ from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.rewards import RewardFunction
 from gradtrace.training.parts import build_reward
+
+
+_loading = threading.Lock()
 
 
 @functools.cache
@@ -37,4 +41,6 @@ def compute_score(
     **more: Any,
 ) -> float:
     item = json.loads(extra_info["gradtrace_item"])
-    return reward_of(config)([solution_str], [item])[0]
+    with _loading:  # verl calls from several threads, and composing a configuration is not made for that
+        reward = reward_of(config)
+    return reward([solution_str], [item])[0]
