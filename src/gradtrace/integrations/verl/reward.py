@@ -17,7 +17,6 @@ from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.rewards import RewardFunction
 from gradtrace.training.parts import build_reward
 
-
 _loading = threading.Lock()
 
 

@@ -170,6 +170,7 @@ class GradtraceTrainer(PPOTrainerSync):
     def _balance_batch(self, batch: Any, metrics: Any, *args: Any, **options: Any) -> Any:
         if self.recorder is None:
             return super()._balance_batch(batch, metrics, *args, **options)
+        self._check_complete(len(batch))
         ranks = max(self._dispatch_ranks()) + 1
         multiple = self._get_required_batch_multiple(ranks)
         batch = upsample_batch_to_divisible_size(batch, multiple, self.tokenizer.eos_token_id)
@@ -192,6 +193,12 @@ class GradtraceTrainer(PPOTrainerSync):
         }
         batch.reorder(self.plan.order)
         return batch
+
+    def _check_complete(self, responses: int) -> None:
+        """verl would train on what is left when a replica or a reward worker has died in the rollout."""
+        expected = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        if responses < expected and self.watch is not None and (dead := self.watch.find_dead(5.0)):
+            self._on_death(dead, RuntimeError(f"{responses} of {expected} responses arrived"))
 
     def _dispatch_ranks(self) -> list[int]:
         """Data-parallel rank of every worker."""

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-INTERVAL_SECONDS = 0.5
+INTERVAL_SECONDS = 0.2
 
 
 class Watch:
