@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import sys
@@ -157,7 +158,7 @@ def same_batch(probe: EntropyProbe, E: TokenBatch, update: Update, etas: tuple[f
 
 
 def probe_checkpoint(run_dir: Path, step: int, batches: int, prompts: int) -> dict[str, Any]:
-    """One checkpoint: same-batch figures, and z-scores of independent pairs of E."""
+    """One checkpoint: same-batch figures, and estimates on every E."""
     checkpoint = Checkpoint.open(run_dir, step)
     probe = checkpoint.probe
     update = probe.update(checkpoint.update_batch(16, 8))
@@ -175,15 +176,6 @@ def probe_checkpoint(run_dir: Path, step: int, batches: int, prompts: int) -> di
         with probe.moved(update, REAL):
             anew = evaluation_batch(checkpoint.policy, checkpoint.sample(rollout_batch.prompts, seed))
             fresh.append(fresh_change(prediction.base, probe.tokens(anew)))
-    pairs = [(i, i + 1) for i in range(0, batches - 1, 2)] + [(i + 1, i) for i in range(0, batches - 1, 2)]
-
-    def z(measured: list[Any], eta: float) -> list[float]:
-        return [
-            (eta * predicted[a].value - measured[b].value)
-            / math.hypot(eta * predicted[a].stderr, measured[b].stderr)
-            for a, b in pairs
-        ]
-
     mean = sum(p.value for p in predicted) / batches
     spread = math.sqrt(sum((p.value - mean) ** 2 for p in predicted) / max(1, batches - 1))
     return {
@@ -196,9 +188,10 @@ def probe_checkpoint(run_dir: Path, step: int, batches: int, prompts: int) -> di
         "stderr_seen": spread,
         "same_batch_ratio": first["ratio"],
         "log_log_slope": first["slope"],
-        "z_small": z(small, SMALL[-1]),
-        "z_real": z(real, REAL),
-        "z_fresh": z(fresh, REAL),
+        "predicted": [(p.value, p.stderr) for p in predicted],
+        "small": [(m.value, m.stderr) for m in small],
+        "real": [(m.value, m.stderr) for m in real],
+        "fresh": [(m.value, m.stderr) for m in fresh],
     }
 
 
@@ -211,9 +204,15 @@ def kept_row(run_dir: Path, seed: int, step: int, batches: int, prompts: int) ->
     return json.loads(path.read_text())
 
 
-def coverage(rows: list[dict[str, Any]], key: str) -> float:
-    scores = [abs(value) for row in rows for value in row[key]]
-    return sum(score <= 1.96 for score in scores) / len(scores)
+def coverage(rows: list[dict[str, Any]], key: str, eta: float) -> float:
+    """Over all pairs of different batches of E, predicted on one and measured on the other."""
+    inside = [
+        abs(eta * row["predicted"][a][0] - row[key][b][0])
+        <= 1.96 * math.hypot(eta * row["predicted"][a][1], row[key][b][1])
+        for row in rows
+        for a, b in itertools.permutations(range(len(row["predicted"])), 2)
+    ]
+    return sum(inside) / len(inside)
 
 
 def smollm2(quick: bool) -> dict[str, Any]:
@@ -308,13 +307,13 @@ def main(arguments: list[str] | None = None) -> None:
         "same_batch_ratio_max": max(ratios),
         "log_log_slope_min": min(slopes),
         "log_log_slope_max": max(slopes),
-        "coverage_independent_small_step": coverage(rows, "z_small"),
-        "coverage_independent_real_step": coverage(rows, "z_real"),
-        "coverage_fresh_real_step": coverage(rows, "z_fresh"),
+        "coverage_independent_small_step": coverage(rows, "small", SMALL[-1]),
+        "coverage_independent_real_step": coverage(rows, "real", REAL),
+        "coverage_fresh_real_step": coverage(rows, "fresh", REAL),
         "same_batch_ratio_smollm2": large["ratio_small"],
         "log_log_slope_smollm2": large["log_log_slope"],
     }
-    pairs = sum(len(row["z_small"]) for row in rows)
+    pairs = len(rows) * batches * (batches - 1)
     emit(
         "probe_accuracy",
         result,
