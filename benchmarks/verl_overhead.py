@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import pickle
 import sys
 import tempfile
 from collections import defaultdict
@@ -28,7 +29,14 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import InfluenceTraceConfig
 
 GROUPS, GROUP_SIZE = 4, 8
-COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce", "all_gather", "broadcast")
+# Bytes that a rank sends per byte of its input, in a ring of W ranks.
+COLLECTIVES = {
+    "all_gather_single": lambda ranks: ranks - 1,
+    "all_gather": lambda ranks: ranks - 1,
+    "reduce_scatter_single": lambda ranks: (ranks - 1) / ranks,
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1,
+}
 
 
 def batch(response_tokens: int) -> RolloutBatch:
@@ -54,18 +62,26 @@ def batch(response_tokens: int) -> RolloutBatch:
 
 
 class Traffic:
-    """Bytes that this rank hands to collectives, by who asked."""
+    """Bytes that this rank sends in collectives, by who asked."""
 
     def __init__(self) -> None:
-        self.bytes: dict[str, int] = defaultdict(int)
+        self.bytes: dict[str, float] = defaultdict(float)
         self.owner = "fsdp"
-        for name in COLLECTIVES:
-            setattr(dist, name, self._counted(getattr(dist, name)))
+        for name, factor in COLLECTIVES.items():
+            setattr(dist, name, self._counted(getattr(dist, name), factor(dist.get_world_size())))
+        gather = dist.all_gather_object
 
-    def _counted(self, collective: Any) -> Any:
+        def counted_objects(found: list[Any], value: Any, *args: Any, **options: Any) -> None:
+            self.bytes[self.owner] += len(pickle.dumps(value)) * (len(found) - 1)
+            gather(found, value, *args, **options)
+
+        dist.all_gather_object = counted_objects
+
+    def _counted(self, collective: Any, factor: float) -> Any:
         def counted(*args: Any, **options: Any) -> Any:
+            # The input comes last, after the output where there is one.
             tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
-            self.bytes[self.owner] += sum(t.numel() * t.element_size() for t in tensors[-1:])
+            self.bytes[self.owner] += factor * sum(t.numel() * t.element_size() for t in tensors[-1:])
             return collective(*args, **options)
 
         return counted
