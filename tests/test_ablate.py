@@ -16,8 +16,10 @@ from gradtrace.ablate.judge import first_wrong_ranks, separation, spearman
 from gradtrace.ablate.rollout import parse_rollout, weights_digest
 from gradtrace.ablate.run import ablate
 from gradtrace.cli import main
+from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.training.parts import build_parts
+from gradtrace.training.run import train
 from tests.training.small import overrides
 
 SWEEP = ["sweep.influence.hessian_mode=inverse,identity", "sweep.influence.projection_dim_factor=0,4"]
@@ -149,3 +151,21 @@ def test_spearman_is_the_correlation_of_ranks_over_the_tokens_both_have() -> Non
     assert spearman(a, b) == pytest.approx(np.corrcoef(counted(a[both]), counted(b[both]))[0, 1])
     assert spearman(a, -a) == pytest.approx(-1.0) and spearman(a, np.exp(a)) == pytest.approx(1.0)
     assert spearman(np.ones(4), np.arange(4.0)) is None
+
+
+def test_a_checkpoint_gives_the_weights(done: Path, tmp_path: Path) -> None:
+    settings = overrides(done, "trainer.total_steps=1", "trainer.validation.every=0")
+    run = train(load_config(settings)).run_dir
+    checkpoint = run / "checkpoints" / "step_000001"
+    ablate(
+        parse_grid([*settings, "sweep.influence.hessian_mode=identity"]),
+        tmp_path / "out",
+        checkpoint,
+        repeat=1,
+    )
+    shared = json.loads((tmp_path / "out" / "shared.json").read_text())
+    start = json.loads((done / "out" / "shared.json").read_text())
+    assert shared["checkpoint"] == str(checkpoint)
+    assert shared["weights_sha256"] == weights_digest(build_parts(load_config(settings), checkpoint))
+    assert shared["weights_sha256"] != start["weights_sha256"]
+    assert len(list((tmp_path / "out" / "cells").glob("*.npz"))) == 1
