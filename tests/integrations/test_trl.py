@@ -51,6 +51,12 @@ SETUPS: dict[str, dict[str, Any]] = {
     "two_rollouts_a_step": {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
     "kl": {"beta": 0.1},
     "bf16": {"bf16": True},
+    "evaluation": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "more": {"eval_dataset": Dataset.from_dict({"prompt": ["5+5=", "2*2+1="]})},
+    },
     "entropy_bonus": {
         "entropy_coef": 0.1,
         "per_device_train_batch_size": 8,
@@ -189,7 +195,9 @@ def test_entropies_and_log_probs_are_those_of_the_sampling_weights(tmp_path: Pat
     assert set(step_of(tmp_path)["optimizer_step"]) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("name", ["reentrant_checkpointing", "lora", "split_over_steps", "kl", "bf16"])
+@pytest.mark.parametrize(
+    "name", ["reentrant_checkpointing", "lora", "split_over_steps", "kl", "bf16", "evaluation"]
+)
 def test_tracing_changes_nothing(name: str, tmp_path: Path) -> None:
     runs = []
     for traced in (False, True):

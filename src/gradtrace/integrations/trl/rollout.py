@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -70,7 +71,7 @@ class TracedRollout:
         return log_prob_weight * log_probs + entropy_weight * entropies
 
 
-def _stores(store: Tensor, rows: Tensor):  # type: ignore[no-untyped-def]
+def _stores(store: Tensor, rows: Tensor) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
         store[rows] = gradient.detach().to(store)
 
