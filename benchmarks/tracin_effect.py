@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import tempfile
@@ -91,6 +92,12 @@ def configuration(method: Method, flip: float, seed: int, steps: int) -> Config:
             *[f"trainer.tracin.{knob}" for knob in method.knobs],
         ]
     )
+
+
+@functools.cache
+def settings_of(method: Method) -> dict[str, Any]:
+    """All of trainer.tracin, resolved."""
+    return dataclasses.asdict(configuration(method, 0.0, 0, 1).trainer.tracin)
 
 
 class RandomDrop(StepObserver):
@@ -200,8 +207,7 @@ class Results:
 
     def key(self, name: str, flip: float, seed: int, steps: int) -> str:
         method = METHODS[name]
-        config = configuration(method, flip, seed, steps)
-        selection = None if method.kind == "vanilla" else dataclasses.asdict(config.trainer.tracin)
+        selection = None if method.kind == "vanilla" else settings_of(method)
         return json.dumps([method.kind, selection, flip, seed, steps], sort_keys=True)
 
     def find(self, name: str, flip: float, seed: int, steps: int) -> dict[str, Any] | None:
