@@ -367,7 +367,7 @@ class TracinConfig:
     parameters: str = _choice("linear", "all")
     """Scores over linear layers (biases and tied embeddings included), or over every trainable parameter."""
     preconditioner: str = _choice("adam", "none")
-    """`adam`: weigh the validation gradient by Adam's second moments, as the real update is. Helps a lot."""
+    """`adam`: weigh the validation gradient by Adam's second moments, as the real update is."""
     selection: str = _choice("drop_lowest", "positive", "top_fraction", "soft", "none")
     """What the update uses. `positive`: scores above 0. `top_fraction`: the best. `drop_lowest`: all but the most
     negative. `soft`: all, weighted. `none`: score only."""
