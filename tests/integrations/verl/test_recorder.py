@@ -1,0 +1,73 @@
+"""Metrics of a run that dies and goes on: each step once, whatever moment it died at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import no_truth
+from gradtrace.integrations.verl.options import VerlOptions, read_options
+from gradtrace.integrations.verl.recorder import Recorder
+from gradtrace.integrations.verl.status import Status, describe, read_status
+
+
+def recorder(run_dir: Path) -> Recorder:
+    options = VerlOptions(run_dir=str(run_dir), metrics=True)
+    return Recorder(options, None, ranks=2, temperature=1.0, truth=no_truth, report=print)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def begun(run_dir: Path) -> Recorder:
+    first = recorder(run_dir)
+    first.start(0)
+    first.log(1, {"critic/rewards/mean": 0.1, "table": "not a number"})
+    first.log(2, {"critic/rewards/mean": 0.2})
+    return first
+
+
+def test_died_after_the_checkpoint_and_before_the_metrics(tmp_path: Path) -> None:
+    begun(tmp_path).before_checkpoint(3, {"critic/rewards/mean": 0.3})
+    recorder(tmp_path).start(3)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_died_after_the_metrics(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    first.before_checkpoint(3, {"critic/rewards/mean": 0.3})
+    first.log(3, {"critic/rewards/mean": 0.3})
+    recorder(tmp_path).start(3)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_died_while_saving(tmp_path: Path) -> None:
+    begun(tmp_path).before_checkpoint(3, {"critic/rewards/mean": 0.3})
+    recorder(tmp_path).start(2)  # the checkpoint of step 3 is not complete
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_the_state_of_a_run_says_who_died(tmp_path: Path) -> None:
+    status = Status(7, "update", "actor rank 1", "ActorDiedError", {"actor rank 1": 42})
+    status.write(tmp_path)
+    assert describe(read_status(tmp_path)) == "actor rank 1 (process 42) died in phase update of step 7"
+    status = Status(7, "rollout", "reward worker 0", "ActorDiedError", {})
+    assert "in phase reward of step 7" in describe(status)
+    assert describe(Status(7, "save")) == "the driver (or all of Ray) died in phase save of step 7"
+
+
+def test_without_a_section_everything_is_off() -> None:
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"trainer": {"default_local_dir": "/x"}})
+    assert not read_options(config).is_active
+    config = OmegaConf.create({**config, "gradtrace": {"influence_trace": {"enable": True}}})
+    options = read_options(config)
+    assert options.is_active and options.run_dir == "/x"
+    with pytest.raises(GradtraceError, match="hessian_mode=none"):
+        config.gradtrace.influence_trace.hessian_mode = "none"
+        read_options(config)
