@@ -20,6 +20,7 @@ from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.training.parts import build_parts
 from gradtrace.training.run import train
+from gradtrace.viewer.ablation_payload import ablation_payload
 from tests.training.small import overrides
 
 SWEEP = ["sweep.influence.hessian_mode=inverse,identity", "sweep.influence.projection_dim_factor=0,4"]
@@ -54,6 +55,8 @@ def test_every_cell_has_a_row_and_the_files_say_the_same(done: Path) -> None:
     with (done / "out" / "ablation.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["time_s"]) for row in rows] == [cell["time_s"] for cell in table["cells"]]
+    shown = ablation_payload(done / "out")
+    assert shown is not None and len(shown["cells"]) == 4
     markdown = (done / "out" / "ablation.md").read_text()
     assert all(name in markdown for name in table["agreement"]["names"])
 
