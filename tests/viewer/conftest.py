@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 from gradtrace.viewer.sample import SampleRun
 from tests.viewer.serving import Watched, chromium, serving
+
+expect.set_options(timeout=30_000)  # a machine under load is slow, not wrong
 
 
 def write_run(path: Path, task: str = "arithmetic", steps: int = 3, **options: object) -> Path:
@@ -46,7 +48,7 @@ def viewer(browser: Browser, origin: str) -> Iterator[Watched]:
     """A fresh page. The test fails if the page logged an error or asked another machine for anything."""
     context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
     context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
-    context.set_default_timeout(8000)
+    context.set_default_timeout(30_000)
     watched = Watched(context.new_page(), origin)
     yield watched
     errors, foreign = watched.errors, watched.foreign_requests

@@ -116,7 +116,7 @@ def test_a_new_cell_appears_without_a_reload(ablation: Watched, folder: Path) ->
     changed = table()
     changed["cells"] = changed["cells"][:2]
     (folder / "ablation.json").write_text(json.dumps(changed))
-    expect(page.locator(".ablation-table tbody tr")).to_have_count(2, timeout=15000)
+    expect(page.locator(".ablation-table tbody tr")).to_have_count(2, timeout=30_000)
 
 
 def test_a_report_of_an_ablation_is_one_file(browser: Browser, folder: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.viewer.serving import Watched, serving
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1440, "height": 900})
-    context.set_default_timeout(8000)
+    context.set_default_timeout(30_000)
     yield context.new_page()
     context.close()
 
@@ -47,7 +47,7 @@ def test_pages_follow_a_run_that_is_still_writing(page: Page, tmp_path: Path) ->
         run.write_step(3)
         expect(page.locator(".prompt .caption")).to_have_text("Prompt, group 1 of step 3")
         run.finish()
-        expect(page.locator(".live.done")).to_contain_text("finished", timeout=12_000)
+        expect(page.locator(".live.done")).to_contain_text("finished", timeout=30_000)
         assert watched.errors == []
         polls = [url for url in watched.requests if "/news" in url]
         assert any("metrics=0" not in url for url in polls)

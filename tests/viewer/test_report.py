@@ -21,7 +21,7 @@ from tests.viewer.test_live_and_broken import HOSTILE, RUN_NAME, hostile_run
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1440, "height": 900}, offline=True)
-    context.set_default_timeout(8000)
+    context.set_default_timeout(30_000)
     yield context.new_page()
     context.close()
 
