@@ -497,6 +497,18 @@ def test_without_isolation_nothing_runs_unless_told_to(tmp_path: Path) -> None:
     assert ran.read_text() == "x"  # once: the refusal came before anything ran
 
 
+FORGE_BY_PROC = (
+    "import glob, os\n"
+    "for path in glob.glob('/proc/[0-9]*/fd/1'):\n"
+    "    for fd in range(16):\n"
+    "        try:\n"
+    "            if 'sandbox.exam' + 'iner import' in open(path.replace('fd/1', 'cmdline')).read():\n"
+    "                os.write(os.open(f'{path[:-1]}{fd}', os.O_WRONLY | os.O_NONBLOCK), b'111')\n"
+    "        except OSError: pass\n"
+    "def double(x): return 0"
+)
+
+
 def test_without_isolation_time_memory_output_and_verdict_are_kept() -> None:
     """And orphans: the autouse fixture looks for them."""
     hostile = [
@@ -507,6 +519,7 @@ def test_without_isolation_time_memory_output_and_verdict_are_kept() -> None:
             for name in ("os._exit(0) in a call", "always equal", "verdict written to every descriptor")
         ),
         ORPHAN + "while True: pass",
+        FORGE_BY_PROC,
     ]
     calls = {"kind": "calls", "setup": "", "entry_points": [], "tests": DOUBLE["test_list"], "unsafe": True}
     requests = [{**script(code, ""), **calls, "seconds": 3.0} for code in hostile]

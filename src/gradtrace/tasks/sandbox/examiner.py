@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from gradtrace.tasks.sandbox import linux
 from gradtrace.tasks.sandbox.wire import Encoded, decode, encode
 from gradtrace.tasks.verification.channel import Channel
 
@@ -25,6 +26,8 @@ PASSED, FAILED = b"1", b"0"
 
 
 def main(packages: list[str]) -> None:
+    # Without a process namespace of its own the candidate could write to our descriptors, through /proc.
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)
     with os.fdopen(PAYLOAD, "rb") as file:
         payload = json.load(file)
     verdicts = os.dup(1)

@@ -108,6 +108,7 @@ class Program:
             assert self.scratch is not None
             os.setsid()
             os.chdir(self.scratch.name)
+            linux.drop_capabilities()
             self._execute(runner, str(jail.PACKAGE), limits, inputs)
         linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS)
         outer_lives, held = os.pipe()

@@ -41,7 +41,7 @@ class SandboxService:
         """Why there is none; empty if there is."""
         try:
             jail.enter_namespaces()
-            limits = Limits(seconds=30, memory=512 << 20)
+            limits = Limits(seconds=60, memory=512 << 20)
             right, why = self._script("print(42)", {"input": "", "output": "42"}, limits, None, isolated=True)
             if not right:
                 raise SetupError(f"a first program in it did not work: {why or 'wrong output'}")
