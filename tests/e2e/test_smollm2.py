@@ -1,0 +1,69 @@
+"""A real language model: LoRA on SmolLM2-135M-Instruct, with its chat template, traces, export and evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradtrace.config_loader import load_config
+from gradtrace.evaluation.model import load
+from gradtrace.evaluation.run import Settings, evaluate
+from gradtrace.evaluation.tasks import load_prompts
+from gradtrace.tasks.prepare.prepare import Request, prepare
+from gradtrace.tasks.rewards import RewardFunction, named_reward
+from gradtrace.trace.reader import open_run
+from gradtrace.training.run import train
+
+MODEL = Path(__file__).parent.parent.parent / "models" / "SmolLM2-135M-Instruct"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not MODEL.is_dir(), reason=f"the weights are not here: scripts/get_smollm2 makes {MODEL}"
+    ),
+]
+REWARD = """
+def longer(response, item):
+    return float(len(response))
+"""
+
+
+def test_lora_step_on_a_real_model_is_traced_saved_and_evaluated(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    prepare(
+        Request("countdown", data, numbers=(2,), count=12, largest=9, validation=2, shots=1, instruction="")
+    )
+    (tmp_path / "reward.py").write_text(REWARD)
+    config = load_config(
+        [
+            "recipe=smollm2_countdown",
+            f"model.path={MODEL}",
+            "model.lora.rank=4",
+            f"data.train=[{data / 'train.parquet'}]",
+            f"data.validation=[{data / 'validation.parquet'}]",
+            # right answers are too rare for two groups of two; this reward differs within every group
+            f"reward.path={tmp_path / 'reward.py'}:longer",
+            "reward.name=task",
+            "data.train_batch_size=2",
+            "rollout.n=2",
+            "rollout.max_new_tokens=12",
+            "trainer.total_steps=1",
+            f"trainer.runs_dir={tmp_path / 'runs'}",
+        ]
+    )
+    outcome = train(config)
+    run = open_run(outcome.run_dir)
+    assert run.metrics()[0][-1]["influence_trace/rows_emitted"] > 0
+    assert run.steps("entropy_trace") == run.steps("influence_trace") == [1]
+
+    adapters = outcome.run_dir / "checkpoints" / "step_000001" / "policy"
+    assert (adapters / "adapter_config.json").is_file()
+    greedy = Settings("countdown", n=1, temperature=0.0, max_new_tokens=6)
+    reward: RewardFunction = named_reward("countdown")
+    texts = []
+    for path in (outcome.run_dir, adapters.parent):  # merged weights, and adapters on their base
+        loaded = load(str(path))
+        prompts = load_prompts("countdown", str(data / "validation.parquet"), loaded.tokenizer)
+        assert loaded.tokenizer.decode(prompts[0].ids).startswith("<|im_start|>system")
+        texts.append([line["response"] for line in evaluate(loaded, prompts, reward, greedy).responses])
+    assert texts[0] == texts[1]
