@@ -115,13 +115,20 @@ def compare_scoring(
     return ratios, detail
 
 
+# A warm start that is too short to solve the task, and so a reward by which groups are mixed nevertheless.
+REWARD = "def even(response, item):\n    return float(response[-1:] in tuple('02468'))\n"
+
+
 def demo_parts(folder: str) -> Parts:
+    reward = Path(folder) / "reward.py"
+    reward.write_text(REWARD)
     return build_parts(
         load_config(
             [
                 f"trainer.runs_dir={folder}",
                 "trainer.cpu_threads=1",
                 "task.arithmetic.warm_start.max_steps=60",
+                f"reward.path={reward}:even",
                 "trainer.influence_trace.enable=false",
                 "trainer.entropy_trace.enable=false",
                 "trainer.tracin.diagnose_every=0",
