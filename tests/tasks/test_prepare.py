@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.parquet
 import pytest
 
@@ -15,10 +16,12 @@ from gradtrace.config import DataConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.tasks.datasets import DatasetTask
+from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.countdown import COUNTDOWN
 from gradtrace.tasks.prepare.gsm8k import GSM8K
 from gradtrace.tasks.prepare.prepare import Request, prepare
 from gradtrace.tasks.rewards import named_reward
+from tests.tasks.byte_model import byte_tokenizer
 
 SHARED = Path("/work/shared/data")
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real data sets are not here ({SHARED})")
@@ -252,6 +255,41 @@ def test_rows_of_another_data_set_are_named(
 ) -> None:
     with pytest.raises(GradtraceError, match=words):
         prepare(Request(name, tmp_path / "out", write(tmp_path / "r.jsonl", [row])))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "right", "wrong"),
+    [
+        ("gsm8k", {"question": "x", "answer": "3+4=<<3+4=7>>7\n#### 1,007"}, "so\n#### 1007", "so\n#### 7"),
+        ("dapo_math", verl("x", "34"), "thus \\boxed{34}", "thus \\boxed{35}"),
+        ("math500", {"problem": "x", "answer": "\\frac{1}{2}"}, "\\boxed{0.5}", "\\boxed{0.05}"),
+        ("countdown", {"nums": [3, 5], "target": 8}, "<answer>5 + 3</answer>", "<answer>8</answer>"),
+        (
+            "mbpp",
+            {"prompt": "Write f.", "test_list": ["assert f(2) == 4"]},
+            "```python\ndef f(x):\n    return 2 * x\n```",
+            "```python\ndef f(x):\n    return x\n```",
+        ),
+    ],
+    ids=["gsm8k", "dapo_math", "math500", "countdown", "mbpp"],
+)
+def test_reward_of_a_data_set_judges_its_prepared_rows(
+    tmp_path: Path, name: str, row: dict[str, Any], right: str, wrong: str
+) -> None:
+    preparation = PREPARATIONS[name]
+    example = preparation.example(row)
+    assert example is not None
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([preparation.row(example, "train", 0)]), file)
+    data = DataConfig(train=[str(file)], validation_fraction=0.0, max_prompt_length=10_000)
+    item = DatasetTask(data, byte_tokenizer()).next_prompts(1)[0].item
+    try:
+        rewards = named_reward(preparation.reward)([right, wrong], [item, item])
+    except GradtraceError as error:
+        if "allows no isolation" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert rewards == [1.0, 0.0]
 
 
 def test_validation_cannot_take_everything(tmp_path: Path) -> None:
