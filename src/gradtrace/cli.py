@@ -43,6 +43,8 @@ examples:
   gradtrace view                              the latest run in the browser, also while it trains
   gradtrace trace show runs/demo --step 3     one group in the terminal, tokens coloured by influence
   gradtrace report runs/demo -o report.html   one file to send to a colleague
+  gradtrace data prepare gsm8k                a data set, clean and split, ready for `gradtrace train recipe=grpo_gsm8k`
+  gradtrace eval runs/grpo_gsm8k --task gsm8k mean@n and pass@k with intervals
   gradtrace doctor --model runs/demo/policy   which layers can be traced, and what it costs
 
 `gradtrace COMMAND --help` explains each command.

@@ -4,6 +4,8 @@
   gradtrace train --cfg                             print every setting of it, and stop
   gradtrace train trainer.total_steps=40 trainer.seed=1
   gradtrace train recipe=gsm8k model.path=models/SmolLM2-135M-Instruct data.train=[gsm8k/train.jsonl]
+  gradtrace train recipe=smollm2_countdown          a real language model on a CPU (docs/real_model.md)
+  gradtrace train recipe=archer_math trainer.traces=true    a recipe for a GPU, with entropy and influence traces
   gradtrace train recipe=my.yaml                    a recipe of your own; it may say `defaults: [gsm8k, _self_]`
   gradtrace train resume=runs/demo                  continue a run that was stopped, exactly where it was
   gradtrace train resume=runs/demo trainer.total_steps=200
