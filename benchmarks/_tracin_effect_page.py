@@ -144,6 +144,7 @@ def table(by_method: dict[str, Any]) -> str:
     first = next(iter(by_method.values()))
     head = [
         "method",
+        "seeds",
         f"step {first['half_way']['at']:.0f}",
         f"step {first['steps']['at']:.0f}",
         f"at {first['trained']['at']:,.0f} trained",
@@ -152,7 +153,7 @@ def table(by_method: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, found in by_method.items():
         cells = [shown(found[key]) for key in ("half_way", "steps", "trained", "generated")]
-        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(cells)} |")
+        lines.append(f"| {LABELS.get(name, name)} | {found['steps']['n']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
