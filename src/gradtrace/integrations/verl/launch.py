@@ -81,6 +81,8 @@ def prepare(config: Config, run_dir: Path, display: Display) -> Translation:
     model, task = build_task(config, display.warm_start)
     files = RunFiles(run_dir)
     files.write_config(to_yaml(dataclasses.replace(config, resume="")))
+    # By itself: beside a model's config.json transformers loads the tokenizer class of that model's family.
+    task.tokenizer.save_pretrained(run_dir / "tokenizer")
     if not config.resume:
         rollouts = 2 if config.algorithm.dynamic_sampling.enable else 1  # verl begins again when they run out
         count = rollouts * config.trainer.total_steps * config.data.train_batch_size

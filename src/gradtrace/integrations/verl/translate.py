@@ -93,7 +93,7 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
     settings: dict[str, Any] = {
         **trainer_settings(config, run_dir),
         **data_settings(config, run_dir),
-        **model_settings(config, model, on_cpu),
+        **model_settings(config, run_dir, model, on_cpu),
         **actor_settings(config, on_cpu),
         **rollout_settings(config),
         **algorithm_settings(config),
@@ -232,12 +232,13 @@ def data_settings(config: Config, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def model_settings(config: Config, model: str, on_cpu: bool) -> dict[str, Any]:
+def model_settings(config: Config, run_dir: Path, model: str, on_cpu: bool) -> dict[str, Any]:
     attention = "sdpa" if on_cpu else "flash_attention_2"
     if config.model.attention != "auto":
         attention = config.model.attention
     settings: dict[str, Any] = {
         "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.tokenizer_path": str(run_dir / "tokenizer"),
         "actor_rollout_ref.model.custom_chat_template": TEMPLATE,
         "actor_rollout_ref.model.enable_gradient_checkpointing": config.model.gradient_checkpointing,
         "+actor_rollout_ref.model.override_config.attn_implementation": attention,

@@ -14,6 +14,7 @@ What else a configuration needs on CPU (sdpa attention, no torch.compile, FSDP2)
 
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
+    "RAY_worker_niceness": "0",  # Ray makes its workers nice (15): they are the training itself here
     "RAY_enable_worker_prestart": "0",  # Ray would start one idle process for every CPU that it is told of
 }
 PLATFORM = "cpu"
