@@ -187,7 +187,10 @@ def tried_table(tried: dict[str, dict[str, Any]]) -> str:
 
 def verdict(summary: dict[str, dict[str, Any]], settings: str) -> list[str]:
     """Said from the numbers, whichever way they come out. Differences are paired by seed."""
-    lines = [f"Selection at its defaults: {settings}. Differences are means over seeds, paired by seed."]
+    lines = [
+        f"Selection at its defaults: {settings}. Differences are means over seeds, paired by seed. "
+        f"Seeds {' and '.join(map(str, TRIED_SEEDS))} also served to choose these settings; the others did not."
+    ]
     for flip, by_method in summary.items():
         percent = f"{float(flip):.0%}".replace("%", " %")
         for other in ("vanilla", "random", "val_too"):
@@ -202,6 +205,15 @@ def verdict(summary: dict[str, dict[str, Any]], settings: str) -> list[str]:
                     f"{gain['mean'] * 100:+.1f} ± {gain['half'] * 100:.1f} points at equal {what}{sure}"
                 )
             lines.append(f"{percent} flipped, against {LABELS[other]}: {'; '.join(parts)}.")
+            if other == "vanilla":
+                pair = (by_method[name]["steps"]["by_seed"] for name in ("selection", other))
+                ours, theirs = ({s: a for s, a in found.items() if s not in TRIED_SEEDS} for found in pair)
+                shared = sorted(set(ours) & set(theirs))
+                if shared:
+                    fresh = statistics.mean(ours[seed] - theirs[seed] for seed in shared)
+                    lines[-1] += (
+                        f" On seeds {', '.join(map(str, shared))} alone: {fresh * 100:+.1f} at equal steps."
+                    )
     return lines
 
 

@@ -250,6 +250,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flips", type=listed(float), default=list(FLIPS))
     parser.add_argument("--seeds", type=listed(int), default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--made-only", action="store_true", help="only report on runs that were made already")
     parser.add_argument(
         "--write-docs", action="store_true", help="rewrite docs/tracin_effect.md and its pictures"
     )
@@ -266,7 +267,10 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in args.seeds:
         for flip in args.flips:
             for name in args.methods:
-                run = results.get(name, flip, seed, args.steps)
+                find = results.find if args.made_only else results.get
+                run = find(name, flip, seed, args.steps)
+                if run is None:
+                    continue
                 runs.append(run)
                 last = run["points"][-1]
                 print(
