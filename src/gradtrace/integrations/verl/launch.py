@@ -121,9 +121,10 @@ def run_with_restarts(config: Config, translation: Translation, run_dir: Path, d
             )
         step = latest_step(run_dir)
         where = f"the checkpoint of step {step}" if step else "the start: there is no complete checkpoint yet"
-        display.message(
-            f"{happened}. Restart {failures} of at most {config.cluster.max_failures}, from {where}."
-        )
+        message = f"{happened}. Restart {failures} of at most {config.cluster.max_failures}, from {where}."
+        display.message(message)
+        with (run_dir / LOG).open("a") as log:
+            log.write(f"gradtrace: {message}\n")
 
 
 def run_once(translation: Translation, run_dir: Path, display: Display) -> int:

@@ -148,9 +148,9 @@ class GradtraceTrainer(PPOTrainerSync):
 
     # ------------------------------------------------------------ phases of a step
 
-    def on_sample_begin(self) -> None:
-        self._phase("rollout")
-        super().on_sample_begin()
+    def on_step_begin(self) -> None:
+        self._phase("rollout")  # prompts are handed to the replicas next
+        super().on_step_begin()
 
     def on_step_end(self) -> None:
         self._phase("sync")
