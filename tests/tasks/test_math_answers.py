@@ -142,7 +142,7 @@ def test_two_hundred_at_once_with_hostile_ones_among_them() -> None:
         keepers = [keeper.process.pid for keeper in pool._keepers]
         assert pool.size == 4 and pool.replaced == 0
     assert [answer.get("score", 0.0) for answer in answers] == expected
-    assert sum(answer.get("failed") == "deadline" for answer in answers) == 20
+    assert {"failed": "deadline"} in answers and {"failed": "lost"} not in answers
     assert not [pid for pid in keepers if Path(f"/proc/{pid}").exists() or children(pid)]
 
 
