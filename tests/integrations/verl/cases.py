@@ -55,3 +55,9 @@ KNOBS = {
 # Adapters start from random numbers of their own, so there is nothing to compare scores with.
 LORA = {"lora": Case({"lora_rank": 4}, knobs=_GLOBAL, check_gradients=True)}
 CASES = LAYOUTS | KNOBS | LORA
+
+
+def names(world: int, *kinds: dict[str, Case]) -> list[str]:
+    """The cases of these kinds that are run on so many ranks: all on two, some of them on one (time)."""
+    on_one = ("packed", "padded", "dynamic", "per_prompt")
+    return [name for kind in kinds for name in kind if world == 2 or name in on_one]

@@ -25,6 +25,10 @@ from tests.integrations.verl import cases, harness
 pytestmark = [pytest.mark.slow, harness.needs_verl]
 
 
+def on_ranks(*kinds: dict[str, cases.Case]) -> list[tuple[int, str]]:
+    return [(world, name) for world in (1, 2) for name in cases.names(world, *kinds)]
+
+
 class Kept(InfluenceTraceInstrument):
     """Does not write files, and keeps what it would have written."""
 
@@ -44,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     batch = fill_statistics(policy, batch, MicroBatches(batch, 4096), rows)
     torch.save(batch, folder / "batch.pt")
     for world in (2, 1):  # the second opens the first one's checkpoint
-        harness.run_ranks("tests.integrations.verl.engine_worker", world, str(folder), *cases.CASES)
+        harness.run_ranks(
+            "tests.integrations.verl.engine_worker", world, str(folder), *cases.names(world, cases.CASES)
+        )
     return folder
 
 
@@ -91,8 +97,7 @@ def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
     return influence_columns(batch, step.scored, status, config, 64.0)[0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", cases.LAYOUTS | cases.LORA)
+@pytest.mark.parametrize(("world", "name"), on_ranks(cases.LAYOUTS, cases.LORA))
 def test_captured_gradients_sum_to_the_weight_gradient(folder: Path, name: str, world: int) -> None:
     found = torch.load(folder / f"{name}.{world}" / "rank0.pt")
     # All linear layers but the head; with adapters, the two of each of them.
@@ -101,8 +106,7 @@ def test_captured_gradients_sum_to_the_weight_gradient(folder: Path, name: str, 
     assert found["errors"][worst] < 1e-5, f"{worst} is off by {found['errors'][worst]:.1e}"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", cases.LAYOUTS | cases.KNOBS)
+@pytest.mark.parametrize(("world", "name"), on_ranks(cases.LAYOUTS, cases.KNOBS))
 def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: int) -> None:
     expected, found = embedded(folder, cases.CASES[name]), joined(folder, name, world)
     assert list(found["row"]) == list(expected["row"]) == list(range(16))
@@ -131,14 +135,13 @@ def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: i
 def test_the_layout_does_not_change_the_training(folder: Path) -> None:
     """Packed, padded, recomputed, offloaded, on one rank or two: the same weights after two optimizer steps."""
     expected = torch.load(folder / "packed.1" / "rank0.pt")["parameters"]
-    for name in cases.LAYOUTS:
-        for world in (1, 2):
-            found = torch.load(folder / f"{name}.{world}" / "rank0.pt")["parameters"]
-            for key, value in expected.items():
-                if value.dim() < 2:
-                    continue  # a bias of k_proj has no gradient but rounding, which Adam makes a whole step of
-                two_steps = 2 * harness.LEARNING_RATE * value.numel() ** 0.5
-                assert (found[key] - value).norm() < 0.05 * two_steps, (name, world, key)
+    for world, name in on_ranks(cases.LAYOUTS):
+        found = torch.load(folder / f"{name}.{world}" / "rank0.pt")["parameters"]
+        for key, value in expected.items():
+            if value.dim() < 2:
+                continue  # a bias of k_proj has no gradient but rounding, which Adam makes a whole step of
+            two_steps = 2 * harness.LEARNING_RATE * value.numel() ** 0.5
+            assert (found[key] - value).norm() < 0.05 * two_steps, (name, world, key)
 
 
 def test_a_checkpoint_of_two_workers_opens_on_one(folder: Path) -> None:
