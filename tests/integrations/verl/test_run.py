@@ -20,7 +20,7 @@ from gradtrace.training.terminal import SilentDisplay
 from tests.integrations.verl import harness
 from tests.training import small
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), harness.needs_verl]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), harness.needs_verl]
 
 STEPS = 20
 REWARD = """
