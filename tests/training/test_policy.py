@@ -9,9 +9,9 @@ import torch
 
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.rewards import RewardFunction
-from gradtrace.training.loop import Trainer
+from gradtrace.training.loop import WORTH_PACKING, Trainer
 from gradtrace.training.metrics import Timer
-from gradtrace.training.microbatch import MicroBatches
+from gradtrace.training.microbatch import MicroBatches, padding_share
 from gradtrace.training.policy import choose_device
 from gradtrace.training.update import fill_statistics
 from tests.training.small import parts, trainer
@@ -64,6 +64,19 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
         step(run)
         weights.append(torch.cat([p.detach().flatten() for p in run.parts.policy.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["actor.packing=always", "actor.share_prompts=true"])
+def test_checkpointing_of_packed_rows_is_refused_before_it_fails(tmp_path: Path, layout: str) -> None:
+    with pytest.raises(GradtraceError, match=r"gradient_checkpointing.*actor\.packing=never"):
+        parts(tmp_path, "model.gradient_checkpointing=true", layout)
+
+
+def test_automatic_packing_leaves_checkpointed_models_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "model.gradient_checkpointing=true", "rollout.max_new_tokens=24")
+    batch, _ = run.experience.collect(run.parts.generators["rollout"], Timer())
+    assert padding_share(batch) > WORTH_PACKING, "otherwise nothing would be packed anyway"
+    run.train_step(batch, 1, Timer())
 
 
 @pytest.mark.parametrize("layout", ["actor.packing=always", "actor.share_prompts=true"])

@@ -208,9 +208,12 @@ class Trainer:
         if actor.share_prompts:
             return "shared"
         if actor.packing == "auto":
-            attention = self.config.model.attention
-            can_pack = attention.startswith("flash") or (
-                attention in ("auto", "sdpa") and is_supported(self.parts.policy.model)
+            model = self.config.model
+            # Checkpointing recomputes inside the backward pass, where our own attention is not in force.
+            can_pack = model.attention.startswith("flash") or (
+                model.attention in ("auto", "sdpa")
+                and not model.gradient_checkpointing
+                and is_supported(self.parts.policy.model)
             )
             return "packed" if can_pack and padding_share(batch) > WORTH_PACKING else "padded"
         return "packed" if actor.packing == "always" else "padded"
