@@ -226,7 +226,7 @@ def check_together(config: Config) -> None:
     if config.model.gradient_checkpointing and (own_packing or config.actor.share_prompts):
         raise GradtraceError(
             "model.gradient_checkpointing=true runs the model again inside the backward pass, where our attention for "
-            "packed rows is not in force: set actor.packing=never and actor.share_prompts=false, or use flash attention."
+            "packed rows is not in force: set actor.packing=never and actor.share_prompts=false, or use flash."
         )
     tracin = config.trainer.tracin
     if tracin.enable and (tracin.val_n or config.rollout.n) < 2:
