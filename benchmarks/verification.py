@@ -49,6 +49,8 @@ def judge_here(answer: str) -> bool:
 
 
 def in_new_processes(answers: list[str], timeout: float = 10.0) -> None:
+    # Each new process looks at this module twice, as __main__ and preloaded, and would say so every time.
+    os.environ["PYTHONWARNINGS"] = "ignore::RuntimeWarning"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.verification", "math_verify"])
     for answer in answers:
