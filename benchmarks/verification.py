@@ -85,10 +85,10 @@ def plain_programs(count: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
-    rounds = 2 if args.quick else 5
+    rounds = 2 if args.quick else 3
     answers = solutions(400 if args.quick else 2000)
-    few = answers[: 20 if args.quick else 100]
-    programs = 10 if args.quick else 40
+    few = answers[: 10 if args.quick else 40]
+    programs = 10 if args.quick else 30
 
     here = alternate(lambda: math(answers, 1), lambda: [judge_here(answer) for answer in answers], rounds)
     many = alternate(lambda: math(answers, 1), lambda: math(answers, CORES), rounds)
