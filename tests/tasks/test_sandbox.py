@@ -28,7 +28,7 @@ PATIENT = 60.0
 """Seconds for programs that end by themselves, on a machine that may be busy."""
 DOUBLE = {"test_list": ["assert double(2) == 4", "assert double(5) == 10", "assert double('ab') == 'abab'"]}
 RIGHT = "def double(x):\n    return x + x\n"
-MARK = "gradtrace-orphan"
+MARK = f"gradtrace-orphan-{os.getpid()}"  # not those of another test run on this machine
 
 
 def script(code: str, output: str) -> dict[str, Any]:

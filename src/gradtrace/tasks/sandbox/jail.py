@@ -120,6 +120,10 @@ def build_root() -> None:
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
     root = next(point for point in MOUNT_POINTS if os.path.isdir(point))
     linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
+    # Before the folders: one of them may be in /tmp, an environment made there for instance.
+    os.mkdir(f"{root}/tmp")
+    options = f"size={TEMPORARY_SPACE},nr_inodes=4096,mode=1777"
+    linux.mount("tmpfs", f"{root}/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
     for folder in visible_folders():
         show(folder, root + folder)
     for name in ("sandbox", "verification"):
@@ -130,9 +134,6 @@ def build_root() -> None:
         if os.path.exists(device):
             Path(root + device).touch()
             linux.mount(device, root + device, "none", linux.MS_BIND)
-    os.mkdir(f"{root}/tmp")
-    options = f"size={TEMPORARY_SPACE},nr_inodes=4096,mode=1777"
-    linux.mount("tmpfs", f"{root}/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
     os.symlink("/tmp", f"{root}/dev/shm")
     linux.enter_root(root)
     linux.mount("none", "/", "none", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
