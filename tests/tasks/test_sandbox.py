@@ -20,6 +20,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.tasks.rewards import named_reward
 from gradtrace.tasks.rewards.unit_tests import unit_tests
 from gradtrace.tasks.sandbox import SERVICE, missing_isolation
+from gradtrace.tasks.sandbox.jail import visible_folders
 from gradtrace.tasks.verification.pool import shared_pool
 
 MBPP = Path(os.environ.get("GRADTRACE_DATA", "/work/shared/data")) / "mbpp" / "sanitized-mbpp.json"
@@ -29,6 +30,8 @@ PATIENT = 60.0
 DOUBLE = {"test_list": ["assert double(2) == 4", "assert double(5) == 10", "assert double('ab') == 'abab'"]}
 RIGHT = "def double(x):\n    return x + x\n"
 MARK = f"gradtrace-orphan-{os.getpid()}"  # not those of another test run on this machine
+WAYS_TO_PACKAGES = [folder.split("/")[2] for folder in visible_folders() if folder.startswith("/tmp/")]
+"""What is in the jail's /tmp from the start: the way to an environment that was made under /tmp."""
 
 
 def script(code: str, output: str) -> dict[str, Any]:
@@ -245,7 +248,7 @@ def test_host_files_and_environment_are_out_of_reach(tmp_path: Path, monkeypatch
         "    try: found.append(open(path).read()[:9])\n    except OSError: pass\n"
         "found += [text for text in os.environ.values() if 's3cret' in text]\n"
         "found += glob.glob('/proc/*')[:3] + glob.glob('/home/*') + glob.glob('/etc/*') + glob.glob('/sys/*')\n"
-        "found += [name for name in os.listdir('/tmp')]"
+        f"found += [name for name in os.listdir('/tmp') if name not in {WAYS_TO_PACKAGES!r}]"
     )
     assert peek(body) == 1.0
 
@@ -269,7 +272,8 @@ def test_writes_stay_inside(tmp_path: Path) -> None:
     )
     assert peek(body) == 1.0
     assert not any(Path(path).exists() for path in [*targets, "/tmp/gradtrace_inside"])
-    assert peek("found += os.listdir('/tmp')") == 1.0  # nothing of the run before
+    left = f"found += [name for name in os.listdir('/tmp') if name not in {WAYS_TO_PACKAGES!r}]"
+    assert peek(left) == 1.0  # nothing of the run before
 
 
 @isolated
