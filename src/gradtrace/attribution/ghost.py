@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gradtrace.attribution.capture import Capture
 from gradtrace.attribution.config import InfluenceConfig
@@ -33,6 +34,9 @@ class GhostProduct:
 
     Covers the weights of linear layers (tied embeddings included) and their biases; `missed` names the
     parameters of `target` that it does not. `directional_derivative` of per-response losses covers all.
+
+    A sharded target (DTensor, FSDP2) stays sharded: the part of a layer is gathered inside that layer's hook and
+    dropped again. All ranks must then run the same passes, as FSDP itself demands.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class GhostProduct:
             return
         with torch.autocast(gradient.device.type, enabled=False):
             gradient, x, positions = self._open.wanted(site, gradient, x)
-            weight = self._weights[block]
+            weight = gathered(self._weights[block])
             if site.kind == "embedding":  # u is one-hot: S's row of the token, without a matrix of that width
                 products, positions = self._embedding_products(site, gradient, x, weight, positions)
             else:
@@ -97,7 +101,7 @@ class GhostProduct:
                 rows = TokenRows(part.u[None], part.v[None], len(part.u))
                 products = rows.contract(weight.to(part.u)[None, None]).flatten()
                 if site in self._biases:
-                    products = products + part.u @ self._biases[site].to(part.u)
+                    products = products + part.u @ gathered(self._biases[site]).to(part.u)
         response = self._open.layout.response
         owner = response if positions is None else response[positions]
         size = int(owner.max()) + 2
@@ -146,3 +150,19 @@ class GhostProduct:
 def oriented(block: Block, gradient: Tensor) -> Tensor:
     """A parameter-shaped tensor as d_out × d_in."""
     return gradient.T if block.sites[0].kind == "conv1d" else gradient
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor whose parts are on several ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    if local.device.type != mesh.device_type:  # offloaded; the ranks' network is that of the device
+        tensor = DTensor.from_local(
+            local.to(mesh.device_type),
+            mesh,
+            tensor.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return tensor.full_tensor()

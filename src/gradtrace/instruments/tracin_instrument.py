@@ -1,4 +1,4 @@
-"""TracIn selection inside the training loop: score, select, log, store.
+"""TracIn selection inside the training loop: scores from the model of this process.
 
 Scores are taken once per training step, before its first update, at the weights that sampled the batch: one
 forward-mode pass (or one backward pass without weight gradients) over the responses that have an advantage. The update
@@ -11,8 +11,6 @@ rewards and are left out. The scores of a batch add up to ⟨∇L_val, ∇L_trai
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,39 +20,25 @@ from torch import Tensor
 from gradtrace.algorithms import Denominator, token_weights
 from gradtrace.attribution.tangent import norm
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config, TracinConfig
+from gradtrace.config import Config
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.instruments.tracin import Loss, TracInSelector
-from gradtrace.instruments.tracin_columns import (
-    TracinStep,
-    describe,
-    layer_norms,
-    tracin_columns,
-    tracin_metrics,
-)
-from gradtrace.instruments.tracin_diagnosis import bootstrap_interval, diagnose
+from gradtrace.instruments.tracin_columns import TracinStep, layer_norms
 from gradtrace.instruments.tracin_losses import (
     best_layout,
-    has_signal,
     pieces,
     total_losses,
     validation_weights,
     with_advantage,
 )
-from gradtrace.instruments.tracin_rules import RuleOptions, Selected, select
-from gradtrace.instruments.tracin_validation import ValidationSource, without_prompts
+from gradtrace.instruments.tracin_selection import TracinSelection, logger
+from gradtrace.instruments.tracin_validation import ValidationSource
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.observer import StepObserver
 from gradtrace.training.optimizer import Optimizer
 from gradtrace.training.policy import Policy
 
-logger = logging.getLogger(__name__)
 
-VALIDATION_PARTS = 8
-"""Parts of the validation set that the bootstrap of a diagnosis draws from."""
-
-
-class TracinInstrument(StepObserver):
+class TracinInstrument(TracinSelection):
     def __init__(
         self,
         config: Config,
@@ -68,32 +52,11 @@ class TracinInstrument(StepObserver):
     ) -> None:
         """`writer`: None stores nothing."""
         self.config = config
-        self.settings: TracinConfig = config.trainer.tracin
         self.policy = policy
         self.optimizer = optimizer
-        self.source = source
-        self.writer = writer
-        self.truth = truth
-        self.report = report
-        self.selector = TracInSelector(policy.model, self.settings.method, self.settings.parameters)
-        self.meta = (meta or {}) | describe(self.settings, self.selector.method)
-        self.rule = RuleOptions(
-            self.settings.min_positive_ratio,
-            self.settings.fallback_fraction,
-            self.settings.top_fraction,
-            self.settings.drop_share,
-            self.settings.soft_temperature,
-        )
-        self._said: set[str] = set()
-        self._step: TracinStep | None = None
-
-    def start(self, last_step: int) -> None:
-        if self.writer is not None:
-            self.writer.truncate_after(last_step)
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        settings = config.trainer.tracin
+        self.selector = TracInSelector(policy.model, settings.method, settings.parameters)
+        super().__init__(settings, self.selector.method, source, writer, meta, truth, report)
 
     def state(self) -> dict[str, Tensor]:
         return {f"tracin/{name}": tensor for name, tensor in self.source.state().items()}
@@ -104,64 +67,20 @@ class TracinInstrument(StepObserver):
             {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         )
 
-    # ------------------------------------------------------------ the step
+    # ------------------------------------------------------------ scores
 
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        begin = time.perf_counter()
-        validation, generated = self.source.at(step)
-        sampled = time.perf_counter()
-        val_batch, overlap = without_prompts(validation.batch, batch.prompts)
-        every = self.settings.diagnose_every
-        result = TracinStep(
-            validation=val_batch,
-            validation_step=validation.step,
-            generated=generated,
-            overlap=overlap,
-            scores=torch.zeros(len(batch), dtype=torch.float64),
-        )
-        if overlap:
-            self._say_once(
-                "overlap",
-                f"step {step}: {overlap} validation prompts are in the training batch too and were left out: a "
-                "response must not be scored against its own prompt. (Shown once; tracin/val_overlap counts them.)",
-            )
-        if not has_signal(val_batch):
-            self._say(step, "the validation set has no prompt whose responses differ in reward")
-        elif not has_signal(batch):
-            self._say(step, "no response of the training batch has an advantage")
-        elif every and (step % every == 0 or step == 1):
-            self._score_in_parts(batch, val_batch, result, seed=step)
-        else:
-            self.selector.set_validation(self._validation_losses(val_batch, all_rows(val_batch)))
-            self._keep_gradient(result)
-            self._precondition()
-            result.scores = self._score(batch)
-        result.selected = self._select(result, step)
-        result.seconds = {"tracin": time.perf_counter() - begin, "tracin_gen": sampled - begin}
-        self._step = result
-        return self._apply(batch, result.selected)
+    def _scores(self, batch: RolloutBatch, val_batch: RolloutBatch, result: TracinStep) -> Tensor:
+        self.selector.set_validation(self._validation_losses(val_batch, all_rows(val_batch)))
+        self._keep_gradient(result)
+        self._precondition()
+        return self._score(batch)
 
-    def _select(self, result: TracinStep, step: int) -> Selected:
-        """Overridden by baselines that choose otherwise."""
-        selected = select(result.scores, self.settings.selection, self.rule)
-        if selected.fallback:
-            self._say_once("fallback", f"step {step}: {selected.note}. (Shown once; tracin/fallback counts.)")
-        return selected
-
-    def _apply(self, batch: RolloutBatch, selected: Selected) -> RolloutBatch:
-        if self.settings.selection == "soft":
-            assert batch.advantages is not None
-            batch = batch.replace(advantages=batch.advantages * selected.weight[:, None])
-        return batch.replace(kept=selected.kept)
-
-    def _score_in_parts(
-        self, batch: RolloutBatch, val_batch: RolloutBatch, result: TracinStep, seed: int
-    ) -> None:
-        """Scores as a sum over parts of the validation set, and from their spread an interval of each."""
+    def _scores_in_parts(
+        self, batch: RolloutBatch, val_batch: RolloutBatch, parts: list[Tensor], result: TracinStep
+    ) -> Tensor:
         total: dict[str, Tensor] = {}
         scores, loss = [], 0.0
-        for groups in torch.arange(len(val_batch.prompts)).chunk(VALIDATION_PARTS):
-            rows = torch.isin(val_batch.group, groups).nonzero().squeeze(-1)
+        for rows in parts:
             self.selector.set_validation(self._validation_losses(val_batch, rows))
             loss += self.selector.loss
             for name, part in self.selector.gradient.items():
@@ -179,21 +98,7 @@ class TracinInstrument(StepObserver):
         result.cosine = product / max(result.train_norm * result.val_norm, 1e-300)
         self._precondition()
         result.direction_norm = self.selector.norm
-        parts = torch.stack(scores)
-        result.scores = parts.sum(0)
-        low, high = bootstrap_interval(parts.nan_to_num().numpy(), seed)
-        result.low, result.high = torch.from_numpy(low), torch.from_numpy(high)
-        result.diagnosis = diagnose(
-            result.scores.numpy(),
-            result.direction_norm,
-            result.train_norm,
-            low,
-            high,
-            len(val_batch.prompts),
-            result.cosine,
-        )
-        for sentence in result.diagnosis:
-            self._say_once(sentence.split(":")[0].lstrip("0123456789 "), f"step {seed}: {sentence}")
+        return torch.stack(scores)
 
     def _keep_gradient(self, result: TracinStep) -> None:
         """Note down what is known of the validation gradient, before a preconditioner changes it."""
@@ -248,28 +153,6 @@ class TracinInstrument(StepObserver):
         unscored = torch.ones(len(batch), dtype=torch.bool)
         unscored[rows] = False
         return scores.masked_fill(unscored, 0.0)
-
-    # ------------------------------------------------------------ what the user sees
-
-    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        result, self._step = self._step, None
-        assert result is not None
-        metrics = tracin_metrics(result, batch)
-        if self.writer is not None:
-            if step % self.settings.write_every == 0:
-                self.writer.write(step, tracin_columns(batch, result, self.truth), self.meta | result.meta())
-            metrics["tracin/write_errors"] = float(self.writer.stats.failed)
-        return metrics
-
-    def _say(self, step: int, why: str) -> None:
-        self._say_once(
-            why, f"step {step} keeps every response: {why}. (Shown once; tracin/no_signal counts.)"
-        )
-
-    def _say_once(self, key: str, line: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self.report(f"tracin: {line}")
 
 
 def all_rows(batch: RolloutBatch) -> Tensor:
