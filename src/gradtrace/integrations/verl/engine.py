@@ -1,4 +1,5 @@
-"""verl's FSDP engine with the influence trace in its backward pass. Without a `GradtraceLoss` it is verl's engine."""
+"""verl's FSDP engine with the influence trace in its backward pass and the entropy probe around its optimizer step.
+Without a `GradtraceLoss` it is verl's engine."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from gradtrace.integrations.verl import refusals
 from gradtrace.integrations.verl.checkpoints import load_any_world_size
 from gradtrace.integrations.verl.losses import GradtraceLoss
+from gradtrace.integrations.verl.probe import RankProbe, check_probe
 from gradtrace.integrations.verl.process_group import apply_timeout
 from gradtrace.integrations.verl.tracing import RankTracer
 
@@ -19,6 +21,9 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
     tracer: RankTracer | None = None
     _traced: RankTracer | None = None
     """The tracer, from the forward pass of a mini-batch that is traced to its optimizer step."""
+    probe: RankProbe | None = None
+    _probed: RankProbe | None = None
+    """The probe, likewise."""
 
     def initialize(self) -> None:
         refusals.check_engine(self)
@@ -29,6 +34,7 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         self._traced = None if forward_only else self._tracer_for(data, loss_function)
+        self._probed = None if forward_only else self._probe_for(data, loss_function)
         tracer = self._traced
         if tracer is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -50,6 +56,18 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
             self.tracer = RankTracer(self, loss_function)
         return self.tracer if self.tracer.begin(data) else None
 
+    def plain_passes(self, data: Any, loss_function: Any, forward_only: bool) -> Any:
+        """verl's own passes over `data`, for who is tracing or probing already."""
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def _probe_for(self, data: Any, loss_function: Any) -> RankProbe | None:
+        if not isinstance(loss_function, GradtraceLoss) or not loss_function.probe:
+            return None
+        if self.probe is None or self.probe.loss is not loss_function:
+            check_probe(self)
+            self.probe = RankProbe(self, loss_function)
+        return self.probe if self.probe.begin(data) else None
+
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         if self._traced is not None and self._traced.capturing:
             self._traced.micro_batch(micro_batch)
@@ -59,7 +77,12 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         tracer, self._traced = self._traced, None
         if tracer is not None:
             tracer.score()
+        probe, self._probed = self._probed, None
+        if probe is not None:
+            probe.predict()
         grad_norm = super().optimizer_step()
+        if probe is not None:
+            probe.measure()
         if tracer is not None:
             tracer.finish_mini_batch(grad_norm)
         return grad_norm

@@ -60,6 +60,8 @@ class GradtraceLoss:
     """None: nothing is traced on the ranks."""
     parts_dir: str = ""
     """Where each rank puts its part of a step's trace."""
+    probe: bool = False
+    """The entropy probe is on; which steps it probes is said in their data."""
     kl_in_loss: bool = False
     engine_attached: bool = field(default=False, init=False)
 
@@ -71,9 +73,10 @@ class GradtraceLoss:
     def __call__(
         self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        if self.influence is not None and not self.engine_attached:
+        if (self.influence is not None or self.probe) and not self.engine_attached:
+            what = "entropy probe" if self.influence is None else "influence trace"
             raise GradtraceError(
-                "The influence trace was asked for, but this worker runs verl's own engine. Workers must load the "
+                f"The {what} was asked for, but this worker runs verl's own engine. Workers must load the "
                 "plugin: pass VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl to all nodes, e.g. with "
                 "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl"
             )
@@ -106,6 +109,8 @@ class GradtraceLoss:
             entropies=extras.entropies,
         )
         values = policy_loss(name, **options)(inputs).loss
+        if "rollout_is_weights" in data:
+            values = values * dense(data, "rollout_is_weights", log_probs)
         if self.actor.entropy_coeff:
             values = values - self.actor.entropy_coeff * inputs.entropies
         if self.actor.use_kl_loss and self.actor.kl_loss_coef:

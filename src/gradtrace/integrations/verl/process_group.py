@@ -32,3 +32,24 @@ def apply_timeout(groups: list[dist.ProcessGroup | None]) -> None:
         return
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds()), group)
+
+
+class Meeting:
+    """A barrier of all ranks that says who is missing, instead of hanging without a name. Made by all together."""
+
+    def __init__(self) -> None:
+        # Of gloo, where a barrier can name the rank that is missing.
+        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+
+    def wait(self, what: str) -> None:
+        """`what`: where and for what ranks meet, for the message."""
+        if self.group is None:
+            return
+        timeout = timedelta(seconds=timeout_seconds())
+        try:
+            dist.monitored_barrier(self.group, timeout=timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise GradtraceError(
+                f"{what}: not all ranks arrived within {timeout.total_seconds():g} s (cluster.pg_timeout_seconds): "
+                f"{error}"
+            ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from gradtrace.integrations.verl.labels import LABELS, ROW, StepLabels
 from gradtrace.integrations.verl.layout import response_layout, token_weight
 from gradtrace.integrations.verl.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.parts import RankScores, write_part
-from gradtrace.integrations.verl.process_group import timeout_seconds
+from gradtrace.integrations.verl.process_group import Meeting
 from gradtrace.integrations.verl.sharded import ShardedTracer
 from gradtrace.training.instruments import tracer_config
 
@@ -49,8 +48,7 @@ class RankTracer:
         except AttributionError as error:
             raise GradtraceError(f"gradtrace.influence_trace: {error}") from error
         self.tracer.close()  # hooks are on the model during traced passes only
-        # Of gloo, where a barrier can name the rank that is missing.
-        self.meeting = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.meeting = Meeting()
         self.step = -1
         self.capturing = False
         print(
@@ -208,17 +206,7 @@ class RankTracer:
         self.scores.append(RankScores(self.mini_batch, self.rows, trace))
 
     def _meet(self) -> None:
-        """A barrier that says who is missing, instead of hanging without a name."""
-        if self.meeting is None:
-            return
-        timeout = timedelta(seconds=timeout_seconds())
-        try:
-            dist.monitored_barrier(self.meeting, timeout=timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise GradtraceError(
-                f"step {self.step}, mini-batch {self.mini_batch}: not all ranks arrived to score it within "
-                f"{timeout.total_seconds():g} s (cluster.pg_timeout_seconds): {error}"
-            ) from error
+        self.meeting.wait(f"step {self.step}, scoring of mini-batch {self.mini_batch}")
 
     def _round_terms(self, response: int | None) -> Tensor:
         """One forward pass of this rank: the own terms of a response's tokens, or (None) of any response."""
