@@ -10,22 +10,20 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor
 from trl import GRPOTrainer
 
 import gradtrace
-from gradtrace.attribution import InfluenceConfig, InfluenceTracer
+from gradtrace.attribution import InfluenceConfig
 from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.trl import TracedGRPOTrainer, attach
-from gradtrace.trace.step import Step
 from gradtrace.viewer.catalog import RunCatalog
 from gradtrace.viewer.payload import group_payload
+from tests.integrations.trl_reference import EXACT, POSITION, assert_equal, engine_scores, step_of, train
 from tests.integrations.trl_runs import grpo_trainer, reward, weights
 from tests.training.small import model as small_model
 
-POSITION = InfluenceConfig(projection_dim_factor=0)
-EXACT = InfluenceConfig(projection_dim_factor=0, credit="both")
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)}
 SETUPS: dict[str, dict[str, Any]] = {
     "accumulation": {},
@@ -65,80 +63,6 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
-def step_of(folder: Path, number: int = 1, kind: str = "influence_trace") -> Step:
-    run = gradtrace.open_run(folder / "run")
-    assert run.verify() == []
-    return run.step(kind, number)
-
-
-def train(folder: Path, setup: dict[str, Any], **settings: Any) -> nn.Module:
-    """The model of a traced run with a learning rate of 0: every pass was at the same θ, which it still has."""
-    trainer = grpo_trainer(folder, dtype=torch.float64, learning_rate=0.0, **{"max_steps": 1, **setup})
-    attach(trainer, folder / "run", **{"influence": EXACT, "on_error": "raise", **settings})
-    trainer.train()
-    model = trainer.model.eval()
-    if model.is_gradient_checkpointing:
-        model.gradient_checkpointing_disable()
-        model.get_input_embeddings()._forward_hooks.clear()  # requires_grad_, which forward mode does not allow
-    return model  # type: ignore[no-any-return]
-
-
-def engine_scores(
-    model: nn.Module, step: Step, config: InfluenceConfig, bonus: float = 0.0
-) -> dict[str, np.ndarray]:
-    """Scores of the step's tokens by the engine alone: one right-padded batch, the objective written out here."""
-    advantage = torch.tensor(step["advantage"]).double()
-    rewards = torch.tensor(step["reward"]).double()
-    prompts = [
-        step["prompt_ids"][a:b]
-        for a, b in zip(step["prompt_offsets"], step["prompt_offsets"][1:], strict=False)
-    ]
-    responses = [step.tokens(r)["token_id"] for r in range(step.n_responses)]
-    rows = [np.concatenate([prompts[step["group"][r]], responses[r]]) for r in range(step.n_responses)]
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    tokens = torch.zeros(ids.shape, dtype=torch.bool)
-    for r, row in enumerate(rows):
-        ids[r, : len(row)] = torch.tensor(row)
-        tokens[r, len(row) - len(responses[r]) : len(row)] = True
-    weight = {
-        "training_loss": -advantage,
-        "log_prob_advantage": advantage,
-        "log_prob": torch.ones_like(advantage),
-        "log_prob_reward": rewards,
-    }[config.output_function]
-    signs = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(
-        config.output_function, advantage
-    )
-
-    def terms(chosen: list[int]) -> Tensor:
-        logits = model(input_ids=ids[chosen]).logits[:, :-1].double()
-        log_probs = torch.log_softmax(logits, -1)
-        values = weight[chosen, None] * log_probs.gather(-1, ids[chosen, 1:, None]).squeeze(-1)
-        if bonus:
-            values = values + bonus * (log_probs.exp() * log_probs).sum(-1)
-        return values[tokens[chosen, 1:]]
-
-    with InfluenceTracer(model, config) as tracer:
-        with tracer.capture(response=torch.arange(len(rows)), tokens=tokens):
-            terms(list(range(len(rows)))).sum().backward()
-        trace = tracer.score(
-            torch.tensor(step["accepted"]),
-            torch.tensor(step["group"]).long(),
-            sign=torch.where(signs < 0, -1.0, 1.0),
-            terms=terms,
-        )
-    scores = {"influence_position": torch.cat(trace.position_scores).numpy()}
-    if trace.loss_term_scores is not None:
-        scores["influence_loss_term"] = torch.cat(trace.loss_term_scores).numpy()
-    return scores
-
-
-def assert_equal(step: Step, expected: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
-    for column, scores in expected.items():
-        error = np.linalg.norm(step[column] - scores) / np.linalg.norm(scores)
-        assert error < tolerance, f"{column} is off by {error:.1e}"
-
-
 @pytest.mark.parametrize("name", [name for name in SETUPS if name != "bf16"])
 def test_scores_equal_the_engines_on_the_same_batch(name: str, tmp_path: Path) -> None:
     model = train(tmp_path, SETUPS[name])
@@ -162,12 +86,6 @@ def test_every_objective_equals_the_engines(name: str, output_function: Any, tmp
     config = InfluenceConfig(projection_dim_factor=0, credit="both", output_function=output_function)
     model = train(tmp_path, SETUPS[name], influence=config)
     assert_equal(step_of(tmp_path), engine_scores(model, step_of(tmp_path), config))
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "luspo"])
-def test_the_normaliser_of_every_loss_is_undone(loss_type: str, tmp_path: Path) -> None:
-    model = train(tmp_path, {"loss_type": loss_type}, influence=POSITION)
-    assert_equal(step_of(tmp_path), engine_scores(model, step_of(tmp_path), POSITION))
 
 
 def test_entropies_and_log_probs_are_those_of_the_sampling_weights(tmp_path: Path) -> None:
@@ -297,23 +215,6 @@ def test_a_failing_trace_is_reported_and_training_goes_on(tmp_path: Path, caplog
     assert "no truth today" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"fp16": True}, "fp16"), ({"torch_compile": True}, "torch.compile")],
-)
-def test_what_cannot_be_traced_is_refused_by_name(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    trainer = grpo_trainer(tmp_path)
-    for name, value in options.items():
-        setattr(trainer.args, name, value)
-    with pytest.raises(GradtraceError, match=message):
-        attach(trainer, tmp_path / "run")
-    assert type(trainer) is GRPOTrainer
-    with pytest.raises(GradtraceError, match="needs TRL's GRPOTrainer"):
-        attach(nn.Linear(1, 1), tmp_path / "run")  # type: ignore[arg-type]
-
-
 def selection_run(folder: Path, selection: TracinConfig, **options: Any) -> Any:
     trainer = grpo_trainer(folder, **options)
     attach(trainer, folder / "run", influence=POSITION, selection=selection, on_error="raise")
@@ -375,10 +276,3 @@ def test_keeping_everything_changes_nothing_and_a_dropped_completion_has_no_grad
     for name, parameter in model.named_parameters():
         moved, expected = half[name] - parameter.detach(), -1e-2 * parameter.grad
         assert float((moved - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-12, name
-
-
-def test_selection_without_validation_prompts_is_refused(tmp_path: Path) -> None:
-    trainer = grpo_trainer(tmp_path)
-    attach(trainer, tmp_path / "run", selection=TracinConfig())
-    with pytest.raises(GradtraceError, match="eval_dataset"):
-        trainer.train()

@@ -105,7 +105,9 @@ def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, floa
 
 
 def is_plain_policy_gradient(trainer: Any) -> bool:
-    """At ratio 1 the gradient of TRL's loss is −A ∇ℓ for every token, up to one factor per completion."""
+    """At ratio 1 the gradient of TRL's loss is −A ∇ℓ for every token, before it is averaged."""
+    # TRL's CISPO bounds the ratio itself by epsilon_high, not 1 + epsilon_high: by its default, 0.2, every token's.
+    bounded = trainer.loss_type == "cispo" and trainer.epsilon_high < 1.0
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     masked = trainer.top_entropy_quantile < 1.0 or trainer.off_policy_mask_threshold is not None
-    return not (corrected or masked or trainer.aux_loss_enabled)
+    return not (bounded or corrected or masked or trainer.aux_loss_enabled)

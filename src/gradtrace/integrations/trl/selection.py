@@ -54,10 +54,13 @@ def tracin_instrument(
     config.trainer.tracin = dataclasses.replace(settings, enable=True)
     config.algorithm.aggregation = AGGREGATION.get(trainer.loss_type, "token_mean")
     config.rollout.max_new_tokens = trainer.max_completion_length
+    optimizer = _Optimizer(trainer, policy)
+    if settings.preconditioner == "adam":
+        optimizer.require_adam()
     source = TrlValidation(trainer, settings, policy)
     try:
-        # The optimizer is made when training begins; until its first step it has nothing to weigh by.
-        return TracinInstrument(config, policy, _Optimizer(trainer, policy), source, writer, meta, truth)  # type: ignore[arg-type]
+        # Until its first step the optimizer has nothing to weigh by.
+        return TracinInstrument(config, policy, optimizer, source, writer, meta, truth)  # type: ignore[arg-type]
     except AttributionError as error:
         raise GradtraceError(f"selection: {error}") from error
 
@@ -72,13 +75,15 @@ class _Optimizer:
     @property
     def adamw(self) -> Any:
         optimizer = self.trainer.optimizer
-        inner = getattr(optimizer, "optimizer", optimizer)
+        return getattr(optimizer, "optimizer", optimizer)
+
+    def require_adam(self) -> None:
+        inner = self.adamw
         if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
             raise GradtraceError(
                 f"selection.preconditioner='adam' needs Adam's moments, the optimizer is {type(inner).__name__}: "
                 "use TracinConfig(preconditioner='none')."
             )
-        return inner
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
