@@ -111,24 +111,36 @@ class ValidationSource:
 
     def at(self, step: int) -> tuple[ValidationSet, int]:
         """The set of this training step, and how many responses were sampled for it now."""
-        every = self.settings.val_refresh_every
-        first = step - (step - 1) % every
-        if self._current is None or self._current.step < first:
+        generated = 0
+        if self.is_due(step):
             self._current, generated = self._sample(step)
-            return self._current, generated
-        return self._current, 0
+        assert self._current is not None
+        return self._current, generated
+
+    def is_due(self, step: int) -> bool:
+        """This step needs fresh rollouts."""
+        every = self.settings.val_refresh_every
+        return self._current is None or self._current.step < step - (step - 1) % every
 
     def _sample(self, step: int) -> tuple[ValidationSet, int]:
+        candidates, generator = self.draw(step)
+        prompts = [self.pool[index] for index in candidates.tolist()]
+        batch = judge(rollout(self.sampler, prompts, self.params, generator), self.task, self.reward)
+        return self.chosen(batch, candidates, step), len(batch)
+
+    def draw(self, step: int) -> tuple[Tensor, torch.Generator]:
+        """long: the prompts of the pool to sample in this step, and random numbers to sample them with."""
         settings = self.settings
         generator = torch.Generator().manual_seed(SEED_STRIDE * (self.seed + 1) + step)
         factor = 1 if settings.val_strategy == "random" else settings.val_candidates
-        candidates = torch.randperm(len(self.pool), generator=generator)[: factor * settings.val_batch_size]
-        prompts = [self.pool[index] for index in candidates.tolist()]
-        batch = judge(rollout(self.sampler, prompts, self.params, generator), self.task, self.reward)
-        generated = len(batch)
-        chosen = choose_groups(batch, settings.val_strategy, settings.val_batch_size)
-        batch = add_advantages(keep_groups(batch, chosen), self.estimator)
-        return ValidationSet(batch, candidates[chosen], step), generated
+        count = factor * settings.val_batch_size
+        return torch.randperm(len(self.pool), generator=generator)[:count], generator
+
+    def chosen(self, batch: RolloutBatch, candidates: Tensor, step: int) -> ValidationSet:
+        """The set that `val_strategy` makes of judged responses to `candidates`, one group for each."""
+        groups = choose_groups(batch, self.settings.val_strategy, self.settings.val_batch_size)
+        batch = add_advantages(keep_groups(batch, groups), self.estimator)
+        return ValidationSet(batch, candidates[groups], step)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -20,8 +20,8 @@ def check_engine(engine: Any) -> None:
         )
 
 
-def check_tracing(engine: Any, knobs: InfluenceTraceConfig) -> None:
-    """Right in verl, but not what the trace can read."""
+def check_hooks(engine: Any, section: str) -> None:
+    """Right in verl, but not what hooks in its backward pass can read. `section`: of ours, that needs them."""
     settings = engine.engine_config
     problems = {
         "actor.strategy=fsdp (FSDP1) flattens parameters, so that layers cannot be told apart; use fsdp2": (
@@ -37,7 +37,11 @@ def check_tracing(engine: Any, knobs: InfluenceTraceConfig) -> None:
     }
     for problem, found in problems.items():
         if found:
-            raise GradtraceError(f"gradtrace.influence_trace: {problem}.")
+            raise GradtraceError(f"gradtrace.{section}: {problem}.")
+
+
+def check_tracing(engine: Any, knobs: InfluenceTraceConfig) -> None:
+    check_hooks(engine, "influence_trace")
     if knobs.credit != "position" and engine._autocast_dtype != torch.float32:
         raise GradtraceError(
             f"gradtrace.influence_trace.credit={knobs.credit} differentiates by small steps, which drown in the "

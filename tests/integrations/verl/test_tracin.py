@@ -1,0 +1,91 @@
+"""TracIn selection on verl: scores of ranks against those of the embedded loop, and what the update is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import Config, ModelConfig
+from gradtrace.instruments.tracin_columns import TracinStep
+from gradtrace.instruments.tracin_instrument import TracinInstrument
+from gradtrace.training.optimizer import Optimizer
+from gradtrace.training.policy import load_policy
+from tests.integrations.verl import harness, tracin_ranks
+
+pytestmark = [pytest.mark.slow, harness.needs_verl]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tracin")
+    harness.model_folder(folder / "model", tie_word_embeddings=True)
+    torch.save(harness.rollout(), folder / "batch.pt")
+    torch.save(harness.rollout(groups=5, n=3, seed=7), folder / "val.pt")
+    for world in (1, 2):
+        harness.run_ranks("tests.integrations.verl.tracin_ranks", world, str(folder))
+    return folder
+
+
+def embedded(folder: Path, step: int) -> TracinStep:
+    """What the embedded loop finds, in one process and by forward mode."""
+    batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
+    policy = load_policy(folder / "model", ModelConfig(device="cpu"), 1.0)
+    config = Config()
+    config.trainer.tracin = tracin_ranks.settings(step)
+    config.algorithm.aggregation = list(tracin_ranks.AGGREGATIONS.values())[step - 1]
+    config.actor.optim.betas = [0.9, 0.999]
+    optimizer = Optimizer(policy.trainable(), config.actor.optim, 10)
+    if step == 2:
+        for name, parameter in optimizer.parameters.items():
+            optimizer.adamw.state[parameter] = {
+                "step": torch.tensor(3.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": tracin_ranks.second_moments(name, parameter.shape),
+            }
+    source = tracin_ranks.Fixed(torch.load(folder / "val.pt", weights_only=False))
+    instrument = TracinInstrument(config, policy, optimizer, source, None)  # type: ignore[arg-type]
+    instrument.before_update(batch, step)
+    assert instrument.selector.method == "tangent" and instrument._step is not None
+    return instrument._step
+
+
+def found(folder: Path, world: int, layout: str, step: int) -> dict[str, Any]:
+    return torch.load(folder / f"tracin.{world}.pt", weights_only=False)[layout][step]
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+CASES = [(world, layout, step) for world in (1, 2) for layout in tracin_ranks.LAYOUTS for step in (1, 2)]
+
+
+@pytest.mark.parametrize(("world", "layout", "step"), [case for case in CASES if case[1] != "lora"])
+def test_scores_are_those_of_the_embedded_loop(folder: Path, world: int, layout: str, step: int) -> None:
+    """Both are exact derivatives in float32, one by hooks on shards, one by forward mode: they differ by rounding."""
+    expected, ours = embedded(folder, step), found(folder, world, layout, step)
+    assert relative(ours["scores"], expected.scores) < 2e-5
+    assert torch.equal(ours["kept"], expected.selected.kept) and not bool(ours["kept"].all())
+    assert ours["val_loss"] == pytest.approx(expected.val_loss, rel=1e-5)
+    assert ours["val_norms"] == pytest.approx(expected.val_norms, rel=1e-4)
+    if step == 1:  # the step with a diagnosis
+        assert relative(ours["low"], expected.low) < 1e-4  # type: ignore[arg-type]
+        assert ours["train_norm"] == pytest.approx(expected.train_norm, rel=1e-5)
+        assert ours["cosine"] == pytest.approx(expected.cosine, rel=1e-4)
+
+
+@pytest.mark.parametrize(("world", "layout"), [case[:2] for case in CASES if case[2] == 1])
+def test_scores_add_up_to_the_product_of_the_gradients(folder: Path, world: int, layout: str) -> None:
+    """⟨∇L_val, ∇L_train⟩ of the gradients that FSDP itself reduced; adapters included."""
+    ours = found(folder, world, layout, 1)
+    assert float(ours["scores"].sum()) == pytest.approx(ours["product"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("world", "layout", "step"), CASES)
+def test_scoring_changes_no_bit_of_the_training(folder: Path, world: int, layout: str, step: int) -> None:
+    ours = found(folder, world, layout, step)
+    assert ours["changed"] == [] and ours["gradients"] == []

@@ -1,0 +1,147 @@
+"""TracIn scores on verl's engine, as ranks compute them: run by engine_worker.py, checked by test_tracin.py."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import TracinConfig
+from gradtrace.instruments.tracin_validation import ValidationSet
+from tests.integrations.verl import harness
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3},
+    "dynamic": {"use_dynamic_bsz": True, "max_token_len_per_gpu": 24},
+    "padded": {
+        "packed": False,
+        "checkpointing": True,
+        "param_offload": True,
+        "optimizer_offload": True,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+    },
+    "lora": {"lora_rank": 4, "use_dynamic_bsz": True, "max_token_len_per_gpu": 40},
+}
+AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+
+
+class Fixed:
+    """A validation set that was sampled long ago."""
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        self.batch = batch
+
+    def at(self, step: int) -> tuple[ValidationSet, int]:
+        return ValidationSet(self.batch, torch.arange(len(self.batch.prompts)), step), 0
+
+
+def second_moments(name: str, shape: torch.Size) -> torch.Tensor:
+    """The same for a parameter wherever it is."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.rand(shape, generator=generator) * 1e-4
+
+
+def settings(step: int) -> TracinConfig:
+    """The first step is scored against parts of the validation set, the second at once."""
+    return TracinConfig(enable=True, diagnose_every=1 if step == 1 else 0, selection="drop_lowest")
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of everything that training changes."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    found = {name: own(parameter) for name, parameter in engine.module.named_parameters()}
+    for index, state in enumerate(engine.optimizer.state.values()):
+        found |= {f"{index}.{key}": own(value) for key, value in state.items()}
+    return found
+
+
+def run(folder: Path) -> None:
+    """FOLDER/tracin.WORLD.pt: layout → step → what was found; step 2 with moments in the optimizer."""
+    found = {name: run_layout(folder, dict(options)) for name, options in LAYOUTS.items()}
+    if dist.get_rank() == 0:
+        torch.save(found, folder / f"tracin.{dist.get_world_size()}.pt")
+
+
+def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    from gradtrace.integrations.verl.tracin import VerlTracin
+    from gradtrace.integrations.verl.tracin_rank import RankAnswer, RankRequest, RankScorer
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch, validation = (torch.load(folder / f"{name}.pt", weights_only=False) for name in ("batch", "val"))
+    engine = harness.make_engine(str(folder / "model"), **options)
+    scorer = RankScorer(engine)
+
+    def ask(requests: list[RankRequest]) -> list[RankAnswer]:
+        answers: list[Any] = [None] * world
+        dist.all_gather_object(answers, scorer.answer(requests[rank]))
+        return answers
+
+    found = {}
+    for step, mode in zip((1, 2), AGGREGATIONS, strict=True):
+        if step == 2:
+            with engine.train_mode():
+                pretend_history(engine)
+        actor = harness.actor_config(
+            loss_agg_mode=mode,
+            use_dynamic_bsz=options["use_dynamic_bsz"],
+            ppo_micro_batch_size_per_gpu=options.get("micro_batch_size_per_gpu", 1),
+        )
+        tracin = VerlTracin(settings(step), actor, 1.0, world, ask, Fixed(validation), None)  # type: ignore[arg-type]
+        before = state_of(engine)
+        tracin.before_update(batch, step)
+        after = state_of(engine)
+        result = tracin._step
+        assert result is not None
+        found[step] = {
+            "scores": result.scores,
+            "low": result.low,
+            "kept": result.selected.kept,
+            "val_loss": result.val_loss,
+            "val_norms": result.val_norms,
+            "train_norm": result.train_norm,
+            "cosine": result.cosine,
+            "changed": [
+                name
+                for name, value in before.items()
+                if name not in after or not torch.equal(after[name], value)
+            ],
+            "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
+            "product": result.cosine * (result.train_norm or 0.0) * result.val_norm,
+        }
+    return found
+
+
+def pretend_history(engine: Any) -> None:
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        whole = second_moments(name, parameter.shape)
+        part = whole
+        if isinstance(parameter, DTensor):
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        engine.optimizer.state[parameter] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": part,
+        }
+
+
+if __name__ == "__main__":
+    import sys
+
+    import verl  # noqa: F401
+    from verl.utils.distributed import initialize_global_process_group_ray
+
+    torch.set_num_threads(1)
+    initialize_global_process_group_ray()
+    run(Path(sys.argv[1]))
+    dist.destroy_process_group()
