@@ -12,6 +12,8 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 
+VALIDATION_FIELDS = ["prompts", "responses", "response_mask", "rm_scores"]
+"""Of responses that are not trained on."""
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "advantages", "old_log_probs", "entropy"]
 
 
@@ -21,11 +23,16 @@ def group_of_key(key: str) -> str:
 
 
 def read_batch(
-    keys: list[str], partition: str, response_length: int, stop_token_ids: tuple[int, ...]
+    keys: list[str],
+    partition: str,
+    response_length: int,
+    stop_token_ids: tuple[int, ...],
+    fields: list[str] = FIELDS,
 ) -> RolloutBatch:
-    """The responses `keys` in that order; groups are numbered as they come."""
-    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=[*FIELDS, "extra_info"])
-    missing = [name for name in FIELDS if found.get(name, None) is None]
+    """The responses `keys` in that order; groups are numbered as they come. Columns that are not among `fields` are
+    missing, log-probs zero."""
+    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=[*fields, "extra_info"])
+    missing = [name for name in fields if found.get(name, None) is None]
     if missing:
         raise GradtraceError(
             f"the trace needs {', '.join(missing)}, which this verl job does not compute "
@@ -48,22 +55,26 @@ def read_batch(
     lengths = found["responses"].offsets().diff()
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
 
-    def dense(name: str) -> Tensor:
+    def dense(name: str) -> Tensor | None:
+        if name not in fields:
+            return None
         return found[name].to_padded_tensor(0.0).float()[:, : mask.shape[1]]
 
     responses = found["responses"].to_padded_tensor(0)
     last = responses.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
     finished = torch.isin(last, torch.tensor(stop_token_ids)) | (lengths < response_length)
+    rewards, old_log_probs = dense("rm_scores"), dense("old_log_probs")
+    assert rewards is not None
     return RolloutBatch(
         prompts=prompts,
         group=group,
         responses=responses,
         response_mask=mask,
         finished=finished,
-        sampler_log_probs=dense("old_log_probs"),
+        sampler_log_probs=torch.zeros(mask.shape) if old_log_probs is None else old_log_probs,
         items=items,
-        rewards=dense("rm_scores").sum(1),
-        old_log_probs=dense("old_log_probs"),
+        rewards=rewards.sum(1),
+        old_log_probs=old_log_probs,
         entropies=dense("entropy"),
         advantages=dense("advantages"),
     )

@@ -14,6 +14,7 @@ from gradtrace.integrations.verl.checkpoints import load_any_world_size
 from gradtrace.integrations.verl.losses import GradtraceLoss
 from gradtrace.integrations.verl.probe import RankProbe, check_probe
 from gradtrace.integrations.verl.process_group import apply_timeout
+from gradtrace.integrations.verl.tracin_rank import count_real_responses
 from gradtrace.integrations.verl.tracing import RankTracer
 
 
@@ -33,6 +34,8 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         apply_timeout(groups)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        if isinstance(loss_function, GradtraceLoss) and loss_function.selecting:
+            count_real_responses(self, data)
         self._traced = None if forward_only else self._tracer_for(data, loss_function)
         self._probed = None if forward_only else self._probe_for(data, loss_function)
         tracer = self._traced

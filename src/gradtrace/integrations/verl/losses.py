@@ -63,6 +63,8 @@ class GradtraceLoss:
     probe: bool = False
     """The entropy probe is on; which steps it probes is said in their data."""
     kl_in_loss: bool = False
+    selecting: bool = False
+    """TracIn selection is on: mini-batches are filled up, and a mean over responses counts those that are real."""
     engine_attached: bool = field(default=False, init=False)
 
     @property
@@ -73,8 +75,13 @@ class GradtraceLoss:
     def __call__(
         self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        if (self.influence is not None or self.probe) and not self.engine_attached:
-            what = "entropy probe" if self.influence is None else "influence trace"
+        asked = {
+            "influence trace": self.influence is not None,
+            "entropy probe": self.probe,
+            "TracIn selection": self.selecting,
+        }
+        if any(asked.values()) and not self.engine_attached:
+            what = next(name for name, wanted in asked.items() if wanted)
             raise GradtraceError(
                 f"The {what} was asked for, but this worker runs verl's own engine. Workers must load the "
                 "plugin: pass VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl to all nodes, e.g. with "

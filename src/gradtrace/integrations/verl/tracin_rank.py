@@ -274,6 +274,14 @@ class RankScorer:
         return torch.device(self.engine.device_mesh.device_type)
 
 
+def count_real_responses(engine: Any, data: Any) -> None:
+    """What a mean over responses divides by: those of all ranks that have a loss, without what fills up."""
+    count = torch.tensor(sum(bool(mask.any()) for mask in data["loss_mask"].unbind()))
+    count = count.to(torch.device(engine.device_mesh.device_type))
+    dist.all_reduce(count, group=engine.get_data_parallel_group())
+    tu.assign_non_tensor(data, global_batch_size=max(1, int(count)))
+
+
 def nested(values: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(values, layout=torch.jagged)
 
