@@ -59,6 +59,20 @@ def probe_columns(
     }
 
 
+def probe_metrics(prediction: Prediction, measured: Measured, shares: Shares) -> dict[str, float]:
+    """Under the names that the step's metrics have."""
+    return {
+        "entropy_probe/delta_h_predicted": prediction.change.value,
+        "entropy_probe/delta_h_measured": measured.change.value,
+        "entropy_probe/stderr": measured.change.stderr,
+        "entropy_probe/stderr_predicted": prediction.change.stderr,
+        "entropy_probe/stderr_difference": measured.difference.stderr,
+        "entropy_probe/ess": measured.ess,
+        "entropy_probe/momentum_share": shares.momentum,
+        "entropy_probe/decay_share": shares.decay,
+    }
+
+
 def probe_meta(
     prediction: Prediction, measured: Measured, shares: Shares, covariance: float
 ) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta
+from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta, probe_metrics
 from gradtrace.instruments.entropy_probe.estimates import Measured, Tokens, covariance_change
 from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch
 from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Shares
@@ -192,14 +192,7 @@ class EntropyProbeInstrument(StepObserver):
             self._write(batch, step, probed)
         return {
             **metrics,
-            "entropy_probe/delta_h_predicted": probed.prediction.change.value,
-            "entropy_probe/delta_h_measured": probed.measured.change.value,
-            "entropy_probe/stderr": probed.measured.change.stderr,
-            "entropy_probe/stderr_predicted": probed.prediction.change.stderr,
-            "entropy_probe/stderr_difference": probed.measured.difference.stderr,
-            "entropy_probe/ess": probed.measured.ess,
-            "entropy_probe/momentum_share": probed.shares.momentum,
-            "entropy_probe/decay_share": probed.shares.decay,
+            **probe_metrics(probed.prediction, probed.measured, probed.shares),
             "entropy_probe/write_errors": float(self.writer.stats.failed),
             "timing_s/entropy_probe": self._timer.seconds["entropy_probe"],
             GENERATED: float(len(probed.evaluation)),

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 
-def _padded_embeddings(model: nn.Module) -> list[nn.Embedding]:
+def padded_embeddings(model: nn.Module) -> list[nn.Embedding]:
+    """Those that have such a row."""
     return [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
 
 
 @contextmanager
 def padding_row_counts(model: nn.Module) -> Iterator[None]:
     """Inside, a backward pass gives the padding row its gradient, too."""
-    rows = [(module, module.padding_idx) for module in _padded_embeddings(model)]
+    rows = [(module, module.padding_idx) for module in padded_embeddings(model)]
     try:
         for module, _ in rows:
             module.padding_idx = None
@@ -39,6 +40,23 @@ def padding_row_is_constant(model: nn.Module) -> Iterator[None]:
         return torch.where((inputs[0] == module.padding_idx)[..., None], output.detach(), output)
 
     with ExitStack() as stack:
-        for module in _padded_embeddings(model):
+        for module in padded_embeddings(model):
             stack.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+@contextmanager
+def padding_row_stays(model: nn.Module, rows: list[Tensor]) -> Iterator[None]:
+    """As `padding_row_is_constant`, where weights are moved and not differentiated: `rows` are the padding rows (each
+    [D]) at the weights as they were, in the order of `padded_embeddings`."""
+
+    def hook_for(row: Tensor) -> Any:
+        def hook(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return torch.where((inputs[0] == module.padding_idx)[..., None], row.to(output), output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for module, row in zip(padded_embeddings(model), rows, strict=True):
+            stack.callback(module.register_forward_hook(hook_for(row)).remove)
         yield

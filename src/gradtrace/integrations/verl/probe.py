@@ -21,12 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.padding_row import padding_row_counts
+from gradtrace.instruments.entropy_probe.padding_row import (
+    padded_embeddings,
+    padding_row_counts,
+    padding_row_stays,
+)
 from gradtrace.instruments.entropy_probe.update_direction import ParameterUpdate, parameter_updates
 from gradtrace.integrations.verl.labels import ROW
 from gradtrace.integrations.verl.layout import token_weight
@@ -153,7 +158,8 @@ class RankProbe:
             sum(own[i] for own in gathered) for i in range(3)
         )
         del target
-        derivative = self._shards(direction).derivative(lambda: flat(self._terms(step.data), (0,)))
+        with padding_row_stays(self.engine.module, self._padding_rows()):
+            derivative = self._shards(direction).derivative(lambda: flat(self._terms(step.data), (0,)))
         rows = sorted(row for row in rows_of(step.data).tolist() if row >= 0)
         lengths = {
             row: int(length)
@@ -281,6 +287,21 @@ class RankProbe:
 
     def _updates(self, gradient: dict[str, Tensor]) -> Iterator[tuple[str, ParameterUpdate]]:
         return parameter_updates(self.engine.optimizer, self.parameters, gradient)
+
+    def _padding_rows(self) -> list[Tensor]:
+        """[D] each, from the rank that has it."""
+        rows = []
+        for module in padded_embeddings(self.engine.module):
+            weight: Any = module.weight
+            own, place = local(weight.detach()), int(module.padding_idx or 0)
+            if isinstance(weight, DTensor):
+                _, offsets = compute_local_shape_and_global_offset(
+                    weight.shape, weight.device_mesh, weight.placements
+                )
+                place -= offsets[0]
+            found = self.ranks.gather(own[place].cpu() if 0 <= place < len(own) else None)
+            rows.append(next(row for row in found if row is not None))
+        return rows
 
     def _shards(self, direction: dict[str, Tensor]) -> Shards:
         parts = [(local(self.parameters[name].detach()), local(values)) for name, values in direction.items()]
