@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.integrations.verl.plan import plan_update
+from gradtrace.integrations.verl.plan import PADDING, plan_selection, plan_update
 
 
 def even(work: list[int], ranks: int) -> list[list[int]]:
@@ -45,3 +46,37 @@ def test_more_ranks_than_groups_split_groups_but_not_over_mini_batches() -> None
 def test_a_group_across_two_mini_batches_is_marked() -> None:
     plan = plan_update(["a", "a", "a", "b"], [1] * 4, 2, 1, even, None)
     assert plan.whole == [False, False, False, True]
+
+
+@given(
+    kept=st.lists(st.lists(st.booleans(), min_size=1, max_size=4), min_size=1, max_size=6).filter(
+        lambda groups: any(any(group) for group in groups)
+    ),
+    groups_per_step=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 3),
+    seed=st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_after_a_selection_every_kept_response_trains_once_and_no_other(
+    kept: list[list[bool]], groups_per_step: int, ranks: int, multiple: int, seed: int | None
+) -> None:
+    group = torch.tensor([number for number, members in enumerate(kept) for _ in members])
+    flags = torch.tensor([flag for members in kept for flag in members])
+    plan = plan_selection(group, flags, groups_per_step, ranks, multiple, seed)
+    assert sorted(row for row in plan.order if row != PADDING) == flags.nonzero().squeeze(-1).tolist()
+    assert bool(((plan.mini_batch >= 0) == flags).all())
+    alive = int(sum(any(members) for members in kept))
+    steps = -(-alive // groups_per_step)  # as many optimizer steps as the embedded loop makes
+    per_rank, per_step = len(plan.order) // ranks, plan.size // ranks
+    assert len(plan.order) == steps * plan.size and per_step % multiple == 0
+    for place, row in enumerate(plan.order):
+        if row != PADDING:
+            assert plan.mini_batch[row] == place % per_rank // per_step
+    for number in range(len(kept)):  # whole groups
+        assert len(set(plan.mini_batch[(group == number) & flags].tolist())) <= 1
+    for step in range(steps):
+        counts = [
+            sum(row != PADDING for row in plan.order[begin : begin + per_step])
+            for begin in range(step * per_step, len(plan.order), per_rank)
+        ]
+        assert max(counts) - min(counts) <= 1

@@ -5,9 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
 
 Balance = Callable[[list[int], int], list[list[int]]]
 """(work of each item, ranks) → the items of each rank, equally many."""
+PADDING = -1
+"""In a `SelectionPlan`: what fills a mini-batch up."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +73,53 @@ def share(
         return [[item for index in sorted(part) for item in whole[index]] for part in chosen]
     size = len(items) // ranks
     return [items[rank * size : (rank + 1) * size] for rank in range(ranks)]
+
+
+# ---------------------------------------------------------------- after a selection
+
+
+@dataclass(frozen=True)
+class SelectionPlan:
+    order: list[int]
+    """Rows of the batch, or PADDING, in the order in which verl cuts them: rank by rank, and each rank's part
+    mini-batch by mini-batch."""
+    mini_batch: Tensor
+    """long[R]: the optimizer step that a row belongs to; −1 if it was dropped."""
+    size: int
+    """Responses and padding of a mini-batch, on all ranks."""
+
+
+def plan_selection(
+    group: Tensor,
+    kept: Tensor,
+    groups_per_step: int,
+    ranks: int,
+    multiple: int = 1,
+    seed: int | None = None,
+) -> SelectionPlan:
+    """As the embedded loop does it: `groups_per_step` groups with a kept response make an optimizer step, in order or,
+    with a `seed`, at random. Every rank gets about equally many of its responses, siblings together where it goes; all
+    are filled up to one size, a multiple of `multiple` on each rank."""
+    groups = group[kept].unique().tolist()
+    if seed is not None:
+        random.Random(seed).shuffle(groups)
+    mini_batch = torch.full((len(group),), -1)
+    parts: list[list[list[int]]] = []  # [optimizer step][rank] → rows
+    for begin in range(0, len(groups), groups_per_step):
+        chosen = groups[begin : begin + groups_per_step]
+        rows = [row for number in chosen for row in (kept & (group == number)).nonzero().squeeze(-1).tolist()]
+        mini_batch[rows] = len(parts)
+        parts.append(cut(rows, ranks))
+    longest = max(len(part) for step in parts for part in step)
+    size = -(-longest // multiple) * multiple
+    order = []
+    for rank in range(ranks):
+        for step in parts:
+            order += [*step[rank], *[PADDING] * (size - len(step[rank]))]
+    return SelectionPlan(order, mini_batch, size * ranks)
+
+
+def cut(rows: Sequence[int], ranks: int) -> list[list[int]]:
+    """Into `ranks` pieces that differ by one at most."""
+    borders = [rank * len(rows) // ranks for rank in range(ranks + 1)]
+    return [list(rows[begin:end]) for begin, end in pairwise(borders)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradtrace.config import InfluenceTraceConfig
+from gradtrace.config import InfluenceTraceConfig, TracinConfig
 from gradtrace.errors import GradtraceError
 
 
@@ -46,4 +46,17 @@ def check_tracing(engine: Any, knobs: InfluenceTraceConfig) -> None:
         raise GradtraceError(
             f"gradtrace.influence_trace.credit={knobs.credit} differentiates by small steps, which drown in the "
             f"rounding of {engine._autocast_dtype}: use mixed_precision.param_dtype=fp32, or credit=position."
+        )
+
+
+def check_selection_settings(settings: TracinConfig) -> None:
+    if settings.method == "tangent":
+        raise GradtraceError(
+            "tracin.method=tangent cannot run on verl: forward mode does not go through FSDP's sharded weights. Use "
+            "auto or ghost; the scores are the same."
+        )
+    if settings.parameters != "linear":
+        raise GradtraceError(
+            f"tracin.parameters={settings.parameters} cannot run on verl: scores come from hooks on linear layers "
+            "there. Use linear (biases and tied embeddings included)."
         )

@@ -2,75 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
-from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.integrations.verl.plan import PADDING, SelectionPlan
 
 RESPONSE_FIELDS = (
     *("advantages", "returns", "old_log_probs", "entropy", "ref_log_prob", "values"),
     *("token_level_rewards", "rollout_is_weights"),
 )
 """Fields with one number for each response token, which verl's padding copies from another response."""
-PADDING = -1
-
-
-@dataclass(frozen=True)
-class SelectionPlan:
-    order: list[int]
-    """Rows of the batch, or PADDING, in the order in which verl cuts them: rank by rank, and each rank's part
-    mini-batch by mini-batch."""
-    mini_batch: Tensor
-    """long[R]: the optimizer step that a row belongs to; −1 if it was dropped."""
-    size: int
-    """Responses and padding of a mini-batch, on all ranks."""
-
-
-def plan_selection(
-    group: Tensor,
-    kept: Tensor,
-    groups_per_step: int,
-    ranks: int,
-    multiple: int = 1,
-    seed: int | None = None,
-) -> SelectionPlan:
-    """As the embedded loop does it: `groups_per_step` groups with a kept response make an optimizer step, in order or,
-    with a `seed`, at random. Every rank gets about equally many of its responses, siblings together where it goes; all
-    are filled up to one size, a multiple of `multiple` on each rank."""
-    groups = group[kept].unique().tolist()
-    if seed is not None:
-        random.Random(seed).shuffle(groups)
-    mini_batch = torch.full((len(group),), -1)
-    parts: list[list[list[int]]] = []  # [optimizer step][rank] → rows
-    for begin in range(0, len(groups), groups_per_step):
-        chosen = groups[begin : begin + groups_per_step]
-        rows = [row for number in chosen for row in (kept & (group == number)).nonzero().squeeze(-1).tolist()]
-        mini_batch[rows] = len(parts)
-        parts.append(cut(rows, ranks))
-    longest = max(len(part) for step in parts for part in step)
-    size = -(-longest // multiple) * multiple
-    order = []
-    for rank in range(ranks):
-        for step in parts:
-            order += [*step[rank], *[PADDING] * (size - len(step[rank]))]
-    return SelectionPlan(order, mini_batch, size * ranks)
-
-
-def cut(rows: Sequence[int], ranks: int) -> list[list[int]]:
-    """Into `ranks` pieces that differ by one at most."""
-    borders = [rank * len(rows) // ranks for rank in range(ranks + 1)]
-    return [list(rows[begin:end]) for begin, end in pairwise(borders)]
 
 
 def selected_batch(

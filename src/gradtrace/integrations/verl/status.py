@@ -16,7 +16,7 @@ FILE = "verl_status.json"
 class Status:
     step: int = 0
     phase: str = "start"
-    """start, validate, rollout, log_prob, update, save, sync"""
+    """start, validate, rollout, log_prob, select, update, save, sync"""
     dead_worker: str = ""
     """Set by the watch when a worker has died."""
     error: str = ""

@@ -21,6 +21,7 @@ from gradtrace.instruments.tracin_losses import validation_weights, with_advanta
 from gradtrace.instruments.tracin_selection import TracinSelection, logger
 from gradtrace.instruments.tracin_validation import ValidationSource
 from gradtrace.integrations.verl.losses import PREFIX
+from gradtrace.integrations.verl.refusals import check_selection_settings
 from gradtrace.integrations.verl.tracin_rank import RankAnswer, RankRequest, Share
 from gradtrace.trace.writer import TraceWriter
 
@@ -43,7 +44,7 @@ class VerlTracin(TracinSelection):
         report: Callable[[str], None] = logger.warning,
     ) -> None:
         """`actor`: verl's actor configuration."""
-        check_settings(settings)
+        check_selection_settings(settings)
         super().__init__(settings, "ghost", source, writer, meta, truth, report)
         self.actor = actor
         self.temperature = temperature
@@ -108,19 +109,6 @@ class VerlTracin(TracinSelection):
         """float[R, T]: what multiplies each log-prob in the batch's policy gradient loss."""
         assert batch.advantages is not None
         return -batch.advantages * aggregation_weights(batch.response_mask, self.actor)
-
-
-def check_settings(settings: TracinConfig) -> None:
-    if settings.method == "tangent":
-        raise GradtraceError(
-            "tracin.method=tangent cannot run on verl: forward mode does not go through FSDP's sharded weights. Use "
-            "auto or ghost; the scores are the same."
-        )
-    if settings.parameters != "linear":
-        raise GradtraceError(
-            f"tracin.parameters={settings.parameters} cannot run on verl: scores come from hooks on linear layers "
-            "there. Use linear (biases and tied embeddings included)."
-        )
 
 
 def aggregation_weights(mask: Tensor, actor: Any) -> Tensor:

@@ -68,6 +68,11 @@ class VerlValidation(ValidationSource):
         self._waiting = dict(zip(uids, candidates.tolist(), strict=True))
         generate(prompts)
 
+    @property
+    def expected(self) -> int:
+        """Responses that were asked for and not yet taken."""
+        return len(self._waiting) * self.n
+
     def collect(self) -> list[str]:
         """Wait for the responses; their keys in the queue."""
         while self._waiting:
