@@ -47,6 +47,7 @@ def test_every_cell_has_a_row_and_the_files_say_the_same(done: Path) -> None:
     assert table["sweep"] == {"hessian_mode": ["inverse", "identity"], "projection_dim_factor": ["0", "4"]}
     assert [cell["status"] for cell in table["cells"]] == ["done"] * 4
     for cell in table["cells"]:
+        assert cell["overhead"] > 0, "timed in turn with the pass without a trace"
         assert cell["rows"] > 0 and cell["time_s"] > 0 and cell["peak_bytes"] >= 0 and 0 <= cell["auc"] <= 1
     assert table["baseline"]["time_s"] > 0 and table["rollout"]["groups_mixed"] > 0
     matrix = np.array(table["agreement"]["matrix"])
@@ -58,7 +59,7 @@ def test_every_cell_has_a_row_and_the_files_say_the_same(done: Path) -> None:
     shown = ablation_payload(done / "out")
     assert shown is not None and len(shown["cells"]) == 4
     markdown = (done / "out" / "ablation.md").read_text()
-    assert all(name in markdown for name in table["agreement"]["names"])
+    assert "| 4 | identity | 4 |" in markdown and "| **4** | " in markdown
 
 
 def test_cells_differ_by_their_settings_alone(done: Path) -> None:
@@ -83,7 +84,8 @@ def test_a_stopped_ablation_goes_on_and_a_grown_grid_keeps_what_it_has(done: Pat
     kept = {file.name: file.stat().st_mtime_ns for file in cells[1:]}
     removed = scores(cells[0])
     cells[0].unlink()
-    assert json.loads(json.dumps(collect(out))) and "missing" in (out / "ablation.md").read_text()
+    assert [cell["status"] for cell in collect(out)["cells"]].count("missing") == 1
+    assert "missing" in (out / "ablation.md").read_text()
     grid = parse_grid([*words(done)[:-1], "sweep.influence.projection_dim_factor=0,4,8"])
     ablate(grid, out, repeat=1)
     np.testing.assert_array_equal(scores(cells[0]), removed)

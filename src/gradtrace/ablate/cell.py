@@ -76,21 +76,27 @@ def training_pass(parts: Parts, batch: RolloutBatch, config: Config, observer: S
 def measure(
     parts: Parts, batch: RolloutBatch, config: Config, repeat: int, traced: bool
 ) -> tuple[dict[str, Any], ScoreKeeper | None]:
-    """Seconds and peak memory of the pass; the first one, where memory is measured, is not timed."""
+    """Seconds and peak memory of the pass; the first one, where memory is measured, is not timed. A traced pass is
+    timed in turn with one without a trace: on a machine that others use too, only such neighbours compare."""
     keeper = ScoreKeeper(parts.policy, config) if traced else None
-    observer = keeper or StepObserver()
 
-    def work() -> None:
+    def work(observer: StepObserver) -> float:
+        start = time.perf_counter()
         done = training_pass(parts, batch, config, observer)
         observer.after_update(done, 1)
+        return time.perf_counter() - start
 
-    peak = peak_bytes(work, parts.policy.device)
-    seconds = []
+    peak = peak_bytes(lambda: work(keeper or StepObserver()), parts.policy.device)
+    seconds, plain = [], []
     for _ in range(repeat):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return {"time_s": statistics.median(seconds), "time_s_all": seconds, "peak_bytes": peak}, keeper
+        plain.append(work(StepObserver()))
+        if keeper is not None:
+            seconds.append(work(keeper))
+    timed = seconds if traced else plain
+    costs = {"time_s": statistics.median(timed), "time_s_all": timed, "peak_bytes": peak}
+    if traced:
+        costs["overhead"] = statistics.median(a / b for a, b in zip(seconds, plain, strict=True))
+    return costs, keeper
 
 
 def score_cell(parts: Parts, batch: RolloutBatch, config: Config, repeat: int) -> bytes:

@@ -23,6 +23,8 @@ FORMAT_VERSION = 1
 COLUMNS: list[dict[str, Any]] = [
     {"key": "time_s", "label": "time", "unit": "s", "better": "lower",
      "meaning": "forward, backward and scoring with the trace on, median"},
+    {"key": "overhead", "label": "overhead", "unit": "", "better": "lower",
+     "meaning": "that time over the time of the same pass without a trace, measured in turn with it, median"},
     {"key": "peak_bytes", "label": "memory", "unit": "bytes", "better": "lower",
      "meaning": "largest memory above that before the pass"},
     {"key": "rows", "label": "rows", "unit": "tokens", "better": None, "meaning": "token scores made"},
@@ -35,18 +37,17 @@ COLUMNS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def collect(folder: Path) -> str:
-    """Write ablation.md, .csv and .json into `folder`; returns the markdown."""
+def collect(folder: Path) -> dict[str, Any]:
+    """Write ablation.md, .csv and .json into `folder`; returns the content of the last."""
     if not (folder / SHARED).is_file():
         raise GradtraceError(
             f"{folder} holds no ablation: there is no {SHARED}. `gradtrace ablate --help` makes one."
         )
     result = table_of(folder)
-    markdown = to_markdown(result)
     atomic_write(folder / "ablation.json", json.dumps(result, indent=2, allow_nan=False).encode())
     atomic_write(folder / "ablation.csv", to_csv(result).encode())
-    atomic_write(folder / "ablation.md", markdown.encode())
-    return markdown
+    atomic_write(folder / "ablation.md", to_markdown(result).encode())
+    return result
 
 
 def table_of(folder: Path) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def table_of(folder: Path) -> dict[str, Any]:
 
 def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str, Any], np.ndarray | None]:
     """A cell's row of the table, and its scores [R, T]."""
-    keys = ("time_s", "time_s_all", "peak_bytes", "rows", "responses", "groups", "auc", "auc_pairs",
+    keys = ("time_s", "time_s_all", "overhead", "peak_bytes", "rows", "responses", "groups", "auc", "auc_pairs",
             "first_wrong_hit1", "first_wrong_percentile", "first_wrong_responses", "credit")  # fmt: skip
     row: dict[str, Any] = {"status": "missing", "error": None} | dict.fromkeys(keys)
     failed = file.with_suffix(".failed")
@@ -100,7 +101,7 @@ def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str,
         )
     good, group = accepted_mask(batch), batch.group.numpy()
     scored = ~np.isnan(dense).all(1)
-    row |= {key: meta[key] for key in ("time_s", "time_s_all", "peak_bytes")}
+    row |= {key: meta.get(key) for key in ("time_s", "time_s_all", "overhead", "peak_bytes")}
     row |= {
         "status": "done",
         "rows": int((~np.isnan(dense)).sum()),
@@ -136,6 +137,11 @@ def to_csv(result: dict[str, Any]) -> str:
 
 
 def to_markdown(result: dict[str, Any]) -> str:
+    return costs_and_ranks(result) + agreement(result)
+
+
+def costs_and_ranks(result: dict[str, Any]) -> str:
+    """A line per cell, numbered."""
     rollout, axes = result["rollout"], list(result["sweep"])
     theta = f"checkpoint {result['checkpoint']}" if result["checkpoint"] else "the recipe's first weights"
     lines = [
@@ -147,24 +153,35 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"The same pass without a trace: {_shown('time_s', result['baseline']['time_s'])}, "
         f"{_shown('peak_bytes', result['baseline']['peak_bytes'])}. {result['machine']}.",
         "",
-        "| " + " | ".join([*axes, *(column["label"] for column in result["columns"])]) + " |",
-        "|" + "---|" * len(axes) + "---:|" * len(result["columns"]),
+        "| # | " + " | ".join([*axes, *(column["label"] for column in result["columns"])]) + " |",
+        "|---:|" + "---|" * len(axes) + "---:|" * len(result["columns"]),
     ]
-    for cell in result["cells"]:
+    for number, cell in enumerate(result["cells"], 1):
         shown = [_shown(column["key"], cell[column["key"]]) for column in result["columns"]]
         if cell["status"] != "done":
             shown[0] = cell["status"]
-        lines.append("| " + " | ".join([*(cell["settings"][axis] for axis in axes), *shown]) + " |")
+        settings = (cell["settings"][axis] for axis in axes)
+        lines.append("| " + " | ".join([str(number), *settings, *shown]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def agreement(result: dict[str, Any]) -> str:
+    """Of every two cells that are done, by their numbers; empty with fewer than two."""
     names = result["agreement"]["names"]
-    if len(names) > 1:
-        lines += ["", "Agreement (Spearman's rank correlation of token scores):", ""]
-        lines += [
-            "| | " + " | ".join(str(i + 1) for i in range(len(names))) + " |",
-            "|---|" + "---:|" * len(names),
-        ]
-        for i, (name, row) in enumerate(zip(names, result["agreement"]["matrix"], strict=True)):
-            values = ["–" if value is None else f"{value:.3f}" for value in row]
-            lines.append(f"| {i + 1}: {name} | " + " | ".join(values) + " |")
+    if len(names) < 2:
+        return ""
+    places = {cell["name"]: number for number, cell in enumerate(result["cells"], 1)}
+    numbers = [str(places[name]) for name in names]
+    lines = [
+        "",
+        "Agreement (Spearman's rank correlation of token scores) of the cells with these numbers:",
+        "",
+        "| | " + " | ".join(numbers) + " |",
+        "|---:|" + "---:|" * len(names),
+    ]
+    for number, row in zip(numbers, result["agreement"]["matrix"], strict=True):
+        values = ["–" if value is None else f"{value:.2f}" for value in row]
+        lines.append(f"| **{number}** | " + " | ".join(values) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -19,6 +19,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+SHOWN_CELLS = 8
+"""Agreement of more cells than this does not fit into a terminal."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -32,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradtrace.ablate.collect import collect
+    import transformers
+
+    from gradtrace.ablate.collect import agreement, collect, costs_and_ranks
     from gradtrace.ablate.grid import parse_grid
     from gradtrace.ablate.run import ablate
     from gradtrace.errors import GradtraceError
@@ -44,11 +49,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.repeat < 1:
             raise GradtraceError(f"--repeat {args.repeat}: every cell is timed at least once.")
+        transformers.utils.logging.disable_progress_bar()  # "Loading weights", in the middle of our own
         grid = parse_grid(args.words)
         out = args.out or Path("ablations") / Path(grid.base.recipe).stem
         ablate(grid, out, args.checkpoint, args.repeat)
         folders = [out]
     for folder in folders:
-        print(collect(folder))
-        print(f"\nwritten: {folder}/ablation.md, .csv, .json")
+        result = collect(folder)
+        print(costs_and_ranks(result))
+        if len(result["agreement"]["names"]) <= SHOWN_CELLS:
+            print(agreement(result))
+        print(f"Written: {folder}/ablation.md (with how far cells agree), .csv, .json.")
+        print(f"The same in the browser: gradtrace view {folder}")
     return 0
