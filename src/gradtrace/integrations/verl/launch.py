@@ -16,10 +16,11 @@ from typing import Any
 from gradtrace.config import Config
 from gradtrace.config_loader import to_yaml
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin_validation import validation_pool
 from gradtrace.integrations.verl.checkpoints import export_policy, latest_step
 from gradtrace.integrations.verl.data import write_prompts
 from gradtrace.integrations.verl.status import clear_status, describe, read_status
-from gradtrace.integrations.verl.translate import Translation, translate
+from gradtrace.integrations.verl.translate import TRACIN_PROMPTS, Translation, translate
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.parts import build_task
 from gradtrace.training.run import Outcome, new_run_dir, reward_curve
@@ -87,8 +88,15 @@ def prepare(config: Config, run_dir: Path, display: Display) -> Translation:
         rollouts = 2 if config.algorithm.dynamic_sampling.enable else 1  # verl begins again when they run out
         count = rollouts * config.trainer.total_steps * config.data.train_batch_size
         write_prompts(run_dir / "data" / "train.parquet", task.next_prompts(count), task)
-        validation = task.validation_prompts(config.trainer.validation.prompts) or task.next_prompts(1)
+        trainer = config.trainer
+        held_out = max(
+            trainer.validation.prompts, trainer.entropy_probe.prompts if trainer.entropy_probe.every else 0
+        )
+        validation = task.validation_prompts(held_out) or task.next_prompts(1)
         write_prompts(run_dir / "data" / "validation.parquet", validation, task)
+    pool = run_dir / TRACIN_PROMPTS
+    if config.trainer.tracin.enable and not pool.is_file():
+        write_prompts(pool, validation_pool(config, task, display.message), task)
     path = Path(model)
     translation = translate(
         config, run_dir, str(path.absolute()) if path.exists() else str(model), uses_cpu(config)

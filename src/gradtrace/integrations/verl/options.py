@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gradtrace.config import EntropyTraceConfig, InfluenceTraceConfig
+from gradtrace.config import EntropyProbeConfig, EntropyTraceConfig, InfluenceTraceConfig, TracinConfig
 from gradtrace.config_loader import check_fields, closest, schema_keys
 from gradtrace.errors import GradtraceError
 
@@ -22,6 +22,10 @@ class VerlOptions:
     """Where traces and metrics go; empty: verl's trainer.default_local_dir. All nodes must see it."""
     entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
     influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
+    entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
+    """Its held-out prompts are the first of data.val_files."""
+    tracin: TracinConfig = field(default_factory=TracinConfig)
+    """Its `val_files` are parquet files as verl reads them; without any, prompts are those of data.val_files."""
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of one of our losses (actor.policy_loss.loss_mode=archer), by their names in gradtrace.algorithms."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +37,8 @@ class VerlOptions:
 
     @property
     def is_active(self) -> bool:
-        return self.entropy_trace.enable or self.influence_trace.enable or self.metrics
+        traced = self.entropy_trace.enable or self.influence_trace.enable or self.entropy_probe.every > 0
+        return traced or self.tracin.enable or self.metrics
 
 
 def read_options(config: Any) -> VerlOptions:

@@ -33,6 +33,7 @@ from gradtrace.instruments.entropy_probe.padding_row import (
     padding_row_stays,
 )
 from gradtrace.instruments.entropy_probe.update_direction import ParameterUpdate, parameter_updates
+from gradtrace.integrations.verl.full_precision import full_precision
 from gradtrace.integrations.verl.labels import ROW
 from gradtrace.integrations.verl.layout import token_weight
 from gradtrace.integrations.verl.losses import GradtraceLoss
@@ -221,7 +222,8 @@ class RankProbe:
         with torch.random.fork_rng(devices), evaluation_mode(self.engine.module):
             forget_gathered(self.engine.module)
             try:
-                yield
+                with full_precision(self.engine):
+                    yield
             finally:
                 forget_gathered(self.engine.module)
 
@@ -299,7 +301,7 @@ class RankProbe:
                     weight.shape, weight.device_mesh, weight.placements
                 )
                 place -= offsets[0]
-            found = self.ranks.gather(own[place].cpu() if 0 <= place < len(own) else None)
+            found = self.ranks.gather(own[place].clone().cpu() if 0 <= place < len(own) else None)
             rows.append(next(row for row in found if row is not None))
         return rows
 
@@ -311,14 +313,20 @@ class RankProbe:
 def check_probe(engine: Any) -> None:
     """What would be wrong, or too coarse to see the change of one step, is refused."""
     settings = engine.engine_config
+    attention = str(getattr(engine.model_config.hf_config, "_attn_implementation", ""))
     coarse = {p.dtype for p in engine.module.parameters() if p.requires_grad} - {torch.float32}
     problems = {
         "actor.strategy=fsdp (FSDP1) flattens parameters; use fsdp2": settings.strategy != "fsdp2",
         "actor.ulysses_sequence_parallel_size > 1 splits a response's tokens over ranks; use 1": (
             settings.ulysses_sequence_parallel_size > 1
         ),
-        f"mixed_precision.param_dtype is {engine._autocast_dtype}: its rounding is larger than the entropy changes of "
-        "an update; use fp32": engine._autocast_dtype != torch.float32,
+        f"attn_implementation={attention} computes in half precision, whose rounding is larger than the entropy "
+        "changes of an update; use +actor_rollout_ref.model.override_config.attn_implementation=sdpa": (
+            "flash" in attention
+        ),
+        "mixed_precision.param_dtype=fp16 scales the loss by a factor that changes; use bf16 or fp32": (
+            engine.scaler is not None
+        ),
         f"parameters are {', '.join(map(str, coarse))}: the rounding is larger than the entropy changes of an update; "
         "use fsdp_config.model_dtype=fp32": bool(coarse),
         "actor.qat.enable trains on quantised weights, whose gradients are estimates": engine._qat_enabled,

@@ -19,10 +19,12 @@ from gradtrace.instruments.influence_trace import group_status
 from gradtrace.integrations.verl.labels import StepLabels
 from gradtrace.integrations.verl.options import VerlOptions
 from gradtrace.integrations.verl.parts import join_parts
+from gradtrace.integrations.verl.probe_record import ProbeRecorder
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.trace.token_text import TokenBytes
+from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.instruments import open_writer, tracer_config
 
 PENDING = "pending_metrics.json"
@@ -48,13 +50,20 @@ class Recorder:
         if options.entropy_trace.enable:
             writer = open_writer(self.files, ENTROPY_TRACE, options.entropy_trace, report)
             self.entropy = EntropyTrace(writer, options.entropy_trace.write_every, meta, truth)
+        self.more_writers: list[TraceWriter] = []
+        """Of instruments that write by themselves."""
         self.influence_writer = None
         if options.influence_trace.enable:
             self.influence_config = tracer_config(options.influence_trace)
             self.influence_writer = open_writer(self.files, INFLUENCE_TRACE, options.influence_trace, report)
             self.influence_meta = meta | describe(self.influence_config)
             self.parts_dir.mkdir(parents=True, exist_ok=True)
-        if self.entropy or self.influence_writer:
+        self.probe: ProbeRecorder | None = None
+        if options.entropy_probe.every:
+            writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
+            folder = Path(options.run_dir).absolute() / ENTROPY_PROBE / "parts"
+            self.probe = ProbeRecorder(options.entropy_probe, writer, folder, ranks, meta, report)
+        if self.entropy or self.influence_writer or self.probe:
             self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
 
     @property
@@ -67,12 +76,16 @@ class Recorder:
         self._recover_metrics(last_step)
         for writer in self._writers():
             writer.truncate_after(last_step)
+        if self.probe is not None:
+            self.probe.start()
         if self.influence_writer is not None:
             for part in self.parts_dir.glob("step_*.npz"):
                 part.unlink()
 
     def _writers(self) -> list[Any]:
-        return [w for w in (self.entropy and self.entropy.writer, self.influence_writer) if w is not None]
+        probe = self.probe and self.probe.writer
+        writers = (self.entropy and self.entropy.writer, self.influence_writer, probe)
+        return [*(writer for writer in writers if writer is not None), *self.more_writers]
 
     def close(self) -> None:
         for writer in self._writers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ from gradtrace.integrations.verl.labels import LABELS, ROW
 from gradtrace.integrations.verl.losses import GradtraceLoss
 from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.plan import Plan, plan_update
+from gradtrace.integrations.verl.probe import PROBE
+from gradtrace.integrations.verl.probe_sampling import EvaluationSampler, check_probe_job
 from gradtrace.integrations.verl.recorder import Recorder
+from gradtrace.integrations.verl.refusals import check_selection_settings
+from gradtrace.integrations.verl.tracin_driver import TracinDriver, Training
 from gradtrace.integrations.verl.watch import Watch, process_id
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.datasets import stop_token_ids
@@ -36,6 +41,7 @@ class GradtraceTrainer(PPOTrainerSync):
     def __init__(self, config: Any) -> None:
         self.options = read_options(config)
         self.recorder: Recorder | None = None
+        self.tracin: TracinDriver | None = None
         self.watch: Watch | None = None
         if self.options.is_active:
             self._prepare(config)
@@ -44,13 +50,24 @@ class GradtraceTrainer(PPOTrainerSync):
     def _prepare(self, config: Any) -> None:
         """Refuse what cannot be traced before any worker starts, and take over the order of the update."""
         actor = config.actor_rollout_ref.actor
-        if actor.strategy != "fsdp2" and self.options.influence_trace.enable:
+        probe = self.options.entropy_probe.every > 0
+        needs_engine = {
+            "influence_trace": self.options.influence_trace.enable,
+            "entropy_probe": probe,
+            "tracin": self.options.tracin.enable,
+        }
+        if actor.strategy != "fsdp2" and any(needs_engine.values()):
+            what = next(name for name, wanted in needs_engine.items() if wanted)
             raise GradtraceError(
-                f"gradtrace.influence_trace needs actor.strategy=fsdp2, not {actor.strategy}: the hooks are in verl's "
+                f"gradtrace.{what} needs actor.strategy=fsdp2, not {actor.strategy}: the hooks are in verl's "
                 "FSDP2 engine"
             )
         if config.get("distillation") and config.distillation.get("enabled", False):
             raise GradtraceError("gradtrace does not trace distillation: its loss is not a policy loss")
+        if probe:
+            check_probe_job(config)
+        if self.options.tracin.enable:
+            check_selection_settings(self.options.tracin)
         losses.advantage_options.clear()
         losses.advantage_options.update(self.options.advantage_options)
         # Groups are dealt to mini-batches here, and stay whole; verl's own shuffle would tear them apart.
@@ -76,6 +93,8 @@ class GradtraceTrainer(PPOTrainerSync):
             truth,
             lambda text: print(text, flush=True),
         )
+        if self.options.tracin.enable:
+            self.tracin = TracinDriver(self, self.options, self.recorder, ranks, truth)
         self.recorder.start(self.global_steps)
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         influence = self.options.influence_trace
@@ -86,14 +105,22 @@ class GradtraceTrainer(PPOTrainerSync):
                 options=dict(self.options.policy_loss_options),
                 influence=influence if influence.enable else None,
                 parts_dir=str(self.recorder.parts_dir),
+                probe=self.recorder.probe is not None,
                 kl_in_loss=bool(actor.use_kl_loss) or mode == "archer",
+                selecting=self.tracin is not None,
             )
         )
+        if self.recorder.probe is not None:
+            self.recorder.probe.sampler = EvaluationSampler(
+                config, self.get_llm_client(), self.options.entropy_probe, stop_token_ids(self.tokenizer)
+            )
         self.status = status.Status(step=self.global_steps, workers={})
         self._announce(ranks)
 
     def _announce(self, ranks: int) -> None:
-        traces = [name for name in ("entropy_trace", "influence_trace") if getattr(self.options, name).enable]
+        names = ("entropy_trace", "influence_trace", "tracin")
+        traces = [name for name in names if getattr(self.options, name).enable]
+        traces += ["entropy_probe"] if self.options.entropy_probe.every else []
         what = ", ".join(traces) or "metrics only"
         print(
             f"gradtrace is active: {what}; on ranks 0 to {ranks - 1} of {ranks}; files in {self.options.run_dir}",
@@ -152,6 +179,19 @@ class GradtraceTrainer(PPOTrainerSync):
         self._phase("rollout")  # prompts are handed to the replicas next
         super().on_step_begin()
 
+    def prepare_step(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = super().prepare_step()
+        if self.tracin is not None:
+            self.tracin.submit(self.global_steps)
+        return metrics
+
+    def on_sample_end(self) -> None:
+        if self.tracin is not None and (missing := self.tracin.collect()):
+            self._check_dead(f"{missing} validation responses of TracIn did not arrive")
+        if self.recorder is not None and self.recorder.probe is not None:
+            self.recorder.probe.sample(self.global_steps)
+        super().on_sample_end()
+
     def on_step_end(self) -> None:
         self._phase("sync")
         super().on_step_end()
@@ -185,7 +225,7 @@ class GradtraceTrainer(PPOTrainerSync):
             actor.ppo_mini_batch_size * rollout.n,
             ranks,
             balance,
-            None if self.shuffle_seed is None else self.shuffle_seed + self.global_steps,
+            self._shuffle_seed(),
         )
         self.row_keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if is_real(tag)]
         self.plan_of_key = {
@@ -197,8 +237,12 @@ class GradtraceTrainer(PPOTrainerSync):
     def _check_complete(self, responses: int) -> None:
         """verl would train on what is left when a replica or a reward worker has died in the rollout."""
         expected = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        if responses < expected and self.watch is not None and (dead := self.watch.find_dead(5.0)):
-            self._on_death(dead, RuntimeError(f"{responses} of {expected} responses arrived"))
+        if responses < expected:
+            self._check_dead(f"{responses} of {expected} responses arrived")
+
+    def _check_dead(self, symptom: str) -> None:
+        if self.watch is not None and (dead := self.watch.find_dead(5.0)):
+            self._on_death(dead, RuntimeError(symptom))
 
     def _dispatch_ranks(self) -> list[int]:
         """Data-parallel rank of every worker."""
@@ -220,19 +264,41 @@ class GradtraceTrainer(PPOTrainerSync):
         mini_batch, whole = (
             torch.tensor([self.plan_of_key[key][index] for key in self.row_keys]) for index in (0, 1)
         )
+        training: Training | None = None
+        trained = batch
+        if self.tracin is not None:
+            self._phase("select")
+            rows, training = self.tracin.select(rows, self.row_keys, batch, self._shuffle_seed())
+            trained, mini_batch, whole = training.batch, training.mini_batch, torch.ones_like(whole)
+            self._phase("update")
         labels = self.recorder.labels(rows, self.global_steps, mini_batch, whole)
-        if labels is not None:
+        probe = self.recorder.probe
+        probe_inputs = probe.inputs(rows, self.global_steps) if probe is not None else None
+        if labels is not None or probe_inputs is not None:
             row_of = {key: row for row, key in enumerate(self.row_keys)}
-            numbers = torch.tensor([row_of.get(key, -1) for key in batch.keys])
+            numbers = torch.tensor([row_of.get(key, -1) for key in trained.keys])
             fields = TensorDict({ROW: numbers}, batch_size=len(numbers))
-            batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
-            batch.extra_info[LABELS] = labels
-        batch = super()._update_actor(batch, metrics)
-        batch.extra_info.pop(LABELS, None)
+            trained = tq.kv_batch_put(keys=trained.keys, partition_id=trained.partition_id, fields=fields)
+        if labels is not None:
+            trained.extra_info[LABELS] = labels
+        if probe_inputs is not None:
+            trained.extra_info[PROBE] = probe_inputs
+        with nullcontext() if training is None else self.tracin.updating(training):  # type: ignore[union-attr]
+            trained = super()._update_actor(trained, metrics)
+        trained.extra_info.pop(LABELS, None)
+        trained.extra_info.pop(PROBE, None)
         metrics.update(self.recorder.record(rows, self.global_steps, labels))
+        if probe is not None:
+            first = (mini_batch == 0).nonzero().squeeze(-1)
+            metrics.update(probe.record(rows, first, self.global_steps))
+        if self.tracin is not None:
+            metrics.update(self.tracin.metrics(rows, self.global_steps))
         self.step_metrics = batch_metrics(rows)
         self.update_metrics = metrics
-        return batch
+        return trained if training is None else training.whole_batch(batch)
+
+    def _shuffle_seed(self) -> int | None:
+        return None if self.shuffle_seed is None else self.shuffle_seed + self.global_steps
 
     def _save_checkpoint(self) -> None:
         if self.recorder is not None:

@@ -18,9 +18,12 @@ from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl import cpu
 from gradtrace.integrations.verl.data import TEMPLATE
 from gradtrace.integrations.verl.process_group import VARIABLE as TIMEOUT_VARIABLE
+from gradtrace.integrations.verl.refusals import check_selection_settings
 from gradtrace.training.parts import needs_reference
 
 PACKAGE = "gradtrace.integrations.verl"
+TRACIN_PROMPTS = "data/tracin_validation.parquet"
+"""In the run: the prompts that TracIn selection draws its validation set from."""
 AGGREGATION = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",
@@ -54,13 +57,9 @@ REFUSED = {
     "trainer.validation.success_threshold": "verl reports mean@n and best@k itself",
     "reference.path": "verl's reference is the starting policy",
     "reward.flip_probability": "label noise is a study of the embedded loop",
-    "trainer.tracin.enable": "TracIn selection is not connected to verl yet; the embedded loop has it",
-    "trainer.entropy_probe.every": "the entropy probe is not connected to verl yet; the embedded loop has it",
 }
 REFUSED_SECTIONS = {
     "critic.": "advantage=gae is refused on verl, and nothing else has a critic; see verl.critic.*",
-    "trainer.tracin.": REFUSED["trainer.tracin.enable"],
-    "trainer.entropy_probe.": REFUSED["trainer.entropy_probe.every"],
 }
 
 
@@ -144,6 +143,8 @@ def refuse(config: Config) -> None:
             f"algorithm.advantage={config.algorithm.advantage} needs {', '.join(sorted(estimator.needs))}, which our "
             "estimators do not get on verl; its own are there: verl.algorithm.adv_estimator=gae (and verl.critic.*)."
         )
+    if config.trainer.tracin.enable:
+        check_selection_settings(config.trainer.tracin)
     if config.actor.optim.schedule == "linear":
         raise GradtraceError("actor.optim.schedule=linear: verl has constant and cosine only.")
 
@@ -178,6 +179,8 @@ def is_known(key: str) -> bool:
         "actor.",
         "trainer.entropy_trace.",
         "trainer.influence_trace.",
+        "trainer.entropy_probe.",
+        "trainer.tracin.",
     )
     trainer = ("total_steps", "seed", "logger", "checkpoint.every", "checkpoint.keep_last", "validation.")
     return key.startswith((*mapped, *LAUNCHER, *LAUNCHER_TRAINER, *(f"trainer.{name}" for name in trainer)))
@@ -221,6 +224,7 @@ def data_settings(config: Config, run_dir: Path) -> dict[str, Any]:
     return {
         "data.train_files": str(run_dir / "data" / "train.parquet"),
         "data.val_files": str(run_dir / "data" / "validation.parquet"),
+        "data.val_max_samples": config.trainer.validation.prompts,  # the entropy probe may have more
         "data.shuffle": False,  # the file has the order of the embedded loop
         "data.seed": config.trainer.seed,
         "data.train_batch_size": config.data.train_batch_size,
@@ -338,7 +342,7 @@ def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
     """Our own section of verl's configuration: what is not at its default."""
     from gradtrace.integrations.verl.options import VerlOptions
 
-    wanted = {
+    wanted: dict[str, Any] = {
         "run_dir": str(run_dir),
         "metrics": True,
         "task": config.task.name,
@@ -346,9 +350,11 @@ def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
         "advantage_options": dict(config.algorithm.advantage_options),
     }
     defaults = dataclasses.asdict(VerlOptions())
-    for name in ("entropy_trace", "influence_trace"):
+    for name in ("entropy_trace", "influence_trace", "entropy_probe", "tracin"):
         knobs = dataclasses.asdict(getattr(config.trainer, name))
         wanted[name] = {key: value for key, value in knobs.items() if value != defaults[name][key]}
+    if config.trainer.tracin.enable:
+        wanted["tracin"]["val_files"] = [str(run_dir / TRACIN_PROMPTS)]
     return {f"+gradtrace.{name}": value for name, value in wanted.items() if value != {}}
 
 
