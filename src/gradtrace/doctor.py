@@ -172,12 +172,13 @@ def _check_model(console: Any, args: argparse.Namespace) -> int:
 
 def _load(path: str) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     if os.sep in path and not Path(path).exists() and path.startswith((".", "/", "runs", "models")):
         raise GradtraceError(f"there is no model at {path}; give a folder with config.json, or a hub name")
+    transformers.utils.logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise GradtraceError(f"{path} cannot be loaded as a causal language model: {error}") from error
 

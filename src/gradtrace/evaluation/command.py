@@ -56,11 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import transformers
     from rich.console import Console
 
     from gradtrace.evaluation.run import load_result
     from gradtrace.evaluation.show import show_comparison
 
+    transformers.utils.logging.disable_progress_bar()  # "Loading weights", before our own
     console = Console()
     if args.model[0] == "compare":
         if len(args.model) != 3:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import pyarrow
 import pyarrow.parquet
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -89,6 +90,7 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
+    transformers.utils.logging.disable_progress_bar()
     console = Console()
     folder = model_folder(Path(args.model))
     tokenizer = load_tokenizer(folder)
