@@ -61,3 +61,19 @@ def names(world: int, *kinds: dict[str, Case]) -> list[str]:
     """The cases of these kinds that are run on so many ranks: all on two, some of them on one (time)."""
     on_one = ("packed", "padded", "dynamic", "per_prompt")
     return [name for kind in kinds for name in kind if world == 2 or name in on_one]
+
+
+PROBES = {
+    "probe_packed": Case(),
+    "probe_padded": Case({"packed": False, "checkpointing": True}, {"packed": False}),
+    "probe_bf16": Case(
+        {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+    ),
+    "probe_dynamic": Case(layout={"dynamic": True}, actor={"loss_agg_mode": "seq-mean-token-mean"}),
+}
+PROBED_OPTIM = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
+"""Of the probed step: with decay, and with clipping that clips."""
+
+
+def probes(world: int) -> list[str]:
+    return list(PROBES) if world == 2 else ["probe_packed"]

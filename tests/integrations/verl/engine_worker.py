@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.config import InfluenceTraceConfig
 from tests.integrations.verl import cases, harness
@@ -71,6 +71,57 @@ def run_case(name: str, folder: Path) -> Any:
         {"errors": errors, "grad_norms": metrics, "parameters": parameters}, parts_dir / f"rank{rank}.pt"
     )
     return engine
+
+
+def give_state(engine: Any, moments: dict[str, dict[str, torch.Tensor]]) -> None:
+    """The optimizer as it would be after some steps."""
+    for name, parameter in engine.module.named_parameters():
+        state = {"step": torch.tensor(5.0)}
+        for key, value in moments[name].items():
+            state[key] = distribute_tensor(value.clone(), parameter.device_mesh, parameter.placements)
+        engine.optimizer.state[parameter] = state
+
+
+def run_probe(name: str, folder: Path) -> None:
+    """One optimizer step with the probe and one without; what they made of weights and moments."""
+    from verl.utils import tensordict_utils as tu
+
+    from gradtrace.integrations.verl.losses import GradtraceLoss
+    from gradtrace.integrations.verl.probe import PROBE, ProbeInputs
+
+    case = cases.PROBES[name]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch, evaluation, moments = (
+        torch.load(folder / file, weights_only=False) for file in ("batch.pt", "evaluation.pt", "moments.pt")
+    )
+    parts_dir = folder / f"{name}.{world}"
+    parts_dir.mkdir(exist_ok=True)
+    lengths = evaluation.response_lengths.tolist()
+    inputs = ProbeInputs(
+        step=1,
+        prompts=[evaluation.prompts[group] for group in evaluation.group.tolist()],
+        responses=[ids[:n] for ids, n in zip(evaluation.responses.tolist(), lengths, strict=True)],
+        parts_dir=str(parts_dir),
+    )
+    rows = [row for row in cases.ranks_of(world)[rank] if cases.PLAN[row] == 0]
+    made = {}
+    for probed in (True, False):
+        engine = harness.make_engine(str(folder / "model"), optim=cases.PROBED_OPTIM, **case.engine)
+        give_state(engine, moments)
+        loss = GradtraceLoss(harness.actor_config(**case.actor), probe=probed)
+        data = harness.tensordict(batch, rows, None, sequences=8, **case.layout)
+        if probed:
+            tu.assign_non_tensor_data(data, PROBE, inputs)
+        for _ in range(2):  # the second is another epoch, which is not probed
+            with engine.train_mode():
+                engine.train_batch(data, loss)
+        state = engine.optimizer.state_dict()["state"]
+        made[probed] = {
+            "parameters": {k: full(v.detach()).clone() for k, v in engine.module.named_parameters()},
+            "moments": {k: full(v["exp_avg_sq"]).clone() for k, v in state.items()},
+            "random": torch.get_rng_state(),
+        }
+    torch.save(made, parts_dir / f"rank{rank}.pt")
 
 
 def save_or_open(folder: Path) -> None:
@@ -134,7 +185,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     initialize_global_process_group_ray()
     for case_name in sys.argv[2:]:
-        last_engine = run_case(case_name, Path(sys.argv[1]))
+        if case_name in cases.PROBES:
+            run_probe(case_name, Path(sys.argv[1]))
+        else:
+            last_engine = run_case(case_name, Path(sys.argv[1]))
     save_or_open(Path(sys.argv[1]))
     if dist.get_world_size() > 1:
         said = refusals() | {"hung": hung_rank(last_engine)}

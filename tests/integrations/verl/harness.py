@@ -28,7 +28,10 @@ needs_verl = pytest.mark.skipif(
 
 def model_folder(folder: Path, **options: Any) -> Path:
     """A transformers folder with a random model of two layers and the demo's tokenizer."""
-    small.model(torch.float32, **options).save_pretrained(folder)
+    model = small.model(torch.float32, **options)
+    if "pad_token_id" in options:  # transformers begins with a row of zeros there, where norms have no derivative
+        torch.nn.init.normal_(model.get_input_embeddings().weight.data[options["pad_token_id"]], std=0.3)
+    model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
 
@@ -102,6 +105,7 @@ def make_engine(folder: str, packed: bool = True, checkpointing: bool = False, *
     from verl.workers.engine.base import EngineRegistry
 
     lora = options.pop("lora_rank", 0)
+    optim = options.pop("optim", {})
     model = HFModelConfig(
         path=folder,
         use_remove_padding=packed,
@@ -121,7 +125,14 @@ def make_engine(folder: str, packed: bool = True, checkpointing: bool = False, *
         }
     )
     optimizer = FSDPOptimizerConfig(
-        lr=LEARNING_RATE, weight_decay=0.0, total_training_steps=10, clip_grad=1e9, lr_warmup_steps=0
+        **{
+            "lr": LEARNING_RATE,
+            "weight_decay": 0.0,
+            "total_training_steps": 10,
+            "clip_grad": 1e9,
+            "lr_warmup_steps": 0,
+            **optim,
+        }
     )
     engine = EngineRegistry.new(
         model_type="language_model",

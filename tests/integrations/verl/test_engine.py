@@ -20,7 +20,7 @@ from gradtrace.training.observer import OptimizerStep
 from gradtrace.training.optimizer import Optimizer
 from gradtrace.training.policy import load_policy
 from gradtrace.training.update import PolicyUpdate, fill_statistics
-from tests.integrations.verl import cases, harness
+from tests.integrations.verl import cases, harness, probe_reference
 
 pytestmark = [pytest.mark.slow, harness.needs_verl]
 
@@ -39,18 +39,19 @@ class Kept(InfluenceTraceInstrument):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a batch with the model's log-probs, and every case run on one rank and on two."""
+    """A model, a batch with the model's log-probs, what probes need, and every case run on one rank and on two."""
     folder = tmp_path_factory.mktemp("engine")
-    harness.model_folder(folder / "model", tie_word_embeddings=False)
-    batch = harness.rollout()
+    # Responses hold the padding token: autograd leaves its embedding out, and the probe must as well.
+    harness.model_folder(folder / "model", tie_word_embeddings=False, pad_token_id=probe_reference.PAD)
+    batch = probe_reference.with_padding_token(harness.rollout())
     policy = load_policy(folder / "model", small_model_config(), 1.0)
     rows = torch.arange(len(batch))
     batch = fill_statistics(policy, batch, MicroBatches(batch, 4096), rows)
     torch.save(batch, folder / "batch.pt")
+    probe_reference.prepare(folder, policy.model)
     for world in (2, 1):  # the second opens the first one's checkpoint
-        harness.run_ranks(
-            "tests.integrations.verl.engine_worker", world, str(folder), *cases.names(world, cases.CASES)
-        )
+        names = [*cases.names(world, cases.CASES), *cases.probes(world)]
+        harness.run_ranks("tests.integrations.verl.engine_worker", world, str(folder), *names)
     return folder
 
 
@@ -173,3 +174,56 @@ def test_ulysses_with_sdpa_is_refused(folder: Path) -> None:
 def test_a_hung_rank_is_named(folder: Path) -> None:
     message = torch.load(folder / "refusals.pt")["hung"]
     assert "within 2 s" in message and "Ranks 1 failed" in message, message
+
+
+# ---------------------------------------------------------------- the entropy probe
+
+PROBES = [(world, name) for world in (1, 2) for name in cases.probes(world)]
+FLOAT32 = [(world, name) for world, name in PROBES if name != "probe_bf16"]
+
+
+@pytest.mark.parametrize(("world", "name"), FLOAT32)
+def test_the_probe_is_that_of_the_embedded_loop(folder: Path, name: str, world: int) -> None:
+    """On shards there are central differences in float32, there forward mode in float64. A difference moves numbers by
+    1e-3 of their size, so rounding (6e-8 of it) leaves an error of some 1e-4 of the largest change of a token."""
+    expected, expected_shares, expected_measured, expected_after = probe_reference.embedded(folder, name)
+    found, shares, measured, after = probe_reference.of_ranks(folder, name, world)
+    change = expected.d_entropies.abs().max()
+    assert (found.base.entropies - expected.base.entropies).abs().max() < 1e-5
+    assert (found.d_entropies - expected.d_entropies).abs().max() < 1e-3 * change
+    assert (found.d_log_probs - expected.d_log_probs).abs().max() < 1e-3 * expected.d_log_probs.abs().max()
+    assert (after.entropies - expected_after.entropies).abs().max() < 1e-3 * change
+    assert (shares.tokens - expected_shares.tokens).abs().max() < 1e-3 * expected_shares.tokens.abs().max()
+    for ours, theirs in (
+        (found.change.value, expected.change.value),
+        (measured.change.value, expected_measured.change.value),
+        (found.change.stderr, expected.change.stderr),
+        (shares.momentum, expected_shares.momentum),
+        (shares.decay, expected_shares.decay),
+        (shares.legacy, expected_shares.legacy),
+    ):
+        assert abs(ours - theirs) < 1e-3 * float(expected_shares.responses.abs().sum()), (ours, theirs)
+
+
+@pytest.mark.parametrize(("world", "name"), PROBES)
+def test_what_is_predicted_is_measured_and_is_the_sum_of_its_parts(
+    folder: Path, name: str, world: int
+) -> None:
+    """Also where the training itself is in bf16: the probe is not, and would not see the change otherwise."""
+    found, shares, measured, _ = probe_reference.of_ranks(folder, name, world)
+    scale = float(shares.responses.abs().sum())  # the change is a small rest of large shares
+    assert abs(shares.legacy - found.change.value) < 1e-3 * scale
+    assert abs(measured.change.value - found.change.value) < 0.02 * scale  # curvature of a step of 1e-3
+    parts = float(shares.responses.sum()) + shares.momentum + shares.decay
+    # The gradient of bf16 is not quite that of the terms.
+    assert abs(parts - found.change.value) < (0.2 if name == "probe_bf16" else 2e-3) * scale
+
+
+@pytest.mark.parametrize(("world", "name"), PROBES)
+def test_training_does_not_notice_the_probe(folder: Path, name: str, world: int) -> None:
+    for rank in range(world):
+        made = torch.load(folder / f"{name}.{world}" / f"rank{rank}.pt")
+        for kind in ("parameters", "moments"):
+            for key, value in made[False][kind].items():
+                assert torch.equal(made[True][kind][key], value), f"{kind} {key}"
+        assert torch.equal(made[True]["random"], made[False]["random"])

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.entropy_probe import Prediction, Shares, Tokens
 from gradtrace.integrations.verl.parts import part_file
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.safe_npz import dump_npz
@@ -79,3 +81,20 @@ def join_probe_parts(folder: Path, step: int, ranks: int) -> ProbePart:
     for rank in range(ranks):
         part_file(folder, step, rank).unlink()
     return joined
+
+
+def joined(part: ProbePart, evaluation: RolloutBatch, rows: Tensor) -> tuple[Prediction, Tokens, Shares]:
+    """(prediction, E's tokens after the update, shares), in the order of E and of `rows`."""
+    sequences, lengths = range(len(evaluation)), evaluation.response_lengths
+
+    def of(found: dict[int, Tensor]) -> Tensor:
+        return torch.cat([found[row] for row in sequences], dim=1)
+
+    base, derivative, after = of(part.base), of(part.derivative), of(part.after)
+    responses = torch.stack([part.shares[row].sum() for row in rows.tolist()])
+    tokens = torch.cat([part.shares[row] for row in rows.tolist()])
+    return (
+        Prediction(Tokens(lengths, evaluation.group, *base), *derivative),
+        Tokens(lengths, evaluation.group, *after),
+        Shares(tokens, responses, part.momentum, part.decay, part.legacy),
+    )

@@ -13,10 +13,9 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta, probe_metrics
-from gradtrace.instruments.entropy_probe.estimates import Tokens, covariance_change, measured_change
-from gradtrace.instruments.entropy_probe.probe import Prediction, Shares
+from gradtrace.instruments.entropy_probe.estimates import covariance_change, measured_change
 from gradtrace.integrations.verl.probe import ProbeInputs
-from gradtrace.integrations.verl.probe_parts import ProbePart, join_probe_parts
+from gradtrace.integrations.verl.probe_parts import join_probe_parts, joined
 from gradtrace.integrations.verl.probe_sampling import EvaluationSampler
 from gradtrace.trace.writer import TraceWriter
 
@@ -121,20 +120,3 @@ def without_prompts(batch: RolloutBatch, prompts: list[list[int]]) -> RolloutBat
     kept = batch.select(apart[batch.group] & (batch.response_lengths > 0))
     groups, place = kept.group.unique(return_inverse=True)
     return kept.replace(prompts=[batch.prompts[group] for group in groups.tolist()], group=place)
-
-
-def joined(part: ProbePart, evaluation: RolloutBatch, rows: Tensor) -> tuple[Prediction, Tokens, Shares]:
-    """(prediction, E's tokens after the update, shares), in the order of E and of `rows`."""
-    sequences, lengths = range(len(evaluation)), evaluation.response_lengths
-
-    def of(found: dict[int, Tensor]) -> Tensor:
-        return torch.cat([found[row] for row in sequences], dim=1)
-
-    base, derivative, after = of(part.base), of(part.derivative), of(part.after)
-    responses = torch.stack([part.shares[row].sum() for row in rows.tolist()])
-    tokens = torch.cat([part.shares[row] for row in rows.tolist()])
-    return (
-        Prediction(Tokens(lengths, evaluation.group, *base), *derivative),
-        Tokens(lengths, evaluation.group, *after),
-        Shares(tokens, responses, part.momentum, part.decay, part.legacy),
-    )

@@ -102,7 +102,7 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
     if config.cluster.pg_timeout_seconds:
         environment[TIMEOUT_VARIABLE] = f"{config.cluster.pg_timeout_seconds:g}"
     if on_cpu:
-        settings |= cpu.settings(workers * config.cluster.nodes)
+        settings = cpu.settings(workers * config.cluster.nodes) | settings
         environment |= cpu.ENVIRONMENT | {"OMP_NUM_THREADS": str(config.trainer.cpu_threads or 1)}
     else:
         settings["actor_rollout_ref.rollout.name"] = config.cluster.rollout

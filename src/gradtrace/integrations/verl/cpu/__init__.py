@@ -9,7 +9,8 @@ VERL_PLATFORM=cpu is what loads it; without that a job is left alone.
 - `rollout`: our sampler as a rollout replica named "gradtrace_cpu"; requests are generated in batches.
 - `adjustments`: four places where verl 0.9 assumes an accelerator.
 
-What else a configuration needs on CPU (sdpa attention, no torch.compile, FSDP2) is in `settings()`.
+What else a configuration needs on CPU (sdpa attention, no torch.compile) is in `settings()`; as words for a command of
+your own: `python -m gradtrace.integrations.verl.cpu WORKERS`.
 """
 
 ENVIRONMENT = {
@@ -26,6 +27,7 @@ def settings(workers: int, cpus: int = 16) -> dict[str, object]:
     return {
         "trainer.device": "cpu",
         "actor_rollout_ref.rollout.name": ROLLOUT,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.ref.use_torch_compile": False,

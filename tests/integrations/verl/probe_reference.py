@@ -1,0 +1,93 @@
+"""The entropy probe of one optimizer step: what the ranks were given, the embedded loop's answer, and theirs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
+from gradtrace.instruments.entropy_probe import (
+    EntropyProbe,
+    Measured,
+    Prediction,
+    Shares,
+    Tokens,
+    evaluation_batch,
+    update_batch,
+)
+from gradtrace.instruments.entropy_probe.estimates import measured_change
+from gradtrace.training.optimizer import Optimizer
+from gradtrace.training.policy import load_policy
+from gradtrace.training.update import PolicyUpdate
+from tests.integrations.verl import cases
+from tests.training import small
+
+PAD = 0
+"""Of the demo's tokenizer, which verl goes by."""
+
+
+def with_padding_token(batch: RolloutBatch) -> RolloutBatch:
+    """One of its tokens in every place is the padding token instead."""
+    return batch.replace(responses=torch.where(batch.responses == 5, PAD, batch.responses))
+
+
+def prepare(folder: Path, model: torch.nn.Module) -> None:
+    """E, and moments of an optimizer that has made steps."""
+    evaluation = with_padding_token(small.random_batch(groups=7, n=1, seed=5))
+    torch.save(evaluation, folder / "evaluation.pt")
+    generator = torch.Generator().manual_seed(3)
+    moments = {
+        name: {
+            "exp_avg": 1e-3 * torch.randn(p.shape, generator=generator),
+            "exp_avg_sq": (1e-3 + 1e-2 * torch.rand(p.shape, generator=generator)) ** 2,
+        }
+        for name, p in model.named_parameters()
+    }
+    torch.save(moments, folder / "moments.pt")
+
+
+def of_ranks(folder: Path, name: str, world: int) -> tuple[Prediction, Shares, Measured, Tokens]:
+    """As the driver joins it from the ranks' parts."""
+    from gradtrace.integrations.verl.probe_parts import join_probe_parts, joined
+
+    evaluation: RolloutBatch = torch.load(folder / "evaluation.pt", weights_only=False)
+    with tempfile.TemporaryDirectory() as copy:  # joining removes the parts, and other tests want them, too
+        shutil.copytree(folder / f"{name}.{world}", copy, dirs_exist_ok=True)
+        part = join_probe_parts(Path(copy), 1, world)
+    assert not part.failure
+    rows = (torch.tensor(cases.PLAN) == 0).nonzero().squeeze(-1)
+    prediction, after, shares = joined(part, evaluation, rows)
+    measured = measured_change(prediction.base, after, prediction.d_log_probs, prediction.d_entropies, 1.0)
+    return prediction, shares, measured, after
+
+
+def embedded(folder: Path, name: str) -> tuple[Prediction, Shares, Measured, Tokens]:
+    """(prediction, shares, measured, E's tokens after the update) of the embedded loop's probe, in float64."""
+    case = cases.PROBES[name]
+    batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
+    batch = batch.select((torch.tensor(cases.PLAN) == 0).nonzero().squeeze(-1))
+    policy = load_policy(folder / "model", ModelConfig(device="cpu"), 1.0)
+    policy.model.double()
+    wanted = cases.PROBED_OPTIM
+    # verl's optimizer has one group: decay of all parameters.
+    adamw = torch.optim.AdamW(policy.model.parameters(), lr=wanted["lr"], weight_decay=wanted["weight_decay"])
+    moments = torch.load(folder / "moments.pt")
+    for name, parameter in policy.trainable().items():
+        adamw.state[parameter] = {"step": torch.tensor(5.0), **moments[name]}
+    mode = case.actor.get("loss_agg_mode", "token-mean")
+    algorithm = AlgorithmConfig(
+        policy_loss_options={"clip_low": 0.2, "clip_high": 0.2},
+        aggregation={"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}[mode],
+    )
+    probe = EntropyProbe(policy.model, adamw, max_grad_norm=wanted["clip_grad"])
+    optimizer = Optimizer(policy.trainable(), OptimConfig(), 10)  # makes no step
+    U = update_batch(PolicyUpdate(policy, optimizer, ActorConfig(), algorithm, 16), batch)
+    E = evaluation_batch(policy, torch.load(folder / "evaluation.pt", weights_only=False))
+    update = probe.update(U)
+    assert update.clip_factor < 0.9
+    prediction = probe.predict(E, update)
+    return prediction, probe.shares(prediction, E, update, U), *probe.measure(prediction, E, update)
