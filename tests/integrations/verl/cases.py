@@ -25,6 +25,8 @@ class Case:
     actor: dict[str, Any] = field(default_factory=dict)
     knobs: dict[str, Any] = field(default_factory=dict)
     check_gradients: bool = False
+    first_only: bool = False
+    """No group of the second mini-batch is to be scored."""
 
 
 # One scope over the whole mini-batch: nothing is scored inside of a pass, so gradients of all responses are there.
@@ -54,7 +56,8 @@ KNOBS = {
 }
 # Adapters start from random numbers of their own, so there is nothing to compare scores with.
 LORA = {"lora": Case({"lora_rank": 4}, knobs=_GLOBAL, check_gradients=True)}
-CASES = LAYOUTS | KNOBS | LORA
+FIRST_ONLY = {"first_only": Case(first_only=True)}
+CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY
 
 
 def names(world: int, *kinds: dict[str, Case]) -> list[str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.config import InfluenceTraceConfig
-from tests.integrations.verl import cases, harness
+from tests.integrations.verl import cases, harness, tracin_ranks
 
 
 def full(gradient: Any) -> torch.Tensor:
@@ -43,7 +43,8 @@ def run_case(name: str, folder: Path) -> Any:
     rank, world = dist.get_rank(), dist.get_world_size()
     batch = torch.load(folder / "batch.pt", weights_only=False)
     plan = torch.tensor(cases.PLAN)
-    labels = StepLabels.of(batch, 1, torch.ones(len(batch), dtype=torch.bool), plan)
+    selected = plan == 0 if case.first_only else torch.ones(len(batch), dtype=torch.bool)
+    labels = StepLabels.of(batch, 1, selected, plan)
     engine = harness.make_engine(str(folder / "model"), **case.engine)
     parts_dir = folder / f"{name}.{world}"
     parts_dir.mkdir(exist_ok=True)
@@ -189,6 +190,7 @@ if __name__ == "__main__":
             run_probe(case_name, Path(sys.argv[1]))
         else:
             last_engine = run_case(case_name, Path(sys.argv[1]))
+    tracin_ranks.run(Path(sys.argv[1]))
     save_or_open(Path(sys.argv[1]))
     if dist.get_world_size() > 1:
         said = refusals() | {"hung": hung_rank(last_engine)}

@@ -20,7 +20,13 @@ from gradtrace.training.observer import OptimizerStep
 from gradtrace.training.optimizer import Optimizer
 from gradtrace.training.policy import load_policy
 from gradtrace.training.update import PolicyUpdate, fill_statistics
-from tests.integrations.verl import cases, harness, probe_reference
+from tests.integrations.verl import cases, harness, probe_reference, tracin_ranks
+from tests.integrations.verl.tracin_checks import (  # noqa: F401  (tests of TracIn selection, on the same ranks)
+    test_scores_add_up_to_the_product_of_the_gradients,
+    test_scores_of_responses_are_those_of_the_embedded_loop,
+    test_scoring_changes_no_bit_of_the_training,
+    test_what_fills_a_mini_batch_up_does_not_count_in_a_mean_over_responses,
+)
 
 pytestmark = [pytest.mark.slow, harness.needs_verl]
 
@@ -49,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     batch = fill_statistics(policy, batch, MicroBatches(batch, 4096), rows)
     torch.save(batch, folder / "batch.pt")
     probe_reference.prepare(folder, policy.model)
+    tracin_ranks.prepare(folder)
     for world in (2, 1):  # the second opens the first one's checkpoint
         names = [*cases.names(world, cases.CASES), *cases.probes(world)]
         harness.run_ranks("tests.integrations.verl.engine_worker", world, str(folder), *names)
@@ -131,6 +138,17 @@ def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: i
     )
     # After an Adam step, whose first update is close to the sign of the gradient, roundings have been magnified.
     assert np.abs(ours - theirs).max() < 2e-3 * np.abs(theirs).max()
+
+
+def test_a_last_mini_batch_without_scores_does_not_cost_the_others(folder: Path) -> None:
+    """All its groups have equal rewards, say."""
+    from gradtrace.integrations.verl.parts import join_parts
+
+    plan = torch.tensor(cases.PLAN)
+    rows = [(plan == 0).nonzero().squeeze(-1), torch.empty(0, dtype=torch.long)]
+    step = join_parts(folder / "first_only.2", 1, [0, 1], rows)
+    assert not step.failures and [len(scored.rows) for scored in step.scored] == [8]
+    assert all(len(scores) for scores in step.scored[0].trace.position_scores)
 
 
 def test_the_layout_does_not_change_the_training(folder: Path) -> None:

@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from gradtrace.integrations.verl import refusals
 from gradtrace.integrations.verl.checkpoints import load_any_world_size
 from gradtrace.integrations.verl.losses import GradtraceLoss
-from gradtrace.integrations.verl.probe import RankProbe, check_probe
+from gradtrace.integrations.verl.probe import RankProbe
 from gradtrace.integrations.verl.process_group import apply_timeout
 from gradtrace.integrations.verl.tracin_rank import count_real_responses
 from gradtrace.integrations.verl.tracing import RankTracer
@@ -67,7 +67,7 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         if not isinstance(loss_function, GradtraceLoss) or not loss_function.probe:
             return None
         if self.probe is None or self.probe.loss is not loss_function:
-            check_probe(self)
+            refusals.check_probe(self)
             self.probe = RankProbe(self, loss_function)
         return self.probe if self.probe.begin(data) else None
 

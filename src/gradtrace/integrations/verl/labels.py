@@ -58,5 +58,10 @@ class StepLabels:
         return (self.selected & (self.mini_batch == mini_batch)).nonzero().squeeze(-1)
 
     @property
+    def last_scored(self) -> int:
+        """The last mini-batch that has rows to score: others pass by unseen."""
+        return int(self.mini_batch[self.selected].max())
+
+    @property
     def last_mini_batch(self) -> int:
         return int(self.mini_batch.max())

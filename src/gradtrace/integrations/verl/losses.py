@@ -97,7 +97,7 @@ class GradtraceLoss:
         if mode == "vanilla":
             mode, options = "ppo", vanilla_options(self.actor)
         name = mode.removeprefix(PREFIX)
-        if name not in policy_loss_names():
+        if not knows_token_terms(name):
             raise GradtraceError(f"loss-term credit does not know the token terms of loss_mode={mode}")
         log_probs = no_padding_2_padding(model_output["log_probs"], data)
         columns = {
@@ -139,6 +139,11 @@ class GradtraceLoss:
             yield
         finally:
             _extras.reset(token)
+
+
+def knows_token_terms(mode: str) -> bool:
+    """Of a loss_mode: `GradtraceLoss.token_losses` can tell a token's own term."""
+    return mode == "vanilla" or mode.removeprefix(PREFIX) in policy_loss_names()
 
 
 def vanilla_options(actor: Any) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution.collectives import Ranks
-from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.padding_row import (
     padded_embeddings,
     padding_row_counts,
@@ -308,32 +307,6 @@ class RankProbe:
     def _shards(self, direction: dict[str, Tensor]) -> Shards:
         parts = [(local(self.parameters[name].detach()), local(values)) for name, values in direction.items()]
         return Shards(self.engine.module, parts, self.ranks)
-
-
-def check_probe(engine: Any) -> None:
-    """What would be wrong, or too coarse to see the change of one step, is refused."""
-    settings = engine.engine_config
-    attention = str(getattr(engine.model_config.hf_config, "_attn_implementation", ""))
-    coarse = {p.dtype for p in engine.module.parameters() if p.requires_grad} - {torch.float32}
-    problems = {
-        "actor.strategy=fsdp (FSDP1) flattens parameters; use fsdp2": settings.strategy != "fsdp2",
-        "actor.ulysses_sequence_parallel_size > 1 splits a response's tokens over ranks; use 1": (
-            settings.ulysses_sequence_parallel_size > 1
-        ),
-        f"attn_implementation={attention} computes in half precision, whose rounding is larger than the entropy "
-        "changes of an update; use +actor_rollout_ref.model.override_config.attn_implementation=sdpa": (
-            "flash" in attention
-        ),
-        "mixed_precision.param_dtype=fp16 scales the loss by a factor that changes; use bf16 or fp32": (
-            engine.scaler is not None
-        ),
-        f"parameters are {', '.join(map(str, coarse))}: the rounding is larger than the entropy changes of an update; "
-        "use fsdp_config.model_dtype=fp32": bool(coarse),
-        "actor.qat.enable trains on quantised weights, whose gradients are estimates": engine._qat_enabled,
-    }
-    for problem, found in problems.items():
-        if found:
-            raise GradtraceError(f"gradtrace.entropy_probe: {problem}.")
 
 
 def evaluation_values(model_output: Any, data: Any) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.ray_utils import auto_await
@@ -20,8 +21,12 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.losses import knows_token_terms
+from gradtrace.integrations.verl.refusals import half_precision
 
 SINGLE_TURN = "single_turn_agent"
+DEFAULT_ATTENTION = "flash_attention_2"
+"""verl's."""
 
 
 class EvaluationSampler:
@@ -106,6 +111,16 @@ class EvaluationSampler:
 
 def check_probe_job(config: Any) -> None:
     """Before any worker starts."""
+    mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    if not knows_token_terms(mode):
+        raise GradtraceError(
+            f"gradtrace.entropy_probe does not know the token terms of actor.policy_loss.loss_mode={mode}, which "
+            "shares are about; use vanilla or one of gradtrace's losses"
+        )
+    model = config.actor_rollout_ref.model
+    attention = OmegaConf.select(model, "override_config.attn_implementation", default=DEFAULT_ATTENTION)
+    if "flash" in attention:
+        raise GradtraceError(half_precision(attention))
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     if agent != SINGLE_TURN:
         raise GradtraceError(

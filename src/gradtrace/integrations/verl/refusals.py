@@ -60,3 +60,25 @@ def check_selection_settings(settings: TracinConfig) -> None:
             f"tracin.parameters={settings.parameters} cannot run on verl: scores come from hooks on linear layers "
             "there. Use linear (biases and tied embeddings included)."
         )
+
+
+def check_probe(engine: Any) -> None:
+    """What is wrong with hooks is wrong here, too; and what is too coarse to see the change of one update."""
+    check_hooks(engine, "entropy_probe")
+    attention = str(getattr(engine.model_config.hf_config, "_attn_implementation", ""))
+    if "flash" in attention:
+        raise GradtraceError(half_precision(attention))
+    coarse = {str(p.dtype) for p in engine.module.parameters() if p.requires_grad} - {"torch.float32"}
+    if coarse:
+        raise GradtraceError(
+            f"gradtrace.entropy_probe: parameters are stored as {', '.join(coarse)}, whose rounding is larger than the "
+            "entropy changes of an update. Use actor.fsdp_config.model_dtype=fp32."
+        )
+
+
+def half_precision(attention: str) -> str:
+    return (
+        f"gradtrace.entropy_probe: attn_implementation={attention} computes in half precision, whose rounding is "
+        "larger than the entropy changes of an update. Use "
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa."
+    )

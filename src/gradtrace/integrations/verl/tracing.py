@@ -237,7 +237,7 @@ class RankTracer:
             trace = self.scores[-1].trace
             trace.skipped = dict.fromkeys(self.labels.group[self.rows].tolist(), "non_finite")
             trace.position_scores = [torch.empty(0) for _ in trace.position_scores]
-        if self.mini_batch == self.labels.last_mini_batch:
+        if self.mini_batch == self.labels.last_scored:
             write_part(Path(self.loss.parts_dir), self.step, self.rank, self.scores, self.failure)
 
 

@@ -237,7 +237,8 @@ def data_settings(config: Config, run_dir: Path) -> dict[str, Any]:
 
 
 def model_settings(config: Config, run_dir: Path, model: str, on_cpu: bool) -> dict[str, Any]:
-    attention = "sdpa" if on_cpu else "flash_attention_2"
+    # Flash attention computes in half precision only, and the entropy probe in float32.
+    attention = "sdpa" if on_cpu or config.trainer.entropy_probe.every else "flash_attention_2"
     if config.model.attention != "auto":
         attention = config.model.attention
     settings: dict[str, Any] = {
