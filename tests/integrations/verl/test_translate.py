@@ -71,11 +71,29 @@ def test_workers_get_what_they_need_through_ray() -> None:
     assert "VERL_PLATFORM" not in translated(on_cpu=False).environment
 
 
+def test_the_entropy_probe_is_carried_over() -> None:
+    found = translated("trainer.entropy_probe.every=5", "trainer.validation.prompts=8").settings
+    assert found["+gradtrace.entropy_probe"] == {"every": 5}
+    assert (
+        found["data.val_max_samples"] == 8
+    )  # validation keeps its prompts, the file has those of the probe as well
+
+
+def test_selection_draws_from_prompts_that_the_launcher_writes() -> None:
+    found = translated("trainer.tracin.enable=true", "trainer.tracin.selection=positive").settings
+    assert found["+gradtrace.tracin"] == {
+        "enable": True,
+        "selection": "positive",
+        "val_files": ["/runs/mine/data/tracin_validation.parquet"],
+    }
+    assert "+gradtrace.tracin" not in translated().settings
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("trainer.tracin.enable=true", "not connected to verl"),
-        ("trainer.entropy_probe.every=5", "not connected to verl"),
+        ("trainer.tracin.method=tangent", "forward mode does not go through"),
+        ("trainer.tracin.parameters=all", "hooks on linear layers"),
         ("actor.share_prompts=true", "no such layout"),
         ("actor.optim.schedule=linear", "constant and cosine only"),
         ("algorithm.advantage=gae", "verl.algorithm.adv_estimator=gae"),
@@ -86,6 +104,7 @@ def test_workers_get_what_they_need_through_ray() -> None:
 )
 def test_what_cannot_be_carried_over_is_refused_with_the_reason(override: str, reason: str) -> None:
     more = ["trainer.influence_trace.enable=false"] if "share_prompts" in override else []
+    more += ["trainer.tracin.enable=true"] if "tracin" in override else []
     with pytest.raises(GradtraceError, match=reason):
         translated(override, *more)
 

@@ -1,4 +1,4 @@
-"""TracIn scores on verl's engine, as ranks compute them: run by engine_worker.py, checked by test_tracin.py."""
+"""TracIn scores on verl's engine, as ranks compute them: run by engine_worker.py, checked by tracin_checks.py."""
 
 from __future__ import annotations
 
@@ -52,11 +52,15 @@ def settings(step: int) -> TracinConfig:
     return TracinConfig(enable=True, diagnose_every=1 if step == 1 else 0, selection="drop_lowest")
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """This rank's part of everything that training changes."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        return own_part(tensor).detach().clone()
 
     found = {name: own(parameter) for name, parameter in engine.module.named_parameters()}
     for index, state in enumerate(engine.optimizer.state.values()):
@@ -64,11 +68,50 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def prepare(folder: Path) -> None:
+    """A model with tied embeddings, a training and a validation batch."""
+    harness.model_folder(folder / "tied_model", tie_word_embeddings=True)
+    torch.save(harness.rollout(), folder / "tracin_train.pt")
+    torch.save(harness.rollout(groups=5, n=3, seed=7), folder / "tracin_val.pt")
+
+
+def layouts(world: int) -> list[str]:
+    return list(LAYOUTS) if world == 2 else ["packed"]
+
+
 def run(folder: Path) -> None:
     """FOLDER/tracin.WORLD.pt: layout → step → what was found; step 2 with moments in the optimizer."""
-    found = {name: run_layout(folder, dict(options)) for name, options in LAYOUTS.items()}
+    world = dist.get_world_size()
+    found: dict[str, Any] = {name: run_layout(folder, dict(LAYOUTS[name])) for name in layouts(world)}
+    found["normalised"] = normalised(folder)
     if dist.get_rank() == 0:
-        torch.save(found, folder / f"tracin.{dist.get_world_size()}.pt")
+        torch.save(found, folder / f"tracin.{world}.pt")
+
+
+def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The gradient of a mini-batch: as it is, and when it is said to have twice as many responses, as one that a
+    selection has filled up."""
+    from gradtrace.integrations.verl.losses import GradtraceLoss
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch = torch.load(folder / "tracin_train.pt", weights_only=False)
+    batch = batch.replace(old_log_probs=batch.sampler_log_probs)
+    engine = harness.make_engine(str(folder / "tied_model"))
+    found = []
+    for sequences, selecting in ((8, False), (16, True)):
+        data = harness.tensordict(batch, list(range(8))[rank::world], None, sequences)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            actor = harness.actor_config(loss_agg_mode="seq-mean-token-mean")
+            engine.forward_backward_batch(data, GradtraceLoss(actor, selecting=selecting))
+            found.append(
+                {
+                    name: own_part(p.grad).clone()
+                    for name, p in engine.module.named_parameters()
+                    if p.grad is not None
+                }
+            )
+    return found
 
 
 def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -76,8 +119,10 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
     from gradtrace.integrations.verl.tracin_rank import RankAnswer, RankRequest, RankScorer
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    batch, validation = (torch.load(folder / f"{name}.pt", weights_only=False) for name in ("batch", "val"))
-    engine = harness.make_engine(str(folder / "model"), **options)
+    batch, validation = (
+        torch.load(folder / f"tracin_{name}.pt", weights_only=False) for name in ("train", "val")
+    )
+    engine = harness.make_engine(str(folder / "tied_model"), **options)
     scorer = RankScorer(engine)
 
     def ask(requests: list[RankRequest]) -> list[RankAnswer]:
@@ -133,15 +178,3 @@ def pretend_history(engine: Any) -> None:
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": part,
         }
-
-
-if __name__ == "__main__":
-    import sys
-
-    import verl  # noqa: F401
-    from verl.utils.distributed import initialize_global_process_group_ray
-
-    torch.set_num_threads(1)
-    initialize_global_process_group_ray()
-    run(Path(sys.argv[1]))
-    dist.destroy_process_group()

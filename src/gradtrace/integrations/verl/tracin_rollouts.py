@@ -76,7 +76,7 @@ class VerlValidation(ValidationSource):
     def collect(self) -> list[str]:
         """Wait for the responses; their keys in the queue."""
         while self._waiting:
-            tags = tq.kv_list(PARTITION).get(PARTITION, {})
+            tags = (tq.kv_list(PARTITION) or {}).get(PARTITION, {})
             if all(tags.get(uid, {}).get("status") in ENDED for uid in self._waiting):
                 return sorted(
                     (key for key in tags if "_" in key and group_of_key(key) in self._waiting),

@@ -1,4 +1,5 @@
-"""TracIn selection on verl: scores of ranks against those of the embedded loop, and what the update is given."""
+"""TracIn selection on verl: scores of ranks against those of the embedded loop. Tests of test_engine.py, which has
+run the ranks."""
 
 from __future__ import annotations
 
@@ -14,26 +15,13 @@ from gradtrace.instruments.tracin_columns import TracinStep
 from gradtrace.instruments.tracin_instrument import TracinInstrument
 from gradtrace.training.optimizer import Optimizer
 from gradtrace.training.policy import load_policy
-from tests.integrations.verl import harness, tracin_ranks
-
-pytestmark = [pytest.mark.slow, harness.needs_verl]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tracin")
-    harness.model_folder(folder / "model", tie_word_embeddings=True)
-    torch.save(harness.rollout(), folder / "batch.pt")
-    torch.save(harness.rollout(groups=5, n=3, seed=7), folder / "val.pt")
-    for world in (1, 2):
-        harness.run_ranks("tests.integrations.verl.tracin_ranks", world, str(folder))
-    return folder
+from tests.integrations.verl import tracin_ranks
 
 
 def embedded(folder: Path, step: int) -> TracinStep:
     """What the embedded loop finds, in one process and by forward mode."""
-    batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
-    policy = load_policy(folder / "model", ModelConfig(device="cpu"), 1.0)
+    batch: RolloutBatch = torch.load(folder / "tracin_train.pt", weights_only=False)
+    policy = load_policy(folder / "tied_model", ModelConfig(device="cpu"), 1.0)
     config = Config()
     config.trainer.tracin = tracin_ranks.settings(step)
     config.algorithm.aggregation = list(tracin_ranks.AGGREGATIONS.values())[step - 1]
@@ -46,7 +34,7 @@ def embedded(folder: Path, step: int) -> TracinStep:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": tracin_ranks.second_moments(name, parameter.shape),
             }
-    source = tracin_ranks.Fixed(torch.load(folder / "val.pt", weights_only=False))
+    source = tracin_ranks.Fixed(torch.load(folder / "tracin_val.pt", weights_only=False))
     instrument = TracinInstrument(config, policy, optimizer, source, None)  # type: ignore[arg-type]
     instrument.before_update(batch, step)
     assert instrument.selector.method == "tangent" and instrument._step is not None
@@ -61,11 +49,15 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-CASES = [(world, layout, step) for world in (1, 2) for layout in tracin_ranks.LAYOUTS for step in (1, 2)]
+CASES = [
+    (world, layout, step) for world in (1, 2) for layout in tracin_ranks.layouts(world) for step in (1, 2)
+]
 
 
 @pytest.mark.parametrize(("world", "layout", "step"), [case for case in CASES if case[1] != "lora"])
-def test_scores_are_those_of_the_embedded_loop(folder: Path, world: int, layout: str, step: int) -> None:
+def test_scores_of_responses_are_those_of_the_embedded_loop(
+    folder: Path, world: int, layout: str, step: int
+) -> None:
     """Both are exact derivatives in float32, one by hooks on shards, one by forward mode: they differ by rounding."""
     expected, ours = embedded(folder, step), found(folder, world, layout, step)
     assert relative(ours["scores"], expected.scores) < 2e-5
@@ -89,3 +81,10 @@ def test_scores_add_up_to_the_product_of_the_gradients(folder: Path, world: int,
 def test_scoring_changes_no_bit_of_the_training(folder: Path, world: int, layout: str, step: int) -> None:
     ours = found(folder, world, layout, step)
     assert ours["changed"] == [] and ours["gradients"] == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_fills_a_mini_batch_up_does_not_count_in_a_mean_over_responses(folder: Path, world: int) -> None:
+    plain, filled = torch.load(folder / f"tracin.{world}.pt", weights_only=False)["normalised"]
+    for name, gradient in plain.items():
+        assert torch.equal(filled[name], gradient), name
