@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,46 @@ def test_a_loss_with_a_trace_on_verls_own_engine_is_an_error(verl: Any) -> None:
         loss({}, {})
 
 
+@pytest.mark.parametrize(
+    "mode",
+    ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
+)
+def test_selection_weighs_tokens_as_verls_aggregation_does(verl: Any, mode: str) -> None:
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    from gradtrace.integrations.verl.tracin import aggregation_weights
+
+    batch = harness.rollout()
+    values, mask = torch.rand(batch.responses.shape), batch.response_mask
+    actor = harness.actor_config(loss_agg_mode=mode, loss_scale_factor=20)
+    expected = agg_loss(values, mask.long(), mode, loss_scale_factor=20)
+    assert torch.allclose((aggregation_weights(mask, actor) * values).sum(), expected, rtol=1e-5)
+
+
+def test_every_response_is_scored_on_one_rank_and_ranks_have_equally_many(verl: Any) -> None:
+    from gradtrace.integrations.verl.tracin import shares
+
+    batch = harness.rollout(groups=3, n=5)
+    weights = torch.rand(batch.responses.shape)
+    for rows in (torch.arange(15), torch.tensor([3, 8, 9]), torch.empty(0, dtype=torch.long)):
+        for ranks, multiple in ((1, 1), (2, 3), (4, 2)):
+            found = shares(batch, rows, weights, ranks, multiple)
+            sizes = {len(share.rows) for share in found}
+            assert len(found) == ranks and len(sizes) == 1 and sizes.pop() % multiple == 0
+            dealt = torch.cat([share.rows for share in found])
+            assert sorted(dealt[dealt >= 0].tolist()) == rows.tolist()
+            for share in found:
+                for row, prompt, response, own in zip(
+                    share.rows.tolist(), share.prompts, share.responses, share.weights, strict=True
+                ):
+                    assert len(response) == len(own) > 0 and prompt
+                    if row < 0:
+                        assert not own.any()
+                    else:
+                        assert torch.equal(own, weights[row, : len(own)])
+                        assert prompt == batch.prompts[int(batch.group[row])]
+
+
 def test_waiting_requests_are_generated_in_one_batch(verl: Any, tmp_path: Path) -> None:
     from gradtrace.integrations.verl.cpu.rollout import Server
 
@@ -200,3 +241,64 @@ def test_waiting_requests_are_generated_in_one_batch(verl: Any, tmp_path: Path) 
     for output in outputs:
         assert 1 <= len(output.token_ids) <= 6 and len(output.log_probs) == len(output.token_ids)
         assert output.extra_fields["global_steps"] == 3
+
+
+# ---------------------------------------------------------------- a job of one's own
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "launch" / "own_verl_job.sh"
+
+
+def words_of_the_script(folder: Path, *more: str) -> list[str]:
+    """What the script says to main_ppo, as bash reads it."""
+    python = folder / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "MODEL": "/model", "DATA": "/data"}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *more], env=environment, capture_output=True, text=True, check=True
+    )
+    module, *words = done.stdout.splitlines()[1:]
+    assert module == "verl.trainer.main_ppo"
+    return words
+
+
+def test_the_documented_command_is_the_script() -> None:
+    command = SCRIPT.read_text().split("set -euo pipefail\n")[1]
+    assert f"```bash\n{command}```" in (SCRIPT.parents[2] / "docs" / "verl.md").read_text()
+
+
+def test_the_command_of_a_job_of_ones_own_is_understood(verl: Any, tmp_path: Path) -> None:
+    """Every key exists in verl's configuration, ours are read, and the trainer and engine are those that we replace."""
+    from hydra import compose, initialize_config_dir
+
+    from gradtrace.integrations.verl import cpu
+    from gradtrace.integrations.verl.options import read_options
+    from gradtrace.integrations.verl.translate import hydra_value
+
+    on_cpu = [f"{key}={hydra_value(value)}" for key, value in cpu.settings(2).items()]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        for more in ([], on_cpu):
+            config = compose("ppo_trainer", words_of_the_script(tmp_path, *more))
+            options = read_options(config)
+            assert options.influence_trace.enable and options.entropy_trace.enable
+            assert options.run_dir == "runs/mine" and not options.entropy_probe.every
+            assert config.trainer.use_v1 and config.trainer.v1.trainer_mode == "sync"
+            assert config.actor_rollout_ref.actor.strategy == "fsdp2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["verl.actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"], "token terms"),
+        (["model.attention=flash_attention_2"], "half precision"),
+        (["verl.actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"], "single_turn_agent"),
+    ],
+)
+def test_what_the_probe_cannot_do_is_refused_before_a_worker_starts(
+    verl: Any, overrides: list[str], reason: str
+) -> None:
+    from gradtrace.integrations.verl.probe_sampling import check_probe_job
+
+    check_probe_job(verl_config("trainer.entropy_probe.every=5"))
+    with pytest.raises(GradtraceError, match=reason):
+        check_probe_job(verl_config("trainer.entropy_probe.every=5", *overrides))
