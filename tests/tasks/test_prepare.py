@@ -18,7 +18,7 @@ from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.countdown import COUNTDOWN
-from gradtrace.tasks.prepare.gsm8k import GSM8K
+from gradtrace.tasks.prepare.gsm8k import GSM8K, operations
 from gradtrace.tasks.prepare.prepare import Request, prepare
 from gradtrace.tasks.rewards import named_reward
 from tests.tasks.byte_model import byte_tokenizer
@@ -184,9 +184,35 @@ def test_few_operations_only(tmp_path: Path) -> None:
     request = Request(
         "gsm8k", tmp_path / "out", write(tmp_path / "g.jsonl", rows), validation=1, max_operations=2
     )
-    assert sum(prepare(request)["splits"].values()) == 6
+    report = prepare(request)
+    assert sum(report["splits"].values()) == left(report, "at most 2 calculations") == 6
     with pytest.raises(GradtraceError, match="--max-operations"):
         prepare(Request("countdown", tmp_path / "c", count=5, max_operations=2))
+
+
+def test_calculations_without_an_annotation_count_too() -> None:
+    assert operations("5*2=10 miles, so 2+10=<<2+10=12>>12 miles\n#### 12") == 2
+    assert operations("half of 48 is <<48/2=24>>24, and 48+24 is <<48+24=72>>72\n#### 72") == 2
+    assert operations("Let x be it. 2x+1=7, 2x=6, x=3\n#### 3") == 3
+
+
+def test_small_whole_numbers_only(tmp_path: Path) -> None:
+    kinds = {
+        "small": ("Ana has 3 and 4.", "3+4=<<3+4=7>>7 #### 7"),
+        "also small": ("Ana has 3 and 20.", "20-3=<<20-3=17>>17 #### 17"),
+        "large on the way": ("Ana has 7 times 8 of 14.", "7*8=<<7*8=56>>56, 56/14=<<56/14=4>>4 #### 4"),
+        "with thousands": ("Ana has 1,000 and 2.", "1000/2=<<1000/2=500>>500 #### 500"),
+        "a decimal": ("Ana has $1.5 and 4.", "1.5*4=<<1.5*4=6>>6 #### 6"),
+        "a fraction": ("Ana has 1/2 of 4.", "4/2=<<4/2=2>>2 #### 2"),
+        "a share": ("Ana has 5% of 20.", "20*5%=<<20*5*.01=1>>1 #### 1"),
+    }
+    rows = [{"question": question, "answer": answer} for question, answer in kinds.values()]
+    request = Request(
+        "gsm8k", tmp_path / "out", write(tmp_path / "g.jsonl", rows), validation=0.5, max_number=20
+    )
+    report = prepare(request)
+    assert left(report, "whole numbers up to 20") == 2
+    assert report["splits"] == {"train": 1, "validation": 1, "test": 0}, "a share is one of what is wanted"
 
 
 def test_generated_countdown_is_the_same_every_time_and_has_no_repetition(tmp_path: Path) -> None:

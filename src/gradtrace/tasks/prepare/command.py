@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gsm8k.add_argument(
         "--max-operations", type=int, help="only problems whose solution has at most so many calculations"
     )
+    gsm8k.add_argument(
+        "--max-number",
+        type=int,
+        help="only problems of whole numbers up to this, in question and solution",
+    )
     countdown = prepare.add_argument_group("countdown, where it is generated")
     countdown.add_argument(
         "--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers, in turn (3 4)"
@@ -85,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         system_prompt=args.system_prompt,
         shots=args.shots,
         max_operations=args.max_operations,
+        max_number=args.max_number,
         numbers=tuple(args.numbers),
         count=args.count,
         largest=args.largest,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.prepare.base import Example, Preparation, answer_of, question_of, split_of
 from gradtrace.tasks.sources import Row
 
+ANNOTATION = re.compile(r"<<.*?>>")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+FRACTION = re.compile(r"\d\s*/\s*\d|%|percent")
 ANSWER = re.compile(r"(?:^|####)\s*\$?(-?[\d,]+(?:\.\d+)?)\s*$")
 
 
@@ -17,8 +21,23 @@ def example(row: Row) -> Example:
     number = ANSWER.search(solution)
     if number is None:
         raise GradtraceError(f"an answer without `#### number` at its end: {solution[-80:]!r}.")
-    columns = {"solution": solution, "operations": solution.count("<<")}
+    columns = {"solution": solution, "operations": operations(solution)}
     return Example(question, number[1].replace(",", ""), columns, split_of(row))
+
+
+def operations(solution: str) -> int:
+    """Calculations in it. Most are annotated, `<<48/2=24>>`; some solutions leave out annotations, and those with none
+    or one are mostly algebra: equations in the text count too."""
+    return max(solution.count("<<"), ANNOTATION.sub("", solution).count("="))
+
+
+def largest_number(example: Example) -> float:
+    """In question and solution, in digits; infinite where fractions or percentages occur."""
+    text = example.question + "\n" + example.columns["solution"]
+    numbers = [number.replace(",", "") for number in NUMBER.findall(text)]
+    if FRACTION.search(example.question) or any("." in number for number in numbers):
+        return math.inf
+    return max(map(int, numbers), default=0)
 
 
 GSM8K = Preparation(

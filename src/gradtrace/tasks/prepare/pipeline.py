@@ -14,6 +14,8 @@ from gradtrace.tasks.sources import Row
 
 Length = Callable[[Example], int]
 """Length of an example's whole prompt."""
+Choice = tuple[str, Callable[[Example], bool]]
+"""Which examples are wanted at all, in words and as a rule."""
 
 
 @dataclass
@@ -54,11 +56,16 @@ def clean(
     longest: int,
     validation: int,
     drop_overlap: bool,
+    choices: Sequence[Choice] = (),
 ) -> Cleaned:
     """`test`: what may not be trained on. `validation`: how many of the rest are set aside."""
     result = Cleaned(test=unique(test, lambda example: example.loose_key))
     result.funnel.append(("rows read", len(examples)))
-    left = unique(examples, lambda example: example.exact_key)
+    left = list(examples)
+    for words, is_wanted in choices:
+        left = [example for example in left if is_wanted(example)]
+        result.funnel.append((words, len(left)))
+    left = unique(left, lambda example: example.exact_key)
     result.funnel.append(("unique prompts", len(left)))
     contradictory = contradictions(examples)
     left = unique(left, lambda example: example.loose_key)

@@ -13,7 +13,8 @@ from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.base import Example, Preparation
 from gradtrace.tasks.prepare.countdown import GENERATED, generate
 from gradtrace.tasks.prepare.files import Origin, write
-from gradtrace.tasks.prepare.pipeline import Cleaned, Length, clean, read_examples
+from gradtrace.tasks.prepare.gsm8k import largest_number
+from gradtrace.tasks.prepare.pipeline import Choice, Cleaned, Length, clean, read_examples
 from gradtrace.tasks.sources import HUB, Row, read_source
 
 CHARACTERS = 4096
@@ -36,6 +37,7 @@ class Request:
     system_prompt: str | None = None
     shots: int = 0
     max_operations: int | None = None
+    max_number: int | None = None
     numbers: tuple[int, ...] = (3, 4)
     count: int = 10_000
     largest: int = 100
@@ -50,7 +52,6 @@ def prepare(request: Request) -> dict[str, Any]:
     preparation = with_shots(preparation, request.shots)
     source = request.source or preparation.default_source
     examples = read_examples(preparation, read(source, request), source)
-    examples = few_operations(examples, request)
     tests = list(request.test)
     if not tests and source.startswith(HUB) and not request.source and preparation.test_source:
         tests = [preparation.test_source]
@@ -59,9 +60,17 @@ def prepare(request: Request) -> dict[str, Any]:
     examples = [example for example in examples if example.split != "test"]
     length, unit = length_of(preparation, request.tokenizer)
     longest = request.max_prompt_length or (TOKENS if request.tokenizer else CHARACTERS)
+    choices = easy_problems(request)
     if examples:
+        wanted = [example for example in examples if all(is_wanted(example) for _, is_wanted in choices)]
         cleaned = clean(
-            examples, test, length, longest, count_of(request.validation, examples), request.drop_overlap
+            examples,
+            test,
+            length,
+            longest,
+            count_of(request.validation, wanted),
+            request.drop_overlap,
+            choices,
         )
     else:  # a benchmark: nothing to train on
         cleaned = Cleaned([("rows read", len(test))], test=test)
@@ -111,15 +120,26 @@ def read_tests(preparation: Preparation, source: str) -> list[Example]:
     return [dataclasses.replace(example, split="test") for example in examples]
 
 
-def few_operations(examples: list[Example], request: Request) -> list[Example]:
-    most = request.max_operations
-    if most is None:
-        return examples
-    if request.name != "gsm8k":
+def easy_problems(request: Request) -> list[Choice]:
+    """What --max-operations and --max-number leave."""
+    operations, number = request.max_operations, request.max_number
+    if (operations, number) != (None, None) and request.name != "gsm8k":
         raise GradtraceError(
-            f"--max-operations counts calculations of GSM8K solutions; {request.name} has none."
+            f"--max-operations and --max-number look into GSM8K solutions; {request.name} has none."
         )
-    return [example for example in examples if 1 <= example.columns["operations"] <= most]
+    choices: list[Choice] = []
+    if operations is not None:
+        choices.append(
+            (
+                f"solved in at most {operations} calculations",
+                lambda example: 1 <= example.columns["operations"] <= operations,
+            )
+        )
+    if number is not None:
+        choices.append(
+            (f"of whole numbers up to {number}", lambda example: largest_number(example) <= number)
+        )
+    return choices
 
 
 def length_of(preparation: Preparation, tokenizer_path: str) -> tuple[Length, str]:
