@@ -68,6 +68,10 @@ def check_probe(engine: Any) -> None:
     attention = str(getattr(engine.model_config.hf_config, "_attn_implementation", ""))
     if "flash" in attention:
         raise GradtraceError(half_precision(attention))
+    if engine.engine_config.use_fused_kernels:
+        raise GradtraceError(
+            "gradtrace.entropy_probe: use_fused_kernels=true computes entropies in half precision; use false."
+        )
     coarse = {str(p.dtype) for p in engine.module.parameters() if p.requires_grad} - {"torch.float32"}
     if coarse:
         raise GradtraceError(

@@ -314,7 +314,8 @@ class GradtraceTrainer(PPOTrainerSync):
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         if self.recorder is not None:
-            self.recorder.log(global_steps, {**self.step_metrics, **metrics})
+            # Where both have a name, ours is what docs say: verl's clip_ratio counts the longest of a batch as cut.
+            self.recorder.log(global_steps, {**metrics, **self.step_metrics})
 
 
 def response_order(batch: Any, place: int) -> tuple[bool, str, int]:
