@@ -29,7 +29,8 @@ needs_verl = pytest.mark.skipif(
 def model_folder(folder: Path, **options: Any) -> Path:
     """A transformers folder with a random model of two layers and the demo's tokenizer."""
     model = small.model(torch.float32, **options)
-    if "pad_token_id" in options:  # transformers begins with a row of zeros there, where norms have no derivative
+    if "pad_token_id" in options:
+        # transformers begins with a row of zeros there, at which norms are as good as not differentiable
         torch.nn.init.normal_(model.get_input_embeddings().weight.data[options["pad_token_id"]], std=0.3)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
