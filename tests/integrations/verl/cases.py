@@ -69,6 +69,7 @@ def names(world: int, *kinds: dict[str, Case]) -> list[str]:
 PROBES = {
     "probe_packed": Case(),
     "probe_padded": Case({"packed": False, "checkpointing": True}, {"packed": False}),
+    "probe_lora": Case({"lora_rank": 4, "param_offload": True, "optimizer_offload": True}),
     "probe_bf16": Case(
         {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
     ),
@@ -76,6 +77,10 @@ PROBES = {
 }
 PROBED_OPTIM = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
 """Of the probed step: with decay, and with clipping that clips."""
+
+
+PROBES_OF_OTHER_NUMBERS = ("probe_bf16", "probe_lora")
+"""Whose update the embedded loop would not make: another precision, other random numbers."""
 
 
 def probes(world: int) -> list[str]:

@@ -77,6 +77,8 @@ def run_case(name: str, folder: Path) -> Any:
 def give_state(engine: Any, moments: dict[str, dict[str, torch.Tensor]]) -> None:
     """The optimizer as it would be after some steps."""
     for name, parameter in engine.module.named_parameters():
+        if name not in moments:
+            continue  # of an adapter
         state = {"step": torch.tensor(5.0)}
         for key, value in moments[name].items():
             state[key] = distribute_tensor(value.clone(), parameter.device_mesh, parameter.placements)
@@ -107,6 +109,7 @@ def run_probe(name: str, folder: Path) -> None:
     rows = [row for row in cases.ranks_of(world)[rank] if cases.PLAN[row] == 0]
     made = {}
     for probed in (True, False):
+        torch.manual_seed(0)  # adapters begin at random
         engine = harness.make_engine(str(folder / "model"), optim=cases.PROBED_OPTIM, **case.engine)
         give_state(engine, moments)
         loss = GradtraceLoss(harness.actor_config(**case.actor), probe=probed)
@@ -119,7 +122,7 @@ def run_probe(name: str, folder: Path) -> None:
         state = engine.optimizer.state_dict()["state"]
         made[probed] = {
             "parameters": {k: full(v.detach()).clone() for k, v in engine.module.named_parameters()},
-            "moments": {k: full(v["exp_avg_sq"]).clone() for k, v in state.items()},
+            "moments": {k: full(v["exp_avg_sq"]).clone() for k, v in state.items() if v},
             "random": torch.get_rng_state(),
         }
     torch.save(made, parts_dir / f"rank{rank}.pt")

@@ -287,7 +287,9 @@ class RankProbe:
     # ------------------------------------------------------------ shards
 
     def _updates(self, gradient: dict[str, Tensor]) -> Iterator[tuple[str, ParameterUpdate]]:
-        return parameter_updates(self.engine.optimizer, self.parameters, gradient)
+        # verl's optimizer holds frozen parameters, too.
+        everything = dict(self.engine.module.named_parameters())
+        return parameter_updates(self.engine.optimizer, everything, gradient)
 
     def _padding_rows(self) -> list[Tensor]:
         """[D] each, from the rank that has it."""
