@@ -72,6 +72,20 @@ def test_chat_template_system_prompt_and_instruction_are_applied(tmp_path: Path)
     assert tokenizer.decode(prompt.ids) == "99*0+1=-5*="
 
 
+def test_an_answer_that_has_begun_is_gone_on_with(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}*{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    messages = [{"role": "user", "content": "2+2+3="}, {"role": "assistant", "content": "2+2=4"}]
+    file = write(tmp_path / "t.jsonl", [{"prompt": messages, "answer": "7"}])
+    config = DataConfig(train=[file], validation_fraction=0.0, instruction="-5")
+    prompt = DatasetTask(config, tokenizer).next_prompts(1)[0]
+    assert tokenizer.decode(prompt.ids) == "2+2+3=-5*2+2=4", (
+        "no end of turn, and the instruction is the user's"
+    )
+
+
 def test_system_prompt_takes_the_place_of_the_rows_own(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}*{% endfor %}"

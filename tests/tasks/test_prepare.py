@@ -18,7 +18,7 @@ from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.countdown import COUNTDOWN
-from gradtrace.tasks.prepare.gsm8k import GSM8K, operations
+from gradtrace.tasks.prepare.gsm8k import GSM8K, beginning, operations
 from gradtrace.tasks.prepare.prepare import Request, prepare
 from gradtrace.tasks.rewards import named_reward
 from tests.tasks.byte_model import byte_tokenizer
@@ -194,6 +194,29 @@ def test_calculations_without_an_annotation_count_too() -> None:
     assert operations("5*2=10 miles, so 2+10=<<2+10=12>>12 miles\n#### 12") == 2
     assert operations("half of 48 is <<48/2=24>>24, and 48+24 is <<48+24=72>>72\n#### 72") == 2
     assert operations("Let x be it. 2x+1=7, 2x=6, x=3\n#### 3") == 3
+
+
+def test_an_answer_can_begin_with_the_solution(tmp_path: Path) -> None:
+    solution = (
+        "Ana had 3*4=<<3*4=12>>12 eggs.\nShe used 2.\nSo 12-2=<<12-2=10>>10 are left.\nThat is all.\n#### 10"
+    )
+    assert beginning(solution, 1) == "Ana had 3*4=12 eggs.\nShe used 2.\n", (
+        "no annotation, no answer, no calculation"
+    )
+    assert beginning(solution, 2) == "", "nothing is given where all of it is to be found"
+    rows = [{"question": f"Question {i}", "answer": solution} for i in range(2)]
+    source = write(tmp_path / "g.jsonl", rows)
+    prepare(Request("gsm8k", tmp_path / "out", source, validation=1, steps_left=1))
+    assert read(tmp_path / "out", "train")[0]["prompt"][-1] == {
+        "role": "assistant",
+        "content": beginning(solution, 1),
+    }
+    for wrong in (
+        Request("countdown", tmp_path / "c", steps_left=1),
+        Request("gsm8k", tmp_path, source, steps_left=-1),
+    ):
+        with pytest.raises(GradtraceError, match="--steps-left"):
+            prepare(wrong)
 
 
 def test_small_whole_numbers_only(tmp_path: Path) -> None:

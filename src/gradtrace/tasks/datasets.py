@@ -136,7 +136,8 @@ class PromptReader:
             )
         messages = [dict(message) for message in messages]
         if self.config.instruction:
-            messages[-1]["content"] += self.config.instruction
+            asked = [message for message in messages if message["role"] != "assistant"] or messages
+            asked[-1]["content"] += self.config.instruction
         if self.config.system_prompt:  # instead of the row's own: chat templates take one at most
             own = messages[1:] if messages[0]["role"] == "system" else messages
             messages = [{"role": "system", "content": self.config.system_prompt}, *own]
@@ -166,9 +167,13 @@ def is_conversation(messages: Any) -> bool:
 def encode(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], chat_template: bool = True
 ) -> list[int]:
-    """Token ids of a conversation up to where the model is to answer."""
+    """Token ids of a conversation up to where the model is to answer. If the last words are the assistant's, it is
+    to go on from there."""
     if chat_template and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        goes_on = messages[-1]["role"] == "assistant"
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+        )
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
 

@@ -24,6 +24,8 @@ class Example:
     """Kept beside verl's columns, e.g. `test_list` of a programming problem."""
     split: str = ""
     """`train` or `test` where the row says so itself."""
+    start: str = ""
+    """What the answer begins with: the model is to go on from there."""
 
     @cached_property
     def exact_key(self) -> str:
@@ -64,11 +66,13 @@ class Preparation:
     """How many of them."""
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """The conversation up to the question, instruction included."""
+        """The conversation up to the question, instruction included, and the start of its answer."""
         turns = [("system", self.system_prompt)] if self.system_prompt else []
         for question, answer in self.solved[: self.shots]:
             turns += [("user", question + self.instruction), ("assistant", answer)]
         turns.append(("user", example.question.strip() + self.instruction))
+        if example.start:
+            turns.append(("assistant", example.start))
         return [{"role": role, "content": content} for role, content in turns]
 
     def row(self, example: Example, split: str, index: int) -> Row:

@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="only problems of whole numbers up to this, in question and solution",
     )
+    gsm8k.add_argument(
+        "--steps-left",
+        type=int,
+        default=0,
+        help="begin the answer with the solution up to its last so many calculations; the model goes on from there (0: "
+        "from nothing)",
+    )
     countdown = prepare.add_argument_group("countdown, where it is generated")
     countdown.add_argument(
         "--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers, in turn (3 4)"
@@ -91,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         shots=args.shots,
         max_operations=args.max_operations,
         max_number=args.max_number,
+        steps_left=args.steps_left,
         numbers=tuple(args.numbers),
         count=args.count,
         largest=args.largest,

@@ -40,6 +40,15 @@ def largest_number(example: Example) -> float:
     return max(map(int, numbers), default=0)
 
 
+def beginning(solution: str, steps_left: int) -> str:
+    """The solution without its last `steps_left` lines of calculation and what follows them."""
+    lines = ANNOTATION.sub("", solution).partition("####")[0].strip().splitlines()
+    calculations = [i for i, line in enumerate(lines) if "=" in line]
+    if len(calculations) <= steps_left:
+        return ""
+    return "".join(f"{line}\n" for line in lines[: calculations[-steps_left]])
+
+
 GSM8K = Preparation(
     name="gsm8k",
     ability="math",
@@ -51,8 +60,17 @@ GSM8K = Preparation(
     example=example,
     instruction="\nLet's think step by step and write the final answer, a number, after ####.",
     solved=(
-        ("Ana has 3 apples and buys 4 more. How many apples has she now?", "3 + 4 = 7\n#### 7"),
-        ("A box holds 6 eggs. How many eggs are in 5 boxes?", "6 * 5 = 30\n#### 30"),
-        ("Tom had $20 and spent $8. Then he found $3. How much has he?", "20 - 8 = 12\n12 + 3 = 15\n#### 15"),
+        (
+            "Tom had $20 and spent $8. Then he found $3. How much has he?",
+            "Tom had 20 - 8 = 12 dollars left.\nThen he had 12 + 3 = 15 dollars.\n#### 15",
+        ),
+        (
+            "A box holds 6 eggs. Ana buys 3 boxes and uses 4 eggs. How many eggs are left?",
+            "Ana buys 6 * 3 = 18 eggs.\nThere are 18 - 4 = 14 eggs left.\n#### 14",
+        ),
+        (
+            "A farm has 5 cows and twice as many hens. How many animals are there?",
+            "There are 5 * 2 = 10 hens.\nThere are 5 + 10 = 15 animals.\n#### 15",
+        ),
     ),
 )

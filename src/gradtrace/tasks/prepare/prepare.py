@@ -13,7 +13,7 @@ from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.base import Example, Preparation
 from gradtrace.tasks.prepare.countdown import GENERATED, generate
 from gradtrace.tasks.prepare.files import Origin, write
-from gradtrace.tasks.prepare.gsm8k import largest_number
+from gradtrace.tasks.prepare.gsm8k import beginning, largest_number
 from gradtrace.tasks.prepare.pipeline import Choice, Cleaned, Length, clean, read_examples
 from gradtrace.tasks.sources import HUB, Row, read_source
 
@@ -38,6 +38,7 @@ class Request:
     shots: int = 0
     max_operations: int | None = None
     max_number: int | None = None
+    steps_left: int = 0
     numbers: tuple[int, ...] = (3, 4)
     count: int = 10_000
     largest: int = 100
@@ -51,11 +52,11 @@ def prepare(request: Request) -> dict[str, Any]:
     preparation = with_prompts(PREPARATIONS[request.name], request.instruction, request.system_prompt)
     preparation = with_shots(preparation, request.shots)
     source = request.source or preparation.default_source
-    examples = read_examples(preparation, read(source, request), source)
+    examples = with_beginnings(read_examples(preparation, read(source, request), source), request)
     tests = list(request.test)
     if not tests and source.startswith(HUB) and not request.source and preparation.test_source:
         tests = [preparation.test_source]
-    test = [example for name in tests for example in read_tests(preparation, name)]
+    test = [example for name in tests for example in with_beginnings(read_tests(preparation, name), request)]
     test += [example for example in examples if example.split == "test"]
     examples = [example for example in examples if example.split != "test"]
     length, unit = length_of(preparation, request.tokenizer)
@@ -118,6 +119,20 @@ def read_tests(preparation: Preparation, source: str) -> list[Example]:
     """Test data, read as the data set's own rows are: columns of verl's format are the same everywhere."""
     examples = read_examples(preparation, read_source(source, "--test"), source)
     return [dataclasses.replace(example, split="test") for example in examples]
+
+
+def with_beginnings(examples: list[Example], request: Request) -> list[Example]:
+    """Answers that begin with the reference solution, --steps-left calculations before its end."""
+    if not request.steps_left:
+        return examples
+    if request.name != "gsm8k" or request.steps_left < 0:
+        raise GradtraceError(
+            f"--steps-left {request.steps_left}: a number of calculations of GSM8K solutions, not of {request.name}'s."
+        )
+    return [
+        dataclasses.replace(example, start=beginning(example.columns["solution"], request.steps_left))
+        for example in examples
+    ]
 
 
 def easy_problems(request: Request) -> list[Choice]:
