@@ -38,7 +38,7 @@ def parameter_updates(
     gradient: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, ParameterUpdate]]:
     """For every parameter that has a gradient (the optimizer passes over the others), from the actual state."""
-    rule = _rule(optimizer)
+    rule = update_rule(optimizer)
     names = {id(parameter): name for name, parameter in parameters.items()}
     with torch.no_grad():
         for group in optimizer.param_groups:
@@ -53,7 +53,8 @@ def parameter_updates(
                     yield name, rule(group, optimizer.state.get(parameter, {}), parameter, gradient[name])
 
 
-def _rule(optimizer: torch.optim.Optimizer) -> Any:
+def update_rule(optimizer: torch.optim.Optimizer) -> Any:
+    """(group, state, parameter, gradient) → `ParameterUpdate`; an error if the optimizer is not known."""
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         return _adam
     if isinstance(optimizer, torch.optim.SGD):

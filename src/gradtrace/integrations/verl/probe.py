@@ -10,6 +10,7 @@ it knows to a part file, which the driver joins (`probe_record`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution.collectives import Ranks
+from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.padding_row import (
     padded_embeddings,
     padding_row_counts,
@@ -110,25 +112,25 @@ class RankProbe:
         begin = time.perf_counter()
         step = self.step
         self.meeting.wait(f"step {step.inputs.step}, entropy probe")
-        with self._aside():
-            gradient, clip_factor = self._clipped_gradient()
-            if clip_factor is None:
-                step.part.failure = "the gradient is not finite: verl skips this update"
-                return
-            step.evaluation = self._deal(step.inputs, step.data)
-            step.part.base = self._evaluation_tokens(step.evaluation)
-            self._predict(step, gradient)
-            self._shares(step, gradient, clip_factor)
+        try:
+            with self._aside():
+                gradient, clip_factor = self._clipped_gradient()
+                step.evaluation = self._deal(step.inputs, step.data)
+                step.part.base = self._evaluation_tokens(step.evaluation)
+                self._predict(step, gradient)
+                self._shares(step, gradient, clip_factor)
+        except GradtraceError as error:  # of what all ranks see alike; the run goes on
+            step.part.failure = str(error)
         step.part.rate = float(self.engine.optimizer.param_groups[0]["lr"])
         step.part.seconds = time.perf_counter() - begin
 
-    def _clipped_gradient(self) -> tuple[dict[str, Tensor], float | None]:
-        """What the optimizer will see, as shards, and what clipping multiplies by; None if it is not finite."""
+    def _clipped_gradient(self) -> tuple[dict[str, Tensor], float]:
+        """What the optimizer will see, as shards, and what clipping multiplies by."""
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         norm: Any = torch.nn.utils.get_total_norm(list(found.values()))
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if norm - norm != 0.0:
-            return {}, None
+        if not math.isfinite(norm):
+            raise GradtraceError("the gradient is not finite: verl skips this update")
         factor = min(1.0, float(self.engine.optimizer_config.clip_grad) / (norm + 1e-6))  # as clip_grad_norm_
         return {name: gradient * factor for name, gradient in found.items()}, factor
 

@@ -8,6 +8,7 @@ import torch
 
 from gradtrace.config import InfluenceTraceConfig, TracinConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.entropy_probe.update_direction import update_rule
 
 
 def check_engine(engine: Any) -> None:
@@ -65,6 +66,7 @@ def check_selection_settings(settings: TracinConfig) -> None:
 def check_probe(engine: Any) -> None:
     """What is wrong with hooks is wrong here, too; and what is too coarse to see the change of one update."""
     check_hooks(engine, "entropy_probe")
+    update_rule(engine.optimizer)
     attention = str(getattr(engine.model_config.hf_config, "_attn_implementation", ""))
     if "flash" in attention:
         raise GradtraceError(half_precision(attention))
