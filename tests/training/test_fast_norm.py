@@ -20,6 +20,7 @@ def test_derivatives_agree_with_finite_differences(shape: tuple[int, ...]) -> No
     assert torch.autograd.gradcheck(
         lambda x, w: RmsNorm.apply(x, w, 1e-6), (x, weight), check_forward_ad=True
     )
+    assert torch.autograd.gradgradcheck(lambda x, w: RmsNorm.apply(x, w, 1e-6), (x, weight))
     if x.dim() > 2:  # a gradient that arrives transposed
         assert torch.autograd.gradcheck(
             lambda x, w: RmsNorm.apply(x, w, 1e-6).transpose(0, 1).clone(), (x, weight)

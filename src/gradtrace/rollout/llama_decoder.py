@@ -90,6 +90,7 @@ class LlamaDecoder:
         self.query_heads, self.kv_heads = inner.config.num_attention_heads, inner.config.num_key_value_heads
         self.head_dim = inner.model.layers[0].self_attn.head_dim
 
+        self.nothing = torch.zeros(1, 1, 1)
         slots = prompts.longest + max_new_tokens
         self.rotary = rotary_table(inner, slots)
         self.cache = torch.empty(len(self.layers), 2, len(row_prompts), self.kv_heads, slots, self.head_dim)
@@ -145,7 +146,9 @@ class LlamaDecoder:
             # One small product per row and key head; its query heads take the place of query positions.
             keys, values = cache[:, :rows, :, :slots].flatten(1, 2)  # [B · kv_heads, slots, head_dim]
             queries = heads[:, : self.query_heads].reshape(len(keys), -1, self.head_dim)
-            scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(layer.scaling)
+            scores = torch.baddbmm(
+                self.nothing, queries, keys.transpose(1, 2), beta=0, alpha=layer.scaling
+            )  # scaled by the product itself
             if bias is not None:
                 scores.view(rows, self.kv_heads, -1, slots).add_(bias)
             attended = torch.bmm(scores.softmax(-1), values)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.training.packed_attention import Packing, Rectangle
+from gradtrace.training.packed_attention import Packing
+from gradtrace.training.rectangles import Rectangle
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +115,8 @@ class Sequences:
     def shared(self, rows: Tensor) -> MicroBatch:
         """As packed, with each prompt once: first the prompts, then the responses without their last tokens,
         which predict nothing."""
-        groups, prompt_of = self.batch.group[rows].unique(return_inverse=True)
+        # Rows of a group stand together; in this order each prompt is handed out to the rows after the last one's.
+        groups, prompt_of = self.batch.group[rows].unique_consecutive(return_inverse=True)
         prompts, inputs = self.prompts[groups], self.batch.responses[rows]
         prompt_lengths = torch.tensor([len(self.batch.prompts[group]) for group in groups.tolist()])
         input_lengths = (self.response_lengths[rows] - 1).clamp(min=0)
@@ -208,28 +210,62 @@ def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: st
     A group stays in one part where it fits: scores that compare the responses of a group can then be computed
     inside the backward pass. Long groups go together, so that short ones are not padded up to them.
     """
-    lengths, groups = sequences.lengths, sequences.batch.group
-
-    def cost(part: list[Tensor]) -> int:
-        joined = torch.cat(part)
-        if layout == "padded":
-            return len(joined) * int(lengths[joined].max())
-        if layout == "packed":
-            return int(lengths[joined].sum())
-        prompts = sum(len(sequences.batch.prompts[group]) for group in groups[joined].unique().tolist())
-        return int(sequences.response_lengths[joined].sum()) + prompts
-
-    members = [rows[groups[rows] == group] for group in groups[rows].unique()]
-    members.sort(key=lambda group_rows: int(lengths[group_rows].max()), reverse=True)
-    parts: list[list[Tensor]] = []
-    current: list[Tensor] = []
+    groups = sequences.batch.group[rows]
+    members = [rows[groups == group] for group in groups.unique()]
+    members.sort(key=lambda group_rows: int(sequences.lengths[group_rows].max()), reverse=True)
+    parts: list[list[Tensor]] = [[]]
+    size = Size()
     for group_rows in members:
-        fits = cost([group_rows]) <= token_budget
-        for piece in [group_rows] if fits else list(group_rows.split(1)):
-            if current and cost([*current, piece]) > token_budget:
-                parts.append(current)
-                current = []
-            current.append(piece)
-    if current:
-        parts.append(current)
-    return [torch.cat(part) for part in parts]
+        whole = Size.of(sequences, group_rows)
+        fits = whole.tokens(layout) <= token_budget
+        pieces = (
+            [(group_rows, whole)] if fits else [(row, Size.of(sequences, row)) for row in group_rows.split(1)]
+        )
+        for piece, own_size in pieces:
+            if parts[-1] and size.joined(own_size).tokens(layout) > token_budget:
+                parts.append([])
+                size = Size()
+            parts[-1].append(piece)
+            size = size.joined(own_size)
+    return [torch.cat(part) for part in parts if part]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What decides how many tokens some rows take; added up as rows join, since counting anew would take longer
+    than a small model's forward pass."""
+
+    rows: int = 0
+    longest: int = 0
+    responses: int = 0
+    """Tokens of the responses."""
+    prompts: int = 0
+    """Tokens of the prompts, one for each row."""
+    shared_prompts: int = 0
+    """Tokens of the prompts, one for each group."""
+    last_group: int = -1
+
+    @staticmethod
+    def of(sequences: Sequences, rows: Tensor) -> Size:
+        """Of rows of one group."""
+        group = int(sequences.batch.group[rows[0]])
+        prompt, lengths = len(sequences.batch.prompts[group]), sequences.response_lengths[rows]
+        return Size(
+            len(rows), prompt + int(lengths.max()), int(lengths.sum()), prompt * len(rows), prompt, group
+        )
+
+    def joined(self, later: Size) -> Size:
+        return Size(
+            self.rows + later.rows,
+            max(self.longest, later.longest),
+            self.responses + later.responses,
+            self.prompts + later.prompts,
+            self.shared_prompts + (later.shared_prompts if later.last_group != self.last_group else 0),
+            later.last_group,
+        )
+
+    def tokens(self, layout: str) -> int:
+        """Padding counted."""
+        if layout == "padded":
+            return self.rows * self.longest
+        return self.responses + (self.prompts if layout == "packed" else self.shared_prompts)

@@ -13,79 +13,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import AttentionInterface
 
 from gradtrace.errors import GradtraceError
+from gradtrace.training.rectangles import Rectangle
+from gradtrace.training.short_attention import LONGEST, ShortLayout
 
 NAME = "gradtrace_packed"
-
-
-class MoveRows(torch.autograd.Function):
-    """Row i of the result is row `source[i]` of the input, zero where `source[i]` is −1; no row is taken twice.
-
-    The gradient of a general index adds rows up one by one. Here every row has one destination, so it is the same
-    movement backwards (`back`: source and destination swapped), several times as fast.
-    """
-
-    @staticmethod
-    def forward(rows: Tensor, source: Tensor, back: Tensor) -> Tensor:
-        moved = rows.index_select(0, source.clamp(min=0))
-        missing = (source < 0).nonzero().squeeze(-1)
-        return moved.index_fill_(0, missing, 0.0) if len(missing) else moved
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        _, ctx.source, ctx.back = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return MoveRows.apply(gradient, ctx.back, ctx.source), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return MoveRows.apply(tangent, ctx.source, ctx.back)
-
-
-@dataclass(frozen=True, eq=False)
-class Rectangle:
-    """Consecutive runs of a packed row as rows of a rectangle, padded on the right."""
-
-    mask: Tensor
-    """bool[R, L]: False in the padding."""
-    source: Tensor | None = None
-    """long[R·L]: which position of the part stands where; −1 in the padding. None: there is none, a plain view."""
-    place: Tensor | None = None
-    """long[s]: where each position of the part stands in the flattened rectangle."""
-
-    @staticmethod
-    def of(lengths: Tensor) -> Rectangle:
-        longest = int(lengths.max()) if len(lengths) else 0
-        mask = torch.arange(longest) < lengths[:, None]
-        if bool(mask.all()):
-            return Rectangle(mask)
-        place = mask.flatten().nonzero().squeeze(-1)
-        source = torch.full((mask.numel(),), -1)
-        source[place] = torch.arange(len(place))
-        return Rectangle(mask, source, place)
-
-    def spread(self, part: Tensor) -> Tensor:
-        """[s, H, D] → [R, H, L, D]."""
-        laid_out = part if self.source is None else MoveRows.apply(part, self.source, self.place)
-        return laid_out.unflatten(0, self.mask.shape).transpose(1, 2)
-
-    def collect(self, rectangle: Tensor) -> Tensor:
-        """[R, H, L, D] → [s, H, D]."""
-        flat = rectangle.transpose(1, 2).flatten(0, 1)
-        return flat if self.source is None else MoveRows.apply(flat, self.place, self.source)
-
-    def to(self, device: torch.device) -> Rectangle:
-        source, place = (None if index is None else index.to(device) for index in (self.source, self.place))
-        return Rectangle(self.mask.to(device), source, place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +38,27 @@ class Packing:
     prefix_of: Tensor | None = None
     """long[R]: the prefix that each sequence continues."""
 
+    @cached_property
+    def is_even(self) -> bool:
+        """As many sequences for each prefix, in order."""
+        assert self.prefixes is not None and self.prefix_of is not None
+        groups, rows = len(self.prefixes.mask), len(self.prefix_of)
+        in_order = torch.arange(rows, device=self.prefix_of.device) // max(1, rows // groups)
+        return rows % groups == 0 and torch.equal(self.prefix_of, in_order)
+
+    @cached_property
+    def short(self) -> ShortLayout | None:
+        """Set where `ShortAttention` is the faster way."""
+        if self.prefixes is None or self.sequences.mask.device.type != "cpu" or not self.is_even:
+            return None
+        return ShortLayout(self.sequences, self.prefixes) if self.sequences.mask.shape[1] <= LONGEST else None
+
     def hand_out(self, shared: Tensor) -> Tensor:
         """[G, H, P, D] of the prefixes → [R, H, P, D]: for each sequence that of its prefix."""
         assert self.prefix_of is not None
-        groups, rows = len(shared), len(self.prefix_of)
-        if rows % groups == 0 and torch.equal(self.prefix_of, even_share(groups, rows).to(shared.device)):
-            # As many sequences for each prefix, in order: gradients then add up by a plain sum.
-            return shared[:, None].expand(-1, rows // groups, -1, -1, -1).flatten(0, 1)
+        if self.is_even:  # gradients then add up by a plain sum
+            each = len(self.prefix_of) // len(shared)
+            return shared[:, None].expand(-1, each, -1, -1, -1).flatten(0, 1)
         return shared.index_select(0, self.prefix_of)
 
     def to(self, device: torch.device) -> Packing:
@@ -112,10 +67,6 @@ class Packing:
             None if self.prefixes is None else self.prefixes.to(device),
             None if self.prefix_of is None else self.prefix_of.to(device),
         )
-
-
-def even_share(groups: int, rows: int) -> Tensor:
-    return torch.arange(groups).repeat_interleave(rows // groups)
 
 
 def attend(
@@ -146,7 +97,11 @@ def attend(
     prefix_output = prefixes.collect(F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped))
     if sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
         return prefix_output[None], None
-    own_q, own_k, own_v = (sequences.spread(own) for _, own in heads)
+    own_q, own_k, own_v = (own for _, own in heads)
+    if packing.short is not None and forward_ad.unpack_dual(query).tangent is None:
+        output = packing.short.attend(own_q, own_k, own_v, k, v, scaling or query.shape[-1] ** -0.5)
+        return torch.cat([prefix_output, output])[None], None
+    own_q, own_k, own_v = (sequences.spread(part) for part in (own_q, own_k, own_v))
     own_k, own_v = (
         torch.cat([packing.hand_out(shared), own], dim=2) for shared, own in ((k, own_k), (v, own_v))
     )
@@ -160,7 +115,7 @@ def visible(packing: Packing) -> Tensor:
     prefixes = packing.prefixes.mask
     length = packing.sequences.mask.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=prefixes.device).tril()
-    seen = prefixes[packing.prefix_of] if packing.prefixes.source is not None else prefixes[:1]  # [R or 1, P]
+    seen = prefixes[packing.prefix_of] if packing.prefixes.into is not None else prefixes[:1]  # [R or 1, P]
     rows = [seen[:, None].expand(-1, length, -1), causal.expand(len(seen), -1, -1)]
     return torch.cat(rows, dim=-1)[:, None]
 

@@ -17,6 +17,7 @@ from gradtrace.algorithms.logits import log_probs_and_entropies
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.training.fast_attention import use_fast_rotation
 from gradtrace.training.fast_norm import use_fast_norms
 from gradtrace.training.microbatch import MicroBatch
 from gradtrace.training.packed_attention import packed_attention
@@ -99,6 +100,7 @@ def load_model(path: str | Path, config: ModelConfig, key: str = "model.path") -
     disable_dropout(model)
     model = nn.Module.to(model, choose_device(config.device)).eval()
     use_fast_norms(model)
+    use_fast_rotation(model)
     return model
 
 
