@@ -33,8 +33,9 @@ $(VENV)/.full: $(VENV)/.core
 demo: $(VENV)/.core
 	$(BIN)/gradtrace train
 
+# Whole files side by side, one thread each: many tests wait or use one core.
 test: $(VENV)/.full lint docs
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 quick: $(VENV)/.full
 	$(BIN)/pytest -m "not slow"
