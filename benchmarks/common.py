@@ -74,8 +74,16 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """Theirs over ours: above 1, ours is faster. For an overhead, give the side *with* it as theirs."""
-        return self.theirs_median / self.ours_median
+        """Theirs over ours: above 1, ours is faster. For an overhead, give the side *with* it as theirs.
+
+        The median of the rounds' own ratios: both sides of a round ran next to each other, so what slows the machine
+        for a while slows both and drops out.
+        """
+        return statistics.median(self.ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        return [theirs / ours for theirs, ours in zip(self.theirs, self.ours, strict=True)]
 
     def detail(self) -> dict[str, Any]:
         """Medians, and the spread as fastest and slowest, in seconds."""
@@ -84,6 +92,7 @@ class Timing:
             "ours_s": round(self.ours_median, 5),
             "theirs_range_s": [round(min(self.theirs), 5), round(max(self.theirs), 5)],
             "ours_range_s": [round(min(self.ours), 5), round(max(self.ours), 5)],
+            "ratio_range": [round(min(self.ratios), 3), round(max(self.ratios), 3)],
             "rounds": len(self.ours),
         }
 

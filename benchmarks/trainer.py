@@ -202,7 +202,7 @@ def tiny_case(quick: bool, threads: int, folder: Path) -> Case:
     settings = ArithmeticConfig(warm_start=WarmStartConfig(max_steps=60, corrupted_steps=0))
     prompts = [prompt.item["prompt"] for prompt in task.next_prompts(32)]
     return Case(
-        warm_start(settings, folder), prompts, 8, 20, warmup=2, rounds=5 if quick else 15, threads=threads
+        warm_start(settings, folder), prompts, 8, 20, warmup=2, rounds=5 if quick else 25, threads=threads
     )
 
 

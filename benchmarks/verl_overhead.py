@@ -18,13 +18,12 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import emit, parse_arguments, seconds
+from benchmarks.common import Timing, emit, parse_arguments, seconds
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import InfluenceTraceConfig
 
@@ -164,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     from tests.integrations.verl import harness
 
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
-    response_tokens, rounds = (64, 3) if args.quick else (192, 7)
+    response_tokens, rounds = (64, 3) if args.quick else (192, 11)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options = {**sizes, "num_key_value_heads": 8, "initializer_range": 0.02, "tie_word_embeddings": False}
@@ -173,15 +172,16 @@ def main(arguments: list[str] | None = None) -> None:
             "benchmarks.verl_overhead", 2, "--rank-of", str(folder), str(response_tokens), str(rounds)
         )
         found = json.loads((folder / "found.json").read_text())
-    medians = {key: median(values) for key, values in found["times"].items()}
+    timing = Timing(theirs=found["times"]["with"], ours=found["times"]["without"])
     shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}
     ratios = {
-        "overhead_update": medians["with"] / medians["without"],
+        "overhead_update": timing.ratio,
         "bytes_share": shares["whole"],
         "bytes_share_split": shares["split"],
     }
     detail = {
-        **{f"{key}_s": round(value, 4) for key, value in medians.items()},
+        "with_s": round(timing.theirs_median, 4),
+        "without_s": round(timing.ours_median, 4),
         "times_s": {key: [round(v, 4) for v in values] for key, values in found["times"].items()},
         "bytes": found["bytes"],
         "responses": GROUPS * GROUP_SIZE,
