@@ -90,7 +90,7 @@ def run_probe(name: str, folder: Path) -> None:
     from verl.utils import tensordict_utils as tu
 
     from gradtrace.integrations.verl.losses import GradtraceLoss
-    from gradtrace.integrations.verl.probe import PROBE, ProbeInputs
+    from gradtrace.integrations.verl.probe_parts import PROBE, ProbeInputs
 
     case = cases.PROBES[name]
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -38,14 +38,12 @@ from gradtrace.integrations.verl.full_precision import full_precision
 from gradtrace.integrations.verl.labels import ROW
 from gradtrace.integrations.verl.layout import token_weight
 from gradtrace.integrations.verl.losses import GradtraceLoss
-from gradtrace.integrations.verl.probe_parts import ProbePart, write_probe_part
+from gradtrace.integrations.verl.probe_parts import PROBE, ProbeInputs, ProbePart, write_probe_part
 from gradtrace.integrations.verl.process_group import Meeting
 from gradtrace.integrations.verl.sharded import Shards, forget_gathered
 from gradtrace.integrations.verl.tracing import plain, rows_of
 from gradtrace.rollout.sampler import evaluation_mode
 
-PROBE = "gradtrace_entropy_probe"
-"""Key of a `ProbeInputs` in the data of an update."""
 PASS_SETTINGS = (
     *("temperature", "use_remove_padding", "use_dynamic_bsz", "max_token_len_per_gpu", "use_fused_kernels"),
     *("micro_batch_size_per_gpu", "pad_mode"),
@@ -54,17 +52,6 @@ PASS_SETTINGS = (
 
 Values = Callable[[Any, Any], Tensor]
 """(model output, micro-batch of b sequences) → [..., b, T]: numbers per response token."""
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeInputs:
-    """E and where results go, on all ranks alike."""
-
-    step: int
-    prompts: list[list[int]]
-    """Of every sequence of E."""
-    responses: list[list[int]]
-    parts_dir: str
 
 
 @dataclass(eq=False)

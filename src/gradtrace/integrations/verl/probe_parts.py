@@ -1,4 +1,5 @@
-"""What one rank knows of a probe, on its way to the driver: a file in RUN/entropy_probe/parts."""
+"""What the driver and the ranks tell each other about a probe: E goes there with the update's data, what a rank has
+found comes back as a file in RUN/entropy_probe/parts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,21 @@ from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.safe_npz import dump_npz
 from gradtrace.trace.schema import ragged
 
+PROBE = "gradtrace_entropy_probe"
+"""Key of a `ProbeInputs` in the data of an update."""
 SCALARS = ("momentum", "decay", "legacy", "rate", "seconds")
 PAIRS = ("base", "derivative", "after")
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeInputs:
+    """E and where results go, on all ranks alike."""
+
+    step: int
+    prompts: list[list[int]]
+    """Of every sequence of E."""
+    responses: list[list[int]]
+    parts_dir: str
 
 
 @dataclass(eq=False)

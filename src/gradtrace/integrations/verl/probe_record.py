@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta, probe_metrics
 from gradtrace.instruments.entropy_probe.estimates import covariance_change, measured_change
-from gradtrace.integrations.verl.probe import ProbeInputs
-from gradtrace.integrations.verl.probe_parts import join_probe_parts, joined
-from gradtrace.integrations.verl.probe_sampling import EvaluationSampler
+from gradtrace.integrations.verl.probe_parts import ProbeInputs, join_probe_parts, joined
 from gradtrace.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from gradtrace.integrations.verl.probe_sampling import EvaluationSampler
 
 
 class ProbeRecorder:

@@ -25,7 +25,7 @@ from gradtrace.integrations.verl.labels import LABELS, ROW
 from gradtrace.integrations.verl.losses import GradtraceLoss
 from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.plan import Plan, plan_update
-from gradtrace.integrations.verl.probe import PROBE
+from gradtrace.integrations.verl.probe_parts import PROBE
 from gradtrace.integrations.verl.probe_sampling import EvaluationSampler, check_probe_job
 from gradtrace.integrations.verl.recorder import Recorder
 from gradtrace.integrations.verl.refusals import check_selection_settings
