@@ -156,6 +156,7 @@ class AblationPage {
 
   agreementSection() {
     const { names, matrix, measure, credit } = this.table.agreement;
+    const credits = credit === "mixed" ? "each with its own credit" : `${String(credit ?? "").replace("_", " ")} credit`;
     const section = element("section", "agreement", element("h2", "section-title", "Agreement"));
     if (names.length < 2) {
       section.append(element("p", "dim", "At least two combinations must be done."));
@@ -188,7 +189,7 @@ class AblationPage {
       element(
         "p",
         "dim",
-        `Rank correlation (${measure ?? "spearman"}) of all token scores, ${String(credit ?? "").replace("_", " ")} credit. 1: the same order.`,
+        `Rank correlation (${measure ?? "spearman"}) of all token scores, ${credits}. 1: the same order.`,
       ),
       element("div", "matrix-scroll", this.matrix),
       this.pair,
