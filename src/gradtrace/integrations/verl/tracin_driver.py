@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.utils.config import omega_conf_to_dataclass
@@ -94,11 +95,12 @@ class TracinDriver:
         self._seconds = 0.0
 
     def _ask(self, requests: list[RankRequest]) -> list[RankAnswer]:
-        group, ranks = self.trainer.actor_rollout_wg, self.trainer._dispatch_ranks()
-        answers: list[RankAnswer] = group.execute_all_sync(
-            f"{group.sub_cls_name}_execute_with_func_generator",
-            [score_on_worker] * len(ranks),
-            [requests[rank] for rank in ranks],
+        workers, ranks = self.trainer.actor_rollout_wg.workers, self.trainer._dispatch_ranks()
+        answers: list[RankAnswer] = ray.get(
+            [
+                worker.__ray_call__.remote(score_on_worker, requests[rank])
+                for worker, rank in zip(workers, ranks, strict=True)
+            ]
         )
         return answers
 

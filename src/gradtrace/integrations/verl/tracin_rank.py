@@ -73,9 +73,10 @@ class RankAnswer:
     cosine: float = 0.0
 
 
-def score_on_worker(worker: Any, request: RankRequest) -> RankAnswer:
-    """Runs in verl's ActorRolloutRefWorker."""
-    engine = worker.actor.engine
+def score_on_worker(process: Any, request: RankRequest) -> RankAnswer:
+    """Runs in a process of verl's worker group, which may hold several workers; one of them trains the actor."""
+    workers = process.worker_dict.values()
+    engine = next(worker.actor for worker in workers if getattr(worker, "actor", None) is not None).engine
     scorer = getattr(engine, "tracin_scorer", None)
     if scorer is None:
         scorer = engine.tracin_scorer = RankScorer(engine)
