@@ -1,4 +1,4 @@
-"""Order of the test files: those with slow tests first, so that with several workers none of them is the last to end."""
+"""Order of the test files: those with slow tests first, so that with several workers none of them ends last."""
 
 from __future__ import annotations
 
