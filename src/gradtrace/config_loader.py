@@ -212,8 +212,8 @@ def check_together(config: Config) -> None:
     ):
         if path and looks_local(path) and not Path(path).is_dir():
             raise GradtraceError(
-                f"{key}={path}: there is no such folder ({Path(path).absolute()}). Give a model's folder, or a hub name "
-                "like Qwen/Qwen2.5-0.5B-Instruct; scripts/get_smollm2 makes models/SmolLM2-135M-Instruct."
+                f"{key}={path}: there is no such folder ({Path(path).absolute()}). Give a model's folder, or a hub "
+                "name like Qwen/Qwen2.5-0.5B-Instruct; scripts/get_smollm2 makes models/SmolLM2-135M-Instruct."
             )
     if config.actor.mini_batch_size > config.data.train_batch_size:
         raise GradtraceError(
