@@ -119,7 +119,8 @@ class LlamaDecoder:
         def attend(layer: Layer, cache: Tensor, heads: Tensor) -> Tensor:
             heads = heads.view(count, length, -1, self.head_dim).transpose(1, 2)  # [P, heads, L, head_dim]
             keys_values = heads[:, self.query_heads :].unflatten(1, (2, -1)).transpose(0, 1)
-            cache[:, :, :, :length] = keys_values[:, row_prompts]
+            # In order first: copied out of its strides for every row it would take as long as several steps.
+            cache[:, :, :, :length] = keys_values.contiguous().index_select(1, row_prompts)
             keys, values = keys_values
             attended = F.scaled_dot_product_attention(
                 heads[:, : self.query_heads],
