@@ -8,10 +8,10 @@ export VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl   # on all nodes
 python -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
-    data.train_batch_size=8 data.max_prompt_length=256 data.max_response_length=64 \
+    data.train_batch_size=4 data.max_prompt_length=256 data.max_response_length=32 \
     actor_rollout_ref.model.path="$MODEL" \
     actor_rollout_ref.actor.strategy=fsdp2 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=4 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=2 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \

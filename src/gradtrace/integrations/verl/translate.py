@@ -93,7 +93,7 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
         **trainer_settings(config, run_dir),
         **data_settings(config, run_dir),
         **model_settings(config, run_dir, model, on_cpu),
-        **actor_settings(config, on_cpu),
+        **actor_settings(config),
         **rollout_settings(config),
         **algorithm_settings(config),
         **gradtrace_settings(config, run_dir),
@@ -259,7 +259,7 @@ def model_settings(config: Config, run_dir: Path, model: str, on_cpu: bool) -> d
     return settings
 
 
-def actor_settings(config: Config, on_cpu: bool) -> dict[str, Any]:
+def actor_settings(config: Config) -> dict[str, Any]:
     actor, algorithm, optim = config.actor, config.algorithm, config.actor.optim
     loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
     prefix = "actor_rollout_ref.actor"
@@ -291,13 +291,6 @@ def actor_settings(config: Config, on_cpu: bool) -> dict[str, Any]:
     }
     if algorithm.aggregation == "fixed_length":
         settings[f"{prefix}.loss_scale_factor"] = config.rollout.max_new_tokens
-    if on_cpu:
-        for part in ("actor", "ref"):
-            settings[f"+actor_rollout_ref.{part}.fsdp_config.mixed_precision"] = {
-                "param_dtype": "fp32",
-                "reduce_dtype": "fp32",
-                "buffer_dtype": "fp32",
-            }
     return settings
 
 

@@ -9,8 +9,8 @@ VERL_PLATFORM=cpu is what loads it; without that a job is left alone.
 - `rollout`: our sampler as a rollout replica named "gradtrace_cpu"; requests are generated in batches.
 - `adjustments`: four places where verl 0.9 assumes an accelerator.
 
-What else a configuration needs on CPU (sdpa attention, no torch.compile) is in `settings()`; as words for a command of
-your own: `python -m gradtrace.integrations.verl.cpu WORKERS`.
+What else a configuration needs on CPU (sdpa attention, float32, no torch.compile) is in `settings()`; as words for a
+command of your own: `python -m gradtrace.integrations.verl.cpu WORKERS`.
 """
 
 ENVIRONMENT = {
@@ -24,6 +24,8 @@ ROLLOUT = "gradtrace_cpu"
 
 def settings(workers: int, cpus: int = 16) -> dict[str, object]:
     """verl settings that hold on a CPU, by their path; keys with a + do not exist in verl's own configuration."""
+    # Most CPUs have no arithmetic of bf16, which verl computes in by default.
+    float32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     return {
         "trainer.device": "cpu",
         "actor_rollout_ref.rollout.name": ROLLOUT,
@@ -32,6 +34,8 @@ def settings(workers: int, cpus: int = 16) -> dict[str, object]:
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.ref.use_torch_compile": False,
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision": float32,
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision": float32,
         "actor_rollout_ref.rollout.agent.num_workers": 1,
         "actor_rollout_ref.rollout.free_cache_engine": False,
         "reward.num_workers": 1,
