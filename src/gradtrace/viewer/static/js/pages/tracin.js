@@ -2,17 +2,18 @@
 
 import { ChartGrid } from "../chart_grid.js";
 import { nextOf, segmentedControl } from "../controls.js";
-import { acceptedMark, button, element, fact, passDots, setAttributes } from "../dom.js";
-import { count, fixed, MISSING, numberStyle, plural, sharedStart, signed } from "../format.js";
+import { acceptedMark, button, element, setAttributes } from "../dom.js";
+import { count, fixed, numberStyle, plural, sharedStart, signed } from "../format.js";
 import { tracinCharts } from "../run_charts.js";
 import { Histogram, scoreBins } from "../scores/histogram.js";
+import { diagnosisBox, histogramHead, layerNorms, scoreFacts } from "../scores/overview.js";
 import { readTokens, ResponseText } from "../scores/response_text.js";
+import { ValidationSet } from "../scores/validation_set.js";
 
 const SHOWN = ["all", "kept", "dropped"];
 const ORDERS_OF_SCORES = ["low", "high"];
 const MOST_ROWS = 60;
 const COLUMNS = 5;
-const MEANING = "Positive: a gradient step on this response lowers the validation loss. Negative: it raises it.";
 
 export async function openTracinPage(context) {
   const { source, run, step } = context;
@@ -52,7 +53,6 @@ class TracinPage {
     this.shown = this.url.choice("show", SHOWN);
     this.order = this.url.choice("order", ORDERS_OF_SCORES);
     this.selected = this.url.number("sel");
-    this.openGroup = this.url.number("val");
   }
 
   /* ---------- building ---------- */
@@ -72,8 +72,8 @@ class TracinPage {
       element("h1", "", `TracIn, step ${structure.step}`),
       element("p", "sub", sub),
     );
-    this.node.append(element("div", "head", title, this.facts()));
-    this.node.append(this.diagnosis());
+    this.node.append(element("div", "head", title, scoreFacts(structure)));
+    this.node.append(diagnosisBox(structure));
     this.histogram = this.bins.length ? new Histogram(this.bins, (bar) => this.choose(bar)) : null;
     this.list = element("tbody");
     this.caption = element("div", "list-caption");
@@ -85,10 +85,10 @@ class TracinPage {
         element(
           "section",
           "score-left",
-          this.histogramHead(),
+          histogramHead(),
           this.histogram?.node ?? this.noScores(),
           this.zeroButton(),
-          this.layerNorms(),
+          layerNorms(meta),
         ),
         element("section", "", this.listControls(), this.caption, table),
       ),
@@ -96,57 +96,9 @@ class TracinPage {
     this.charts = new ChartGrid([this.context.run, ...this.context.overlays], (step) => this.openStep(step));
     this.charts.show(tracinCharts(this.context.run));
     this.charts.step = this.charts.rest = structure.step;
-    this.node.append(element("h2", "section-title", "Over training"), this.charts.node, this.validationSection());
-  }
-
-  facts() {
-    const kept = this.candidates.filter((row) => row.kept).length;
-    const positive = this.finite.filter((row) => row.score > 0).length;
-    const { validation, meta } = this.structure;
-    const prompts = new Set(validation.map((row) => row.group)).size;
-    const reward = validation.reduce((sum, row) => sum + row.reward, 0) / validation.length;
-    const facts = element(
-      "div",
-      "facts",
-      fact(`${count(kept)}/${count(this.candidates.length)}`, "responses kept"),
-      fact(this.finite.length ? `${fixed((100 * positive) / this.finite.length, 0)} %` : MISSING, "positive"),
-    );
-    if (validation.length)
-      facts.append(fact(count(prompts), "validation prompts"), fact(fixed(reward, 2), "their mean reward"));
-    if (Number.isFinite(meta.val_loss))
-      facts.append(fact(numberStyle(meta.val_loss).plain(meta.val_loss), "validation loss"));
-    return facts;
-  }
-
-  diagnosis() {
-    const { note } = this.structure.meta;
-    const diagnosis = [...(note ? [String(note)] : []), ...this.structure.diagnosis];
-    const box = element("section", "diagnosis strip", element("h2", "", "Diagnosis"));
-    const unmeasured = this.structure.columns.includes("score_low")
-      ? ""
-      : " How certain their signs are was not measured in this step (trainer.tracin.diagnose_every).";
-    if (!diagnosis.length) box.append(element("p", "dim", `Nothing notable in this step's scores.${unmeasured}`));
-    else box.append(element("ul", "", ...diagnosis.map((sentence) => element("li", "", sentence))));
-    return box;
-  }
-
-  histogramHead() {
-    const key = (name, words) => element("span", "key", element("i", `swatch ${name}`), words);
-    return element(
-      "header",
-      "histogram-head",
-      element("h2", "", "Scores"),
-      element("p", "dim", MEANING),
-      element(
-        "p",
-        "histogram-keys",
-        key("kept-key", "kept"),
-        key("dropped-key", "dropped"),
-        key("p4", "positive"),
-        key("n4", "negative"),
-        element("span", "dim", "Click a bar for its responses."),
-      ),
-    );
+    this.node.append(element("h2", "section-title", "Over training"), this.charts.node);
+    const onOpen = (val) => this.url.update({ val });
+    this.node.append(new ValidationSet(structure, this.url.number("val"), onOpen).node);
   }
 
   noScores() {
@@ -168,23 +120,6 @@ class TracinPage {
       );
     if (strange) line.append(`${plural(strange, "score")} not finite.`);
     return line;
-  }
-
-  /** Where the validation gradient is large: its norm by layer group. */
-  layerNorms() {
-    const norms = Object.entries(this.structure.meta.val_norms ?? {}).filter(([, norm]) => Number.isFinite(norm));
-    if (!norms.length) return null;
-    const top = Math.max(...norms.map(([, norm]) => norm), 1e-300);
-    const list = element("dl", "layer-norms");
-    for (const [name, norm] of norms) {
-      const bar = element("i", "bar-fill l4");
-      bar.style.width = `${(100 * norm) / top}%`;
-      list.append(
-        element("dt", "", name.replaceAll("_", " ")),
-        element("dd", "", element("span", "track", bar), element("span", "", numberStyle(top, 3).plain(norm))),
-      );
-    }
-    return element("details", "layers", element("summary", "", "Validation gradient by layer, norms"), list);
   }
 
   listControls() {
@@ -348,61 +283,6 @@ class TracinPage {
     if (row && response !== null) row.scrollIntoView({ block: "nearest" });
   }
 
-  /* ---------- the validation set ---------- */
-
-  validationSection() {
-    const { validation, groups } = this.structure;
-    const section = element("section", "validation", element("h2", "section-title", "Validation prompts"));
-    if (!validation.length) {
-      section.append(element("p", "dim", "The validation set of this step was not stored."));
-      return section;
-    }
-    this.validationBody = element("tbody");
-    this.byGroup = Map.groupBy(validation, (row) => row.group);
-    const heads = ["Prompt", "Best reward", "Mean reward"];
-    const head = element("tr", "", ...heads.map((name, index) => element("th", index === 2 ? "number" : "", name)));
-    section.append(
-      element("p", "dim", "Their gradient is what every score refers to. Click one to read its responses."),
-      element("table", "fixed validation-table", element("thead", "", head), this.validationBody),
-    );
-    this.drawValidation(groups);
-    return section;
-  }
-
-  drawValidation(groups = this.structure.groups) {
-    this.validationBody.replaceChildren();
-    for (const [index, rows] of this.byGroup) {
-      const rewards = rows.map((row) => row.reward);
-      const best = Math.max(...rewards);
-      const isOpen = this.openGroup === index;
-      const node = setAttributes(
-        element(
-          "tr",
-          `opens${isOpen ? " current" : ""}`,
-          element("td", "mono", groups[index].text),
-          element(
-            "td",
-            "",
-            passDots(
-              rewards.filter((reward) => reward === best && best > Math.min(...rewards, 0)).length,
-              rewards.length,
-            ),
-            ` ${fixed(best, 2)}`,
-          ),
-          element("td", "number", fixed(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 2)),
-        ),
-        { "data-validation": index, "aria-expanded": String(isOpen) },
-      );
-      node.addEventListener("click", () => {
-        this.openGroup = isOpen ? null : index;
-        this.url.update({ val: this.openGroup });
-        this.drawValidation();
-      });
-      this.validationBody.append(node);
-      if (isOpen) this.validationBody.append(validationRow(rows));
-    }
-  }
-
   /* ---------- living ---------- */
 
   mounted() {
@@ -488,11 +368,4 @@ function tableHead() {
 
 function wide(className, text) {
   return element("tr", className, setAttributes(element("td", "", text), { colspan: COLUMNS }));
-}
-
-function validationRow(rows) {
-  const list = element("ul", "validation-responses");
-  for (const row of rows)
-    list.append(element("li", "", element("b", "", fixed(row.reward, 2)), element("span", "mono", row.text)));
-  return element("tr", "opened", setAttributes(element("td", "", list), { colspan: 3 }));
 }

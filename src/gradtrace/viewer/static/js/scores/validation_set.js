@@ -1,0 +1,70 @@
+// The prompts whose gradient every score refers to, with their responses.
+
+import { element, passDots, setAttributes } from "../dom.js";
+import { fixed } from "../format.js";
+
+export class ValidationSet {
+  /** `openGroup`: index of the prompt whose responses are shown, or null. `onOpen(index)` is told when it changes. */
+  constructor({ validation, groups }, openGroup, onOpen) {
+    Object.assign(this, { groups, openGroup, onOpen, body: element("tbody") });
+    this.node = this.build(validation);
+  }
+
+  build(validation) {
+    const section = element("section", "validation", element("h2", "section-title", "Validation prompts"));
+    if (!validation.length) {
+      section.append(element("p", "dim", "The validation set of this step was not stored."));
+      return section;
+    }
+    this.byGroup = Map.groupBy(validation, (row) => row.group);
+    const heads = ["Prompt", "Best reward", "Mean reward"];
+    const head = element("tr", "", ...heads.map((name, index) => element("th", index === 2 ? "number" : "", name)));
+    section.append(
+      element("p", "dim", "Their gradient is what every score refers to. Click one to read its responses."),
+      element("table", "fixed validation-table", element("thead", "", head), this.body),
+    );
+    this.draw();
+    return section;
+  }
+
+  draw() {
+    this.body.replaceChildren();
+    for (const [index, rows] of this.byGroup) {
+      const rewards = rows.map((row) => row.reward);
+      const best = Math.max(...rewards);
+      const isOpen = this.openGroup === index;
+      const node = setAttributes(
+        element(
+          "tr",
+          `opens${isOpen ? " current" : ""}`,
+          element("td", "mono", this.groups[index].text),
+          element(
+            "td",
+            "",
+            passDots(
+              rewards.filter((reward) => reward === best && best > Math.min(...rewards, 0)).length,
+              rewards.length,
+            ),
+            ` ${fixed(best, 2)}`,
+          ),
+          element("td", "number", fixed(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 2)),
+        ),
+        { "data-validation": index, "aria-expanded": String(isOpen) },
+      );
+      node.addEventListener("click", () => {
+        this.openGroup = isOpen ? null : index;
+        this.onOpen(this.openGroup);
+        this.draw();
+      });
+      this.body.append(node);
+      if (isOpen) this.body.append(validationRow(rows));
+    }
+  }
+}
+
+function validationRow(rows) {
+  const list = element("ul", "validation-responses");
+  for (const row of rows)
+    list.append(element("li", "", element("b", "", fixed(row.reward, 2)), element("span", "mono", row.text)));
+  return element("tr", "opened", setAttributes(element("td", "", list), { colspan: 3 }));
+}
