@@ -254,7 +254,7 @@ class GradtraceTrainer(PPOTrainerSync):
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.recorder is None:
             return super()._update_actor(batch, metrics)
-        self._phase("update")
+        self._phase("update" if self.tracin is None else "select")
         rows = read_batch(
             self.row_keys,
             batch.partition_id,
@@ -267,7 +267,6 @@ class GradtraceTrainer(PPOTrainerSync):
         training: Training | None = None
         trained = batch
         if self.tracin is not None:
-            self._phase("select")
             rows, training = self.tracin.select(rows, self.row_keys, batch, self._shuffle_seed())
             trained, mini_batch, whole = training.batch, training.mini_batch, torch.ones_like(whole)
             self._phase("update")
