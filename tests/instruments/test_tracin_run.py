@@ -15,7 +15,7 @@ from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.tracin_diagnosis import diagnose_step
 from gradtrace.instruments.tracin_validation import choose_groups
-from gradtrace.trace.schema import TracinReason
+from gradtrace.trace.schema import GroupStatus, TracinReason
 from gradtrace.training.experience import flip_rewards
 from gradtrace.training.run import train
 from gradtrace.training.terminal import SilentDisplay
@@ -62,8 +62,10 @@ def test_dropped_responses_are_dropped_and_the_file_says_which_and_why(
         assert record["tracin/val_generated"] == 12
         assert record["tracin/val_grad_norm/layer_0_attention"] > 0
         # Nothing that selection dropped reaches the update, where the influence trace sees every response.
-        traced = opened.step("influence_trace", step.step)["row"]
-        assert not set(traced) & set(np.flatnonzero(~kept))
+        influence = opened.step("influence_trace", step.step)
+        assert not set(influence["row"]) & set(np.flatnonzero(~kept))
+        # A group without a contrast left is not one that the hooks have missed.
+        assert not (influence["group_status"] == GroupStatus.NOT_CAPTURED).any()
     assert opened.verify() == []
 
 

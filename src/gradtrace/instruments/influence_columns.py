@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradtrace.algorithms import accepted
 from gradtrace.attribution import SIGN, UNIT, InfluenceConfig, InfluenceTrace
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
@@ -72,6 +73,7 @@ def influence_columns(
     rows = torch.tensor([row for row, _, _ in entries], dtype=torch.long)
     unscored = (status == int(GroupStatus.SCORED)) & ~torch.isin(torch.arange(len(status)), batch.group[rows])
     status[unscored] = int(GroupStatus.NOT_CAPTURED)
+    status[unscored & ~has_contrast(batch)] = int(GroupStatus.CONSTANT_REWARD)
     position = [part.trace.position_scores[local].float().cpu() for _, local, part in entries]
     captured = [part.trace.captured(local).cpu() for _, local, part in entries]
     columns = {
@@ -96,6 +98,16 @@ def influence_columns(
         columns["influence_loss_term"] = flat(terms, torch.float32)
     pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
     return columns | pairwise, {"pairwise_responses": stored}
+
+
+def has_contrast(batch: RolloutBatch) -> Tensor:
+    """bool[G]: groups of which TracIn selection has kept an accepted and a rejected response; all, where it is off."""
+    found = torch.ones(len(batch.prompts), dtype=torch.bool)
+    if batch.kept is not None:
+        good = accepted(batch.rewards, batch.group)  # type: ignore[arg-type]
+        for side in (good, ~good):
+            found &= torch.bincount(batch.group[side & batch.kept], minlength=len(found)) > 0
+    return found
 
 
 def selection_of(captured: Tensor) -> int:

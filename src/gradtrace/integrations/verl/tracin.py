@@ -21,7 +21,6 @@ from gradtrace.instruments.tracin_losses import validation_weights, with_advanta
 from gradtrace.instruments.tracin_selection import TracinSelection, logger
 from gradtrace.instruments.tracin_validation import ValidationSource
 from gradtrace.integrations.verl.losses import PREFIX
-from gradtrace.integrations.verl.refusals import check_selection_settings
 from gradtrace.integrations.verl.tracin_rank import RankAnswer, RankRequest, Share
 from gradtrace.trace.writer import TraceWriter
 
@@ -44,7 +43,6 @@ class VerlTracin(TracinSelection):
         report: Callable[[str], None] = logger.warning,
     ) -> None:
         """`actor`: verl's actor configuration."""
-        check_selection_settings(settings)
         super().__init__(settings, "ghost", source, writer, meta, truth, report)
         self.actor = actor
         self.temperature = temperature

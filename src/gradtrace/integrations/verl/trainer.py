@@ -67,7 +67,7 @@ class GradtraceTrainer(PPOTrainerSync):
         if probe:
             check_probe_job(config)
         if self.options.tracin.enable:
-            check_selection_settings(self.options.tracin)
+            check_selection_settings(self.options.tracin, config.actor_rollout_ref.rollout.n)
         losses.advantage_options.clear()
         losses.advantage_options.update(self.options.advantage_options)
         # Groups are dealt to mini-batches here, and stay whole; verl's own shuffle would tear them apart.

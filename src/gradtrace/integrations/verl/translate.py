@@ -144,7 +144,7 @@ def refuse(config: Config) -> None:
             "estimators do not get on verl; its own are there: verl.algorithm.adv_estimator=gae (and verl.critic.*)."
         )
     if config.trainer.tracin.enable:
-        check_selection_settings(config.trainer.tracin)
+        check_selection_settings(config.trainer.tracin, config.rollout.n)
     if config.actor.optim.schedule == "linear":
         raise GradtraceError("actor.optim.schedule=linear: verl has constant and cosine only.")
 
