@@ -25,6 +25,7 @@ from tests.integrations.verl.tracin_checks import (  # noqa: F401  (tests of Tra
     test_scores_add_up_to_the_product_of_the_gradients,
     test_scores_of_responses_are_those_of_the_embedded_loop,
     test_scoring_changes_no_bit_of_the_training,
+    test_training_in_bf16_gives_nearly_the_scores_of_float32,
     test_what_fills_a_mini_batch_up_does_not_count_in_a_mean_over_responses,
 )
 

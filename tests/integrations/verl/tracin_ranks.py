@@ -26,6 +26,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": 2,
     },
+    "bf16": {
+        "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": 40,
+    },
     "lora": {"lora_rank": 4, "use_dynamic_bsz": True, "max_token_len_per_gpu": 40},
 }
 AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
