@@ -16,6 +16,7 @@ import pytest
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
 from gradtrace.integrations.verl.status import read_status
+from gradtrace.trace.schema import ProbeBatch, TracinReason
 from gradtrace.training.terminal import SilentDisplay
 from tests.integrations.verl import harness
 from tests.training import small
@@ -23,6 +24,7 @@ from tests.training import small
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), harness.needs_verl]
 
 STEPS = 20
+PROBE_EVERY = 5
 REWARD = """
 def ones(response, item):
     return response.count("1") / 8
@@ -101,6 +103,12 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
             "trainer.traces=true",
             "trainer.influence_trace.projection_dim_factor=4",
             "trainer.influence_trace.on_error=raise",
+            "trainer.tracin.enable=true",
+            "trainer.tracin.val_batch_size=4",
+            "trainer.tracin.on_error=raise",
+            f"trainer.entropy_probe.every={PROBE_EVERY}",
+            "trainer.entropy_probe.prompts=6",
+            "trainer.entropy_probe.on_error=raise",
         ]
     )
     display = Recorded()
@@ -131,7 +139,7 @@ def test_no_step_is_lost_or_doubled(result: Result) -> None:
     run = open_run(result.run_dir)
     records, _ = run.metrics()
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    for kind in ("entropy_trace", "influence_trace"):
+    for kind in ("entropy_trace", "influence_trace", "tracin"):
         assert list(run.steps(kind)) == list(range(1, STEPS + 1))
 
 
@@ -147,14 +155,58 @@ def test_one_trace_per_step_holds_all_ranks(result: Result) -> None:
     assert not list((result.run_dir / "influence_trace" / "parts").iterdir())
 
 
+def test_what_selection_dropped_is_not_trained_on(result: Result) -> None:
+    run = open_run(result.run_dir)
+    records = {record["step"]: record for record in run.metrics()[0]}
+    dropped = 0
+    for number in range(1, STEPS + 1):
+        step, influence = run.step("tracin", number), run.step("influence_trace", number)
+        candidates = step["reason"] != int(TracinReason.VALIDATION)
+        assert candidates.sum() == 16 and (~candidates).sum() <= 16  # less what is a training prompt, too
+        assert np.isnan(step["score"][~candidates]).all() and np.isfinite(step["score"][candidates]).all()
+        kept = step["kept"][candidates]
+        assert np.isin(influence["row"], step["row"][candidates][kept]).all()
+        assert records[number]["tracin/selected"] == records[number]["perf/trained_responses"] == kept.sum()
+        dropped += int((~kept).sum())
+    assert dropped > STEPS  # one or two of the negative ones in most steps
+    assert {"sign", "unit", "val_loss"} <= run.step("tracin", 1).meta.keys()
+
+
+def test_probes_are_of_the_first_optimizer_step_and_say_what_it_does(result: Result) -> None:
+    run = open_run(result.run_dir)
+    assert list(run.steps("entropy_probe")) == list(range(PROBE_EVERY, STEPS + 1, PROBE_EVERY))
+    records = {record["step"]: record for record in run.metrics()[0]}
+    for number in run.steps("entropy_probe"):
+        step, influence = run.step("entropy_probe", number), run.step("influence_trace", number)
+        update = step["batch"] == int(ProbeBatch.UPDATE)
+        assert 0 < update.sum() <= 8 and 2 <= len(set(step["group"][~update])) <= 6
+        first = set(influence["row"][influence["optimizer_step"] == 0])
+        assert first <= set(step["row"][update])  # of the first of two mini-batches
+        found = {key.removeprefix("entropy_probe/"): value for key, value in records[number].items()}
+        parts = step["share"][update].sum() + found["momentum_share"] + found["decay_share"]
+        tolerance = 0.02 * float(np.abs(step["share"]).sum())  # the whole may be a small rest of large parts
+        assert parts == pytest.approx(found["delta_h_predicted"], rel=0.01, abs=tolerance)
+        assert found["errors"] == 0 and found["ess"] > 1 and found["timing_s/entropy_probe"] > 0
+    assert not list((result.run_dir / "entropy_probe" / "parts").iterdir())
+
+
 def test_metrics_have_our_names(result: Result) -> None:
     records, _ = open_run(result.run_dir).metrics()
     for name in (
         *("critic/rewards/mean", "actor/entropy", "actor/grad_norm", "response_length/mean"),
         *("timing_s/step", "timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor"),
+        *(
+            "tracin/positive_ratio",
+            "tracin/mean_ip",
+            "tracin/selected",
+            "tracin/val_reward",
+            "timing_s/tracin",
+        ),
         *("influence_trace/selected_responses", "influence_trace/uid_mixed", "influence_trace/rows_emitted"),
     ):
         assert all(name in record for record in records if record["step"] > 5), name
+    unfinished = 1 - open_run(result.run_dir).step("entropy_trace", STEPS)["finished"].mean()
+    assert records[-1]["response_length/clip_ratio"] == pytest.approx(unfinished)
 
 
 def test_the_reward_rises(result: Result) -> None:
@@ -164,7 +216,9 @@ def test_the_reward_rises(result: Result) -> None:
 
 def test_it_says_that_it_is_active_and_on_which_ranks(result: Result) -> None:
     log = (result.run_dir / "verl.log").read_text()
-    assert "gradtrace is active: entropy_trace, influence_trace; on ranks 0 to 1 of 2" in log
+    what = "entropy_trace, influence_trace, tracin, entropy_probe"
+    assert f"gradtrace is active: {what}; on ranks 0 to 1 of 2" in log
+    assert "entropy probe active on rank 1 of 2" in log
     assert "influence trace active on rank 0 of 2" in log and "influence trace active on rank 1 of 2" in log
 
 
