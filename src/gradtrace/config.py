@@ -237,16 +237,11 @@ class ActorConfig:
     packing: str = _choice("auto", "never", "always")
     """Responses behind one another without padding. `auto`: where the attention implementation allows it and more
     than a tenth of a padded batch would be padding. Gradients are the same."""
-    share_prompts: str = _choice("auto", "never", "always")
+    share_prompts: bool = False
     """Compute each prompt once for all its responses in the update: less work, the same gradients. Not together
-    with instruments that need every response's own gradient (influence_trace). `auto`: on a CPU, without such
-    instruments, where it saves more than a fifth of the tokens."""
+    with instruments that need every response's own gradient (influence_trace); so it is off unless asked for:
+    turning a trace on must not change what is trained, not even in the last bit."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-
-    def __post_init__(self) -> None:
-        # It was a switch once: configurations of older runs say true or false.
-        switch = {"true": "always", "false": "never"}
-        self.share_prompts = switch.get(str(self.share_prompts).lower(), self.share_prompts)
 
 
 @dataclass

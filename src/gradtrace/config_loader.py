@@ -220,16 +220,16 @@ def check_together(config: Config) -> None:
             f"actor.mini_batch_size={config.actor.mini_batch_size} is more than "
             f"data.train_batch_size={config.data.train_batch_size}: a mini-batch is a part of the batch."
         )
-    if config.actor.share_prompts == "always" and config.trainer.influence_trace.enable:
+    if config.actor.share_prompts and config.trainer.influence_trace.enable:
         raise GradtraceError(
-            "actor.share_prompts=always computes a prompt once for all its responses, so that the prompt's part of one "
+            "actor.share_prompts=true computes a prompt once for all its responses, so that the prompt's part of one "
             "response's gradient cannot be told apart: turn it or trainer.influence_trace.enable off."
         )
     own_packing = config.actor.packing == "always" and not config.model.attention.startswith("flash")
-    if config.model.gradient_checkpointing and (own_packing or config.actor.share_prompts == "always"):
+    if config.model.gradient_checkpointing and (own_packing or config.actor.share_prompts):
         raise GradtraceError(
             "model.gradient_checkpointing=true runs the model again inside the backward pass, where our attention for "
-            "packed rows is not in force: set actor.packing=never and actor.share_prompts=never, or use flash."
+            "packed rows is not in force: set actor.packing=never and actor.share_prompts=false, or use flash."
         )
     tracin = config.trainer.tracin
     if tracin.enable and (tracin.val_n or config.rollout.n) < 2:

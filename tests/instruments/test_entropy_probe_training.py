@@ -41,7 +41,7 @@ def checkpoint(run_dir: Path) -> dict[str, torch.Tensor]:
     [
         (),
         ("actor.epochs=2", "trainer.influence_trace.enable=true", "actor.packing=always"),
-        ("algorithm.policy_loss=archer", "rollout.top_p=0.9", "actor.share_prompts=always"),
+        ("algorithm.policy_loss=archer", "rollout.top_p=0.9", "actor.share_prompts=true"),
     ],
 )
 def test_weights_optimizer_and_random_numbers_are_bit_identical_with_the_probe_on(

@@ -60,13 +60,13 @@ def test_lora_trains_adapters_only(tmp_path: Path) -> None:
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     weights = []
     for on in ("false", "true"):
-        run = trainer(tmp_path, f"model.gradient_checkpointing={on}", "actor.packing=never")
+        run = trainer(tmp_path, f"model.gradient_checkpointing={on}")
         step(run)
         weights.append(torch.cat([p.detach().flatten() for p in run.parts.policy.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", ["actor.packing=always", "actor.share_prompts=always"])
+@pytest.mark.parametrize("layout", ["actor.packing=always", "actor.share_prompts=true"])
 def test_checkpointing_of_packed_rows_is_refused_before_it_fails(tmp_path: Path, layout: str) -> None:
     with pytest.raises(GradtraceError, match=r"gradient_checkpointing.*actor\.packing=never"):
         parts(tmp_path, "model.gradient_checkpointing=true", layout)
@@ -79,38 +79,14 @@ def test_automatic_packing_leaves_checkpointed_models_alone(tmp_path: Path) -> N
     run.train_step(batch, 1, Timer())
 
 
-@pytest.mark.parametrize("layout", ["actor.packing=always", "actor.share_prompts=always"])
+@pytest.mark.parametrize("layout", ["actor.packing=always", "actor.share_prompts=true"])
 def test_training_does_not_depend_on_the_layout(tmp_path: Path, layout: str) -> None:
     weights = []
-    for options in (["actor.packing=never"], [layout]):
+    for options in ([], [layout]):
         run = trainer(tmp_path, "actor.optim.lr=1e-3", *options)
         step(run)
         weights.append(torch.cat([p.detach().flatten() for p in run.parts.policy.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("word, meaning", [("true", "always"), ("false", "never"), ("auto", "auto")])
-def test_sharing_prompts_was_a_switch_once(tmp_path: Path, word: str, meaning: str) -> None:
-    run = trainer(tmp_path, f"actor.share_prompts={word}", "trainer.influence_trace.enable=false")
-    assert run.config.actor.share_prompts == meaning
-
-
-@pytest.mark.parametrize(
-    "option, layout",
-    [
-        ("trainer.entropy_trace.enable=true", "shared"),
-        ("trainer.influence_trace.enable=true", "padded"),
-        ("trainer.tracin.enable=true", "padded"),
-        ("actor.share_prompts=never", "padded"),
-        ("actor.packing=never", "padded"),
-        ("model.gradient_checkpointing=true", "padded"),
-        ("rollout.n=1 algorithm.advantage=reinforce_plus_plus", "padded"),
-    ],
-)
-def test_prompts_are_shared_where_nothing_needs_them_apart(tmp_path: Path, option: str, layout: str) -> None:
-    run = trainer(tmp_path, "trainer.influence_trace.enable=false", *option.split())
-    batch, _ = run.experience.collect(run.parts.generators["rollout"], Timer())
-    assert run._layout(batch).replace("packed", "padded") == layout
 
 
 def test_policy_has_no_dropout_and_bad_targets_are_named(tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def parse_grid(words: list[str]) -> Grid:
             "`gradtrace ablate --help` has examples."
         )
     base = load_config(overrides)
-    if base.actor.share_prompts == "always":
-        raise GradtraceError("actor.share_prompts=always cannot be traced: turn it off for the ablation.")
+    if base.actor.share_prompts:
+        raise GradtraceError("actor.share_prompts=true cannot be traced: turn it off for the ablation.")
     return Grid(
         base,
         overrides,

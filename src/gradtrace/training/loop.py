@@ -18,7 +18,7 @@ from gradtrace.training.experience import Experience, add_advantages
 from gradtrace.training.interrupt import Interrupt
 from gradtrace.training.logger import Tracker
 from gradtrace.training.metrics import GENERATED, Timer, batch_metrics
-from gradtrace.training.microbatch import MicroBatches, padding_share, shared_share
+from gradtrace.training.microbatch import MicroBatches, padding_share
 from gradtrace.training.observer import OptimizerStep, StepObserver
 from gradtrace.training.packed_attention import is_supported
 from gradtrace.training.parts import Parts
@@ -30,8 +30,6 @@ from gradtrace.training.validation import validate
 
 WORTH_PACKING = 0.1
 """Share of padding above which packing pays for its rearranging."""
-WORTH_SHARING = 0.2
-"""Share of tokens saved above which sharing prompts pays for an attention that is not plainly causal."""
 
 
 class Trainer:
@@ -206,23 +204,17 @@ class Trainer:
 
     def _layout(self, batch: RolloutBatch) -> str:
         """How responses are laid out for the model: see `microbatch`."""
-        actor, model = self.config.actor, self.config.model
-        # Checkpointing recomputes inside the backward pass, where our own attention is not in force.
-        own_attention = (
-            model.attention in ("auto", "sdpa")
-            and not model.gradient_checkpointing
-            and is_supported(self.parts.policy.model)
-        )
-        if actor.share_prompts == "always":
+        actor = self.config.actor
+        if actor.share_prompts:
             return "shared"
-        if actor.share_prompts == "auto" and actor.packing == "auto" and own_attention:
-            trainer = self.config.trainer
-            needs_own_prompts = trainer.influence_trace.enable or trainer.tracin.enable or self.parts.critic
-            on_cpu = self.parts.policy.device.type == "cpu"
-            if on_cpu and not needs_own_prompts and shared_share(batch) > WORTH_SHARING:
-                return "shared"
         if actor.packing == "auto":
-            can_pack = own_attention or model.attention.startswith("flash")
+            model = self.config.model
+            # Checkpointing recomputes inside the backward pass, where our own attention is not in force.
+            can_pack = model.attention.startswith("flash") or (
+                model.attention in ("auto", "sdpa")
+                and not model.gradient_checkpointing
+                and is_supported(self.parts.policy.model)
+            )
             return "packed" if can_pack and padding_share(batch) > WORTH_PACKING else "padded"
         return "packed" if actor.packing == "always" else "padded"
 

@@ -204,14 +204,6 @@ def padding_share(batch: RolloutBatch) -> float:
     return 1 - float(lengths.sum()) / (len(lengths) * int(lengths.max()))
 
 
-def shared_share(batch: RolloutBatch) -> float:
-    """The share of tokens that sharing prompts among the responses of a group would save."""
-    present = batch.group.unique().tolist()
-    once = sum(len(batch.prompts[group]) for group in present)
-    each = int(batch.prompt_lengths.sum())
-    return (each - once) / (each + int(batch.response_lengths.sum()))
-
-
 def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: str) -> list[Tensor]:
     """`rows` in parts of at most `token_budget` tokens (padding counted) each; a part has at least one row.
 

@@ -132,7 +132,7 @@ def refuse_unknown(options: dict[str, Any], packing: Packing) -> None:
     if unknown:
         raise GradtraceError(
             f"This model's attention uses {unknown[0]}, which packed rows do not support: set actor.packing=never "
-            "and actor.share_prompts=never."
+            "and actor.share_prompts=false."
         )
 
 

@@ -94,7 +94,7 @@ def test_selection_draws_from_prompts_that_the_launcher_writes() -> None:
     [
         ("trainer.tracin.method=tangent", "forward mode does not go through"),
         ("trainer.tracin.parameters=all", "hooks on linear layers"),
-        ("actor.share_prompts=always", "no such layout"),
+        ("actor.share_prompts=true", "no such layout"),
         ("actor.optim.schedule=linear", "constant and cosine only"),
         ("algorithm.advantage=gae", "verl.algorithm.adv_estimator=gae"),
         ("actor.mini_batch_size=7", "no multiple"),
