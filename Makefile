@@ -35,7 +35,7 @@ demo: $(VENV)/.core
 
 # Whole files side by side, one thread each: many tests wait or use one core.
 test: $(VENV)/.full lint docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
 
 quick: $(VENV)/.full
 	$(BIN)/pytest -m "not slow"

@@ -25,6 +25,8 @@ STEP = "influence_trace/steps/step_000002.npz"
 MANIFEST = "influence_trace/manifest.jsonl"
 TRACE_SUMMARY = "influence_trace/summary.json"
 ARTIFACTS = (STEP, MANIFEST, TRACE_SUMMARY, "metrics.jsonl", "summary.json", "token_bytes.npz")
+FLIPS = (0x01, 0x20, 0xFF)
+"""One bit, the case of a letter, all bits; in turns."""
 Content = dict[str, Any]
 
 
@@ -114,12 +116,11 @@ def test_a_cut_file_is_found_at_every_length(name: str, run: Run, truth: Content
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)
-@pytest.mark.parametrize("flip", [0x01, 0x20, 0xFF])
-def test_a_flipped_byte_is_found_anywhere(name: str, flip: int, run: Run, truth: Content) -> None:
+def test_a_flipped_byte_is_found_anywhere(name: str, run: Run, truth: Content) -> None:
     original = (run.path / name).read_bytes()
-    for position in positions(len(original), name):
+    for index, position in enumerate(positions(len(original), name)):
         changed = bytearray(original)
-        changed[position] ^= flip
+        changed[position] ^= FLIPS[index % len(FLIPS)]
         content, complaints = damaged(run, name, bytes(changed))
         if (
             name == "metrics.jsonl" and position == len(original) - 1

@@ -210,30 +210,34 @@ def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: st
     A group stays in one part where it fits: scores that compare the responses of a group can then be computed
     inside the backward pass. Long groups go together, so that short ones are not padded up to them.
     """
-    groups = sequences.batch.group[rows]
-    members = [rows[groups == group] for group in groups.unique()]
-    members.sort(key=lambda group_rows: int(sequences.lengths[group_rows].max()), reverse=True)
-    parts: list[list[Tensor]] = [[]]
-    size = Size()
-    for group_rows in members:
-        whole = Size.of(sequences, group_rows)
-        fits = whole.tokens(layout) <= token_budget
-        pieces = (
-            [(group_rows, whole)] if fits else [(row, Size.of(sequences, row)) for row in group_rows.split(1)]
-        )
-        for piece, own_size in pieces:
-            if parts[-1] and size.joined(own_size).tokens(layout) > token_budget:
+    # Plain numbers: tensor operations on a group at a time would take longer than a small model's forward pass.
+    prompts = [len(prompt) for prompt in sequences.batch.prompts]
+    lengths = sequences.response_lengths.tolist()
+    members: dict[int, list[int]] = {}
+    for row, group in zip(rows.tolist(), sequences.batch.group[rows].tolist(), strict=True):
+        members.setdefault(group, []).append(row)
+
+    def size_of(group: int, some: list[int]) -> Size:
+        return Size.of(group, prompts[group], [lengths[row] for row in some])
+
+    sizes = {group: size_of(group, members[group]) for group in sorted(members)}
+    parts: list[list[int]] = [[]]
+    current = Size()
+    for group in sorted(sizes, key=lambda group: sizes[group].longest, reverse=True):
+        fits = sizes[group].tokens(layout) <= token_budget
+        for piece in [members[group]] if fits else [[row] for row in members[group]]:
+            joined = current.joined(size_of(group, piece))
+            if parts[-1] and joined.tokens(layout) > token_budget:
                 parts.append([])
-                size = Size()
-            parts[-1].append(piece)
-            size = size.joined(own_size)
-    return [torch.cat(part) for part in parts if part]
+                joined = size_of(group, piece)
+            parts[-1].extend(piece)
+            current = joined
+    return [torch.tensor(part) for part in parts if part]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What decides how many tokens some rows take; added up as rows join, since counting anew would take longer
-    than a small model's forward pass."""
+    """What decides how many tokens some rows take."""
 
     rows: int = 0
     longest: int = 0
@@ -246,13 +250,10 @@ class Size:
     last_group: int = -1
 
     @staticmethod
-    def of(sequences: Sequences, rows: Tensor) -> Size:
-        """Of rows of one group."""
-        group = int(sequences.batch.group[rows[0]])
-        prompt, lengths = len(sequences.batch.prompts[group]), sequences.response_lengths[rows]
-        return Size(
-            len(rows), prompt + int(lengths.max()), int(lengths.sum()), prompt * len(rows), prompt, group
-        )
+    def of(group: int, prompt: int, responses: list[int]) -> Size:
+        """Of rows of one group, from the lengths of their prompt and of each response."""
+        rows = len(responses)
+        return Size(rows, prompt + max(responses), sum(responses), prompt * rows, prompt, group)
 
     def joined(self, later: Size) -> Size:
         return Size(
