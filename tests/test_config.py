@@ -61,6 +61,13 @@ def test_unknown_key_in_a_recipe_file_is_found_too(tmp_path: Path) -> None:
     assert "mine.yaml" in message and "'rollout.n'" in message
 
 
+def test_own_recipe_with_the_name_of_the_one_it_builds_on_is_an_error(tmp_path: Path) -> None:
+    recipe = tmp_path / "demo.yaml"
+    recipe.write_text("defaults: [demo, _self_]\nrollout: {n: 5}\n")
+    message = error(f"recipe={recipe}")
+    assert str(recipe) in message and "rename" in message
+
+
 def test_own_recipe_can_build_on_a_packaged_one(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("defaults: [demo, _self_]\nrollout: {n: 5}\n")

@@ -162,6 +162,11 @@ def compose(recipe: Path, overrides: list[str]) -> DictConfig:
         raise GradtraceError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
     except HydraException as error:
         raise GradtraceError(f"{recipe.name}: {str(error.__cause__ or error).strip()}") from None
+    except RecursionError:
+        raise GradtraceError(
+            f"{recipe}: its `defaults` lead back to itself. A recipe that builds on a packaged one needs a name of its "
+            "own: rename the file."
+        ) from None
 
 
 def drop_foreign_options(composed: DictConfig, recipe: DictConfig, keys: dict[str, str]) -> None:

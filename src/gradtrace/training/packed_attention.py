@@ -98,7 +98,9 @@ def attend(
     if sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
         return prefix_output[None], None
     own_q, own_k, own_v = (own for _, own in heads)
-    if packing.short is not None and forward_ad.unpack_dual(query).tangent is None:
+    # Any of them may be the only one that moves: adapters on the values alone, say.
+    moves = any(forward_ad.unpack_dual(part).tangent is not None for part in (query, key, value))
+    if packing.short is not None and not moves:
         output = packing.short.attend(own_q, own_k, own_v, k, v, scaling or query.shape[-1] ** -0.5)
         return torch.cat([prefix_output, output])[None], None
     own_q, own_k, own_v = (sequences.spread(part) for part in (own_q, own_k, own_v))
