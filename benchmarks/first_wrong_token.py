@@ -29,11 +29,11 @@ from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.policy.microbatch import Sequences
 from gradtrace.tasks.arithmetic import VOCABULARY, ArithmeticTask, apply
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
-from gradtrace.training.microbatch import Sequences
-from gradtrace.training.observer import StepObserver
 from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 

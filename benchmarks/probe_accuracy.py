@@ -39,15 +39,15 @@ from gradtrace.instruments.entropy_probe import (
 )
 from gradtrace.instruments.entropy_probe.estimates import fresh_change
 from gradtrace.instruments.entropy_probe.passes import FullPrecision
-from gradtrace.instruments.entropy_probe.results import log_log_slope
+from gradtrace.policy.loss import PolicyLoss, fill_statistics
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.policy import Policy
+from gradtrace.policy.rollouts import add_advantages, judge, rollout
+from gradtrace.probe.results import log_log_slope
 from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.training.experience import add_advantages, judge, rollout
-from gradtrace.training.microbatch import MicroBatches
 from gradtrace.training.parts import Parts, build_parts
-from gradtrace.training.policy import Policy
 from gradtrace.training.run import train
 from gradtrace.training.state import load_state
-from gradtrace.training.update import PolicyUpdate, fill_statistics
 
 SMALL = (0.001, 0.003, 0.01)
 REAL = 1.0
@@ -114,7 +114,7 @@ def loss_batch(policy: Policy, batch: RolloutBatch, config: Config, token_budget
     batch = fill_statistics(policy, batch, MicroBatches(batch, 16384), torch.arange(len(batch)))
     algorithm = config.algorithm
     batch = add_advantages(batch, advantage(algorithm.advantage, **algorithm.advantage_options))
-    update = PolicyUpdate(policy, None, config.actor, algorithm, config.rollout.max_new_tokens)  # type: ignore[arg-type]
+    update = PolicyLoss(policy, algorithm, config.rollout.max_new_tokens)
     return update_batch(update, batch, token_budget)
 
 

@@ -21,11 +21,11 @@ import torch
 from benchmarks.common import emit, parse_arguments, smollm2_path
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.instruments import build_observer
 from gradtrace.training.loop import Trainer
-from gradtrace.training.metrics import Timer
-from gradtrace.training.observer import StepObserver
 from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 

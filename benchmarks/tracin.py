@@ -23,16 +23,16 @@ from benchmarks.common import Timing, alternate, emit, load_smollm2, machine, pa
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.columns import no_truth
-from gradtrace.instruments.tracin import TracInSelector
-from gradtrace.instruments.tracin_losses import best_layout, pieces, total_losses, validation_weights
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.tracin.losses import best_layout, pieces, total_losses, validation_weights
+from gradtrace.instruments.tracin.selector import TracInSelector
+from gradtrace.metrics import Timer
+from gradtrace.policy.microbatch import Sequences
+from gradtrace.policy.policy import Policy
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.instruments import tracin_instrument
 from gradtrace.training.loop import Trainer
-from gradtrace.training.metrics import Timer
-from gradtrace.training.microbatch import Sequences
-from gradtrace.training.observer import StepObserver
 from gradtrace.training.parts import Parts, build_parts
-from gradtrace.training.policy import Policy
 from gradtrace.training.terminal import SilentDisplay
 
 RESPONSES, GROUP = 32, 8

@@ -35,16 +35,17 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.columns import no_truth
-from gradtrace.instruments.tracin_losses import with_advantage
-from gradtrace.instruments.tracin_validation import ValidationSource
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.tracin.losses import with_advantage
+from gradtrace.instruments.tracin.validation import ValidationSource
+from gradtrace.metrics import Timer
+from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout import SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.training.experience import Experience, judge, rollout
+from gradtrace.training.experience import Experience
 from gradtrace.training.instruments import tracin_instrument
 from gradtrace.training.loop import Trainer
-from gradtrace.training.metrics import Timer
-from gradtrace.training.observer import StepObserver
 from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 

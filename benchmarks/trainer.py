@@ -25,14 +25,14 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.common import Timing, emit, machine, parse_arguments, seconds, smollm2_path
 from gradtrace.config import ArithmeticConfig, WarmStartConfig
 from gradtrace.config_loader import load_config
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.metrics import Timer
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Prompt
 from gradtrace.tasks.rewards import RewardFunction
 from gradtrace.tasks.warm_start import warm_start
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
-from gradtrace.training.metrics import Timer
-from gradtrace.training.observer import StepObserver
 from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 

@@ -98,7 +98,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     from verl.utils.distributed import initialize_global_process_group_ray
 
     from gradtrace.integrations.verl.labels import StepLabels
-    from gradtrace.integrations.verl.losses import GradtraceLoss
+    from gradtrace.integrations.verl.rank.losses import GradtraceLoss
     from tests.integrations.verl import harness
 
     torch.set_num_threads(1)

@@ -53,7 +53,7 @@ def test_recipe_names_data_that_prepare_writes_and_the_reward_for_it(recipe: str
 @pytest.mark.parametrize("recipe", recipes())
 def test_recipe_can_be_carried_over_to_verl(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("verl", reason="verl is not installed")
-    from gradtrace.integrations.verl.translate import translate
+    from gradtrace.integrations.verl.launch.translate import translate
 
     config = compose(recipe, tmp_path, "engine=verl", "trainer.traces=true")
     assert translate(config, tmp_path / "run", "model", on_cpu=False)

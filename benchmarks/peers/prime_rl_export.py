@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.common import emit, machine, parse_arguments
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.entropy_trace import entropy_columns
+from gradtrace.instruments.entropy_trace.instrument import entropy_columns
 from gradtrace.trace.schema import ENTROPY_TRACE
 from gradtrace.trace.writer import TraceWriter
 

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "EntropyProbe": "gradtrace.instruments.entropy_probe",
     "InfluenceTracer": "gradtrace.attribution",
-    "TracInSelector": "gradtrace.instruments.tracin",
+    "TracInSelector": "gradtrace.instruments.tracin.selector",
     "TraceWriter": "gradtrace.trace.writer",
     "open_run": "gradtrace.trace.reader",
     "show": "gradtrace.viewer.report",

@@ -25,11 +25,11 @@ COMMANDS = {
         "make data sets ready for training: gsm8k, dapo_math, mbpp …",
     ),
     "probe": (
-        "gradtrace.instruments.entropy_probe.command",
+        "gradtrace.probe.command",
         "what the next update will do to entropy, predicted, measured, and by whom",
     ),
     "select": (
-        "gradtrace.instruments.select_command",
+        "gradtrace.select_command",
         "rank a data set or saved rollouts by how much they help a validation set",
     ),
     "ablate": ("gradtrace.ablate.command", "one rollout scored with every combination of influence settings"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.instruments.tracin_diagnosis import diagnose_step
+from gradtrace.instruments.tracin.diagnosis import diagnose_step
 from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import INFLUENCE_TRACE, TRACIN, GroupStatus
 from gradtrace.trace.step import Step

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrace.algorithms.logits import log_probs_and_entropies
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import ActorConfig, AlgorithmConfig
+from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import (
     EntropyProbe,
@@ -24,10 +24,10 @@ from gradtrace.instruments.entropy_probe import (
 )
 from gradtrace.instruments.entropy_probe.estimates import Tokens, jackknife
 from gradtrace.instruments.entropy_probe.passes import FullPrecision
+from gradtrace.policy.loss import PolicyLoss, fill_statistics
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.policy import Policy
 from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.training.microbatch import MicroBatches
-from gradtrace.training.policy import Policy
-from gradtrace.training.update import PolicyUpdate, fill_statistics
 from tests.training import small
 
 OPTIMIZERS: dict[str, Any] = {
@@ -67,7 +67,7 @@ def updates(policy: Policy, batch: RolloutBatch, token_budget: int = 16384, **al
     batch = fill_statistics(policy, batch, MicroBatches(batch, 16384), torch.arange(len(batch)))
     advantages = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(5)) * batch.response_mask
     batch = batch.replace(advantages=advantages.to(batch.sampler_log_probs))
-    update = PolicyUpdate(FullPrecision.of(policy), None, ActorConfig(), AlgorithmConfig(**algorithm), 6)  # type: ignore[arg-type]
+    update = PolicyLoss(FullPrecision.of(policy), AlgorithmConfig(**algorithm), 6)
     return update_batch(update, batch, token_budget)
 
 

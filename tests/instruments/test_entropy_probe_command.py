@@ -15,10 +15,10 @@ from gradtrace import open_run
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import EntropyProbe
-from gradtrace.instruments.entropy_probe.config import ProbeConfig, load_probe_config
-from gradtrace.instruments.entropy_probe.phases import load_batch, save_batch
-from gradtrace.instruments.entropy_probe.results import ProbeResults
-from gradtrace.instruments.entropy_probe.session import run_probe
+from gradtrace.probe.config import ProbeConfig, load_probe_config
+from gradtrace.probe.phases import load_batch, save_batch
+from gradtrace.probe.results import ProbeResults
+from gradtrace.probe.session import run_probe
 from gradtrace.rollout import Sampler
 from gradtrace.trace.schema import ProbeBatch
 from gradtrace.training.checkpoint import write_marker

@@ -15,10 +15,10 @@ from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.policy.microbatch import Sequences
+from gradtrace.policy.policy import Policy
 from gradtrace.trace.schema import GroupStatus, Selection
 from gradtrace.training.instruments import build_observer
-from gradtrace.training.microbatch import Sequences
-from gradtrace.training.policy import Policy
 from gradtrace.training.run import train
 from tests.training import small
 
@@ -126,7 +126,7 @@ def test_scores_in_the_loop_equal_the_engine_on_the_same_batch(
 
 
 def _timer() -> object:
-    from gradtrace.training.metrics import Timer
+    from gradtrace.metrics import Timer
 
     return Timer()
 
@@ -150,7 +150,7 @@ def test_both_credits_add_up_to_the_same_total(tmp_path: Path, output: str, extr
 
 def test_riding_objectives_equal_their_own_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On policy `log_prob` rides on the training backward; a pass of its own must give the same scores."""
-    from gradtrace.instruments import influence_trace as module
+    from gradtrace.instruments.influence import instrument as module
 
     knobs = influence("output_function=log_prob", "credit=both", "hessian_mode=identity")
     riding = columns(run(tmp_path, *EXACT, *ONE_STEP, *knobs))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.tracin_diagnosis import bootstrap_interval, certain_share, diagnose
-from gradtrace.instruments.tracin_rules import RULES, RuleOptions, select
+from gradtrace.instruments.tracin.diagnosis import bootstrap_interval, certain_share, diagnose
+from gradtrace.instruments.tracin.rules import RULES, RuleOptions, select
 from gradtrace.trace.schema import TracinReason
 
 SCORES = torch.tensor([3.0, -1.0, 0.0, 2.0, -4.0, -2.0, float("nan"), 1.0], dtype=torch.float64)

@@ -13,8 +13,8 @@ import torch
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.tracin_diagnosis import diagnose_step
-from gradtrace.instruments.tracin_validation import choose_groups
+from gradtrace.instruments.tracin.diagnosis import diagnose_step
+from gradtrace.instruments.tracin.validation import choose_groups
 from gradtrace.trace.schema import GroupStatus, TracinReason
 from gradtrace.training.experience import flip_rewards
 from gradtrace.training.run import train
@@ -80,7 +80,7 @@ def test_scoring_only_leaves_training_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 def test_the_update_is_normalised_over_what_was_kept(tmp_path: Path, aggregation: str) -> None:
     """Training on a batch with some responses dropped = training on a batch that never had them."""
-    from gradtrace.training.metrics import Timer
+    from gradtrace.metrics import Timer
 
     knobs = (f"algorithm.aggregation={aggregation}", "actor.mini_batch_size=0", "actor.optim.grad_clip=0")
     weights = []

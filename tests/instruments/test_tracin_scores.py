@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.tracin import Piece, TracInSelector, countable
+from gradtrace.instruments.tracin.selector import Piece, TracInSelector, countable
+from gradtrace.metrics import Timer
+from gradtrace.policy.microbatch import Sequences
 from gradtrace.training.instruments import build_observer
-from gradtrace.training.metrics import Timer
-from gradtrace.training.microbatch import Sequences
 from tests.attribution.models import FAMILIES, Responses, padded_objective, random_responses, tiny_model
 from tests.training import small
 

@@ -15,12 +15,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.policy.policy import Policy
 from gradtrace.tasks.arithmetic import VOCABULARY
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
-from gradtrace.training.observer import StepObserver
 from gradtrace.training.parts import Parts, build_parts
-from gradtrace.training.policy import Policy
 from gradtrace.training.terminal import SilentDisplay
 
 REWARD = """

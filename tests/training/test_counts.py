@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.training.observer import Observers, StepObserver
+from gradtrace.instruments.observer import Observers, StepObserver
 from tests.training import small
 
 BATCH = 4 * 3

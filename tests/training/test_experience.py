@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace.errors import GradtraceError
+from gradtrace.metrics import Timer
 from gradtrace.tasks.rewards import RewardFunction, named_reward
 from gradtrace.training.loop import Trainer
-from gradtrace.training.metrics import Timer
 from gradtrace.training.validation import pass_at_k, validate
 from tests.training.small import trainer
 

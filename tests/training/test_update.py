@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import OptimConfig
-from gradtrace.training.metrics import Timer
-from gradtrace.training.microbatch import MicroBatches
-from gradtrace.training.observer import Backward, Observers, OptimizerStep, StepObserver
-from gradtrace.training.schedule import learning_rate
-from gradtrace.training.update import fill_statistics, plan_updates
+from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, StepObserver
+from gradtrace.metrics import Timer
+from gradtrace.policy.loss import fill_statistics
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.schedule import learning_rate
+from gradtrace.training.update import plan_updates
 from tests.training.small import random_batch, trainer
 
 
@@ -142,6 +143,7 @@ class Record(StepObserver):
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         assert batch.advantages is not None and batch.rewards is not None
+        self.lengths = batch.response_lengths
         self.calls.append("before")
         return batch
 
@@ -149,7 +151,8 @@ class Record(StepObserver):
     def around_backward(self, backward: Backward) -> Iterator[None]:
         weights = backward.token_weights
         assert weights.shape == backward.micro.mask.shape and bool((weights[backward.micro.mask] > 0).all())
-        torch.testing.assert_close(weights * backward.loss_scale, backward.micro.mask.to(weights.dtype))
+        tokens = self.lengths[backward.update.rows].sum()  # aggregation=token_mean
+        torch.testing.assert_close(weights * tokens, backward.micro.mask.to(weights.dtype))
         self.calls.append(f"forward {backward.update.epoch}.{backward.update.mini_batch}")
         yield
         self.calls.append("backward done")

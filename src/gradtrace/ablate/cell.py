@@ -14,13 +14,14 @@ import torch
 from gradtrace.ablate.memory import peak_bytes
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
-from gradtrace.instruments.influence_columns import influence_columns
-from gradtrace.instruments.influence_trace import InfluenceTraceInstrument
+from gradtrace.instruments.influence.columns import influence_columns
+from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
+from gradtrace.instruments.observer import OptimizerStep, StepObserver
+from gradtrace.policy.loss import PolicyLoss
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.policy import Policy
 from gradtrace.training.instruments import influence_settings, tracer_config
-from gradtrace.training.microbatch import MicroBatches
-from gradtrace.training.observer import OptimizerStep, StepObserver
 from gradtrace.training.parts import Parts
-from gradtrace.training.policy import Policy
 from gradtrace.training.update import PolicyUpdate
 
 SCORES = ("influence_position", "influence_loss_term")
@@ -60,13 +61,8 @@ class ScoreKeeper(InfluenceTraceInstrument):
 
 def training_pass(parts: Parts, batch: RolloutBatch, config: Config, observer: StepObserver) -> RolloutBatch:
     """Forward and backward of the configured loss over the whole rollout, as one mini-batch, watched by `observer`."""
-    update = PolicyUpdate(
-        parts.policy,
-        FrozenOptimizer(parts.policy),  # type: ignore[arg-type]
-        config.actor,
-        config.algorithm,
-        config.rollout.max_new_tokens,
-    )
+    loss = PolicyLoss(parts.policy, config.algorithm, config.rollout.max_new_tokens)
+    update = PolicyUpdate(loss, FrozenOptimizer(parts.policy))  # type: ignore[arg-type]
     step = OptimizerStep(step=1, epoch=0, mini_batch=0, number=0, rows=torch.arange(len(batch)))
     batch = observer.before_update(batch, 1)
     batch, _ = update.run(batch, MicroBatches(batch, config.actor.token_budget), [step], observer)

@@ -14,14 +14,15 @@ from torch import Tensor
 from gradtrace.algorithms import accepted, advantage, constant_groups
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.metrics import Timer
+from gradtrace.policy.loss import fill_statistics
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.rollouts import add_advantages
 from gradtrace.rollout import SamplingParams
 from gradtrace.trace.schema import ragged
-from gradtrace.training.experience import Experience, add_advantages
+from gradtrace.training.experience import Experience
 from gradtrace.training.instruments import truth_of
-from gradtrace.training.metrics import Timer
-from gradtrace.training.microbatch import MicroBatches
 from gradtrace.training.parts import Parts
-from gradtrace.training.update import fill_statistics
 
 FIELDS = ("group", "responses", "response_mask", "finished", "sampler_log_probs", "rewards", "advantages")
 OPTIONAL = ("ref_log_probs",)

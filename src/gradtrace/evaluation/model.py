@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from gradtrace.config import ModelConfig
 from gradtrace.config_loader import looks_local
 from gradtrace.errors import GradtraceError
+from gradtrace.policy.policy import load_model
+from gradtrace.tasks.tokenizer import load_tokenizer
 from gradtrace.training.checkpoint import Checkpoints, check_complete
-from gradtrace.training.policy import load_model, load_tokenizer
 
 
 @dataclass(frozen=True)

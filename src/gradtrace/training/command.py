@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.overrides)
     if args.cfg:
         if config.engine == "verl":
-            from gradtrace.integrations.verl.launch import show
+            from gradtrace.integrations.verl.launch.job import show
 
             print(show(config), end="")
         else:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from gradtrace.training.terminal import open_display
 
     if config.engine == "verl":
-        from gradtrace.integrations.verl.launch import train
+        from gradtrace.integrations.verl.launch.job import train
     else:
         from gradtrace.training.run import train
 

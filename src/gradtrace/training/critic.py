@@ -15,10 +15,10 @@ from gradtrace.algorithms import Denominator, aggregate, value_loss
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, CriticConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.training.microbatch import MicroBatch, MicroBatches
-from gradtrace.training.observer import OptimizerStep
-from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import choose_device, disable_dropout, run_model
+from gradtrace.instruments.observer import OptimizerStep
+from gradtrace.policy.microbatch import MicroBatch, MicroBatches
+from gradtrace.policy.optimizer import Optimizer
+from gradtrace.policy.policy import choose_device, disable_dropout, run_model
 from gradtrace.training.update import Totals
 
 HEAD_FILE = "value_head.safetensors"

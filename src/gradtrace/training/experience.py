@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradtrace.algorithms import (
-    AdvantageInputs,
-    AdvantageOutputs,
-    Algorithm,
     constant_groups,
     cosine_shaping,
     count_groups,
@@ -21,10 +17,11 @@ from gradtrace.algorithms import (
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.metrics import GENERATED, Timer
+from gradtrace.policy.rollouts import judge, keep_groups, rollout
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt, Task
 from gradtrace.tasks.rewards import RewardFunction
-from gradtrace.training.metrics import GENERATED, Timer
 
 
 class Experience:
@@ -131,46 +128,8 @@ class Experience:
         }
 
 
-def rollout(
-    sampler: Sampler, prompts: list[Prompt], params: SamplingParams, generator: torch.Generator
-) -> RolloutBatch:
-    ids, items = [prompt.ids for prompt in prompts], [prompt.item for prompt in prompts]
-    return sampler.generate(ids, params, generator=generator, items=items)
-
-
-def judge(batch: RolloutBatch, task: Task, reward: RewardFunction) -> RolloutBatch:
-    """The batch with texts and rewards."""
-    ids = [
-        row[:length]
-        for row, length in zip(batch.responses.tolist(), batch.response_lengths.tolist(), strict=True)
-    ]
-    texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    items = [batch.items[group] for group in batch.group.tolist()]
-    return batch.replace(texts=texts, rewards=torch.tensor(reward(texts, items), dtype=torch.float32))
-
-
 def flip_rewards(batch: RolloutBatch, probability: float, generator: torch.Generator) -> RolloutBatch:
     """The batch with rewards r turned into 1 − r at random, and marked so: a verifier that errs."""
     assert batch.rewards is not None
     flipped = torch.rand(len(batch), generator=generator) < probability
     return batch.replace(rewards=torch.where(flipped, 1.0 - batch.rewards, batch.rewards), flipped=flipped)
-
-
-def keep_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:
-    """The batch reduced to `groups` (long, ascending), which are renumbered 0, 1 …"""
-    part = batch.select(torch.isin(batch.group, groups))
-    return part.replace(
-        prompts=[batch.prompts[group] for group in groups.tolist()],
-        items=[batch.items[group] for group in groups.tolist()],
-        group=torch.searchsorted(groups, part.group),
-    )
-
-
-def add_advantages(
-    batch: RolloutBatch, estimator: Algorithm[AdvantageInputs, AdvantageOutputs]
-) -> RolloutBatch:
-    """The batch with advantages, and with returns where the estimator has a critic."""
-    assert batch.rewards is not None
-    columns: dict[str, Any] = {name: getattr(batch, name) for name in estimator.needs}
-    outputs = estimator(AdvantageInputs(batch.rewards, batch.group, batch.response_mask, **columns))
-    return batch.replace(advantages=outputs.advantages, returns=outputs.returns)

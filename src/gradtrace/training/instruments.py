@@ -11,10 +11,11 @@ from gradtrace.config import Config, InfluenceTraceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument, ProbeSettings
-from gradtrace.instruments.entropy_trace import EntropyTrace
-from gradtrace.instruments.influence_trace import InfluenceSettings, InfluenceTraceInstrument
-from gradtrace.instruments.tracin_instrument import TracinInstrument
-from gradtrace.instruments.tracin_validation import ValidationSource, validation_advantage, validation_pool
+from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
+from gradtrace.instruments.influence.instrument import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.observer import Observers, StepObserver
+from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.validation import ValidationSource, validation_advantage, validation_pool
 from gradtrace.rollout import SamplingParams
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
@@ -22,7 +23,6 @@ from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.observer import Observers, StepObserver
 from gradtrace.training.parts import Parts
 
 

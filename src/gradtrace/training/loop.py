@@ -10,22 +10,24 @@ import torch
 from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.observer import OptimizerStep, StepObserver
+from gradtrace.metrics import GENERATED, Timer, batch_metrics
+from gradtrace.policy.loss import PolicyLoss, fill_statistics
+from gradtrace.policy.microbatch import MicroBatches, padding_share
+from gradtrace.policy.packed_attention import is_supported
+from gradtrace.policy.policy import export_model
+from gradtrace.policy.rollouts import add_advantages
 from gradtrace.rollout import SamplingParams
 from gradtrace.trace.atomic import atomic_directory
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.checkpoint import Checkpoints
-from gradtrace.training.experience import Experience, add_advantages
+from gradtrace.training.experience import Experience
 from gradtrace.training.interrupt import Interrupt
 from gradtrace.training.logger import Tracker
-from gradtrace.training.metrics import GENERATED, Timer, batch_metrics
-from gradtrace.training.microbatch import MicroBatches, padding_share
-from gradtrace.training.observer import OptimizerStep, StepObserver
-from gradtrace.training.packed_attention import is_supported
 from gradtrace.training.parts import Parts
-from gradtrace.training.policy import export_model
 from gradtrace.training.state import LightState, save_observer_state, save_state
 from gradtrace.training.terminal import Display
-from gradtrace.training.update import PolicyUpdate, fill_statistics, plan_updates
+from gradtrace.training.update import PolicyUpdate, plan_updates
 from gradtrace.training.validation import validate
 
 WORTH_PACKING = 0.1
@@ -66,9 +68,8 @@ class Trainer:
             config.data.train_batch_size,
             config.reward.flip_probability,
         )
-        self.update = PolicyUpdate(
-            parts.policy, parts.optimizer, config.actor, config.algorithm, config.rollout.max_new_tokens
-        )
+        loss = PolicyLoss(parts.policy, config.algorithm, config.rollout.max_new_tokens)
+        self.update = PolicyUpdate(loss, parts.optimizer)
 
     def fit(self, last_step: int = 0) -> int:
         """Train from step `last_step` + 1 to the end, or until Ctrl-C. Returns the last step made, saved."""

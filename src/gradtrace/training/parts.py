@@ -12,15 +12,16 @@ import torch
 
 from gradtrace.algorithms import advantage, policy_loss
 from gradtrace.config import Config, RewardConfig
+from gradtrace.policy.optimizer import Optimizer
+from gradtrace.policy.policy import Policy, Reference, load_policy, load_reference
 from gradtrace.rollout import Sampler
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.rewards import RewardFunction, add_rewards, load_user_reward, named_reward
+from gradtrace.tasks.tokenizer import load_tokenizer
 from gradtrace.tasks.warm_start import Progress, warm_start
 from gradtrace.training.critic import Critic, load_critic
-from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import Policy, Reference, load_policy, load_reference, load_tokenizer
 
 SMALL_MODEL = 2_000_000
 """Parameters below which operations are too short to share among many threads."""

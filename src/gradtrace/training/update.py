@@ -11,21 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import (
-    Denominator,
-    LossInputs,
-    aggregate,
-    entropy_bonus,
-    kl_estimate,
-    policy_loss,
-    token_weights,
-)
+from gradtrace.algorithms import Denominator, aggregate, token_weights
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import ActorConfig, AlgorithmConfig
-from gradtrace.training.microbatch import MicroBatch, MicroBatches
-from gradtrace.training.observer import Backward, OptimizerStep, StepObserver
-from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import Policy
+from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.policy.loss import PolicyLoss
+from gradtrace.policy.microbatch import MicroBatch, MicroBatches
+from gradtrace.policy.optimizer import Optimizer
 
 
 def plan_updates(
@@ -50,20 +41,9 @@ def plan_updates(
 
 
 class PolicyUpdate:
-    def __init__(
-        self,
-        policy: Policy,
-        optimizer: Optimizer,
-        actor: ActorConfig,
-        algorithm: AlgorithmConfig,
-        max_response_length: int,
-    ) -> None:
-        self.policy = policy
+    def __init__(self, loss: PolicyLoss, optimizer: Optimizer) -> None:
+        self.loss = loss
         self.optimizer = optimizer
-        self.actor = actor
-        self.algorithm = algorithm
-        self.max_response_length = max_response_length
-        self.loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
 
     def run(
         self,
@@ -85,15 +65,14 @@ class PolicyUpdate:
         entropies = torch.zeros_like(old_log_probs) if batch.entropies is None else batch.entropies
         batch = batch.replace(old_log_probs=old_log_probs, entropies=entropies)
         for update in updates:
-            denominator = Denominator.of(batch.response_mask[update.rows], self.max_response_length)
+            denominator = Denominator.of(batch.response_mask[update.rows], self.loss.max_response_length)
             for micro in micro_batches(update.rows):
-                weights = token_weights(micro.mask, self.algorithm.aggregation, denominator)
+                weights = token_weights(micro.mask, self.loss.algorithm.aggregation, denominator)
                 context = Backward(
                     update,
                     micro,
                     weights,
-                    self._loss_scale(denominator),
-                    partial(self.token_losses, batch, micro_batches),
+                    partial(self.loss.token_losses, batch, micro_batches),
                 )
                 with observer.around_backward(context):
                     loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)
@@ -106,67 +85,20 @@ class PolicyUpdate:
         self, batch: RolloutBatch, micro: MicroBatch, denominator: Denominator, is_first: bool, totals: Totals
     ) -> Tensor:
         """The micro-batch's share of the mini-batch's loss."""
-        log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
+        log_probs, entropies = (micro.unflatten(values) for values in self.loss.policy.statistics(micro))
         device = log_probs.device
         mask = micro.mask.to(device)
         if is_first:
             length = micro.mask.shape[1]
             batch.old_log_probs[micro.rows, :length] = log_probs.detach().cpu()  # type: ignore[index]
             batch.entropies[micro.rows, :length] = entropies.detach().cpu()  # type: ignore[index]
-        policy_losses, penalties, token_sums = self._losses(batch, micro, log_probs, entropies)
-        policy_term = aggregate(policy_losses, mask, self.algorithm.aggregation, denominator)
+        policy_losses, penalties, token_sums = self.loss.losses(batch, micro, log_probs, entropies)
+        policy_term = aggregate(policy_losses, mask, self.loss.algorithm.aggregation, denominator)
         loss = policy_term
         for penalty in penalties:
-            loss = loss + aggregate(penalty, mask, self.algorithm.aggregation, denominator)
+            loss = loss + aggregate(penalty, mask, self.loss.algorithm.aggregation, denominator)
         totals.micro_batch(policy_term, loss, token_sums)
         return loss
-
-    def _losses(
-        self, batch: RolloutBatch, micro: MicroBatch, log_probs: Tensor, entropies: Tensor
-    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """Per token [r, T], before aggregation: the policy loss, the terms added to it, and sums for metrics."""
-        device = log_probs.device
-        mask = micro.mask.to(device)
-        reference = micro.column(batch, "ref_log_probs", device)
-        outputs = self.loss(
-            LossInputs(
-                log_probs=log_probs,
-                old_log_probs=micro.column(batch, "old_log_probs", device),
-                advantages=micro.column(batch, "advantages", device),
-                mask=mask,
-                ref_log_probs=reference,
-                entropies=entropies,
-            )
-        )
-        penalties = []
-        token_sums = {**outputs.metric_sums(), "actor/entropy": entropies.detach().sum()}
-        if self.algorithm.entropy_coef:
-            penalties.append(entropy_bonus(entropies, mask, self.algorithm.entropy_coef))
-        if self.algorithm.kl_coef:
-            kl = kl_estimate(log_probs, reference, mask, self.algorithm.kl_estimator)
-            penalties.append(self.algorithm.kl_coef * kl)
-            token_sums["actor/kl_loss"] = kl.detach().sum()
-        return outputs.loss, penalties, token_sums
-
-    def token_losses(self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> Tensor:
-        """[sum of lengths]: every token's own term of the loss at the current weights, before aggregation, response
-        after response in the order of `rows`. Old log-probs must be set."""
-        found: dict[int, Tensor] = {}
-        for micro in micro_batches(rows):
-            log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
-            policy_losses, penalties, _ = self._losses(batch, micro, log_probs, entropies)
-            losses = torch.stack([policy_losses, *penalties]).sum(0)
-            lengths = micro.mask.sum(1).tolist()
-            for index, (row, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):
-                found[row] = losses[index, :length]
-        return torch.cat([found[row] for row in rows.tolist()])
-
-    def _loss_scale(self, denominator: Denominator) -> float:
-        if self.algorithm.aggregation == "token_mean":
-            return float(max(1, denominator.tokens))
-        if self.algorithm.aggregation == "sequence_mean":
-            return float(max(1, denominator.sequences))
-        return float(max(1, denominator.sequences) * self.max_response_length)
 
 
 class Totals:
@@ -213,20 +145,3 @@ class Totals:
         result["actor/grad_norm"] = self.grad_norm
         result["actor/skipped_updates"] = float(self.skipped)
         return result
-
-
-@torch.no_grad()
-def fill_statistics(
-    policy: Policy, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor
-) -> RolloutBatch:
-    """The batch with old_log_probs and entropies of `rows` under the current weights."""
-    old_log_probs = torch.zeros_like(batch.sampler_log_probs)
-    entropies = torch.zeros_like(batch.sampler_log_probs)
-    for micro in micro_batches(rows):
-        length = micro.mask.shape[1]
-        log_probs, micro_entropies = (
-            micro.unflatten(values).to(entropies) for values in policy.statistics(micro)
-        )
-        old_log_probs[micro.rows, :length] = log_probs
-        entropies[micro.rows, :length] = micro_entropies
-    return batch.replace(old_log_probs=old_log_probs, entropies=entropies)

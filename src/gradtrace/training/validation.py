@@ -8,10 +8,10 @@ from collections import defaultdict
 import torch
 
 from gradtrace.config import ValidationConfig
+from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.rewards import RewardFunction
-from gradtrace.training.experience import judge, rollout
 
 
 def validate(

@@ -37,7 +37,7 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
 
 def run_case(name: str, folder: Path) -> Any:
     from gradtrace.integrations.verl.labels import StepLabels
-    from gradtrace.integrations.verl.losses import GradtraceLoss
+    from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 
     case = cases.CASES[name]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,8 +89,8 @@ def run_probe(name: str, folder: Path) -> None:
     """One optimizer step with the probe and one without; what they made of weights and moments."""
     from verl.utils import tensordict_utils as tu
 
-    from gradtrace.integrations.verl.losses import GradtraceLoss
     from gradtrace.integrations.verl.probe_parts import PROBE, ProbeInputs
+    from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 
     case = cases.PROBES[name]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -136,7 +136,7 @@ def save_or_open(folder: Path) -> None:
     if world == 2:
         batch = torch.load(folder / "batch.pt", weights_only=False)
         data = harness.tensordict(batch, cases.ranks_of(2)[rank][:4], None, sequences=8)
-        from gradtrace.integrations.verl.losses import GradtraceLoss
+        from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 
         with engine.train_mode():
             engine.train_batch(data, GradtraceLoss(harness.actor_config()))
@@ -157,7 +157,7 @@ def save_or_open(folder: Path) -> None:
 def hung_rank(engine: Any) -> str:
     """What rank 0 says when rank 1 does not come to score."""
     from gradtrace.errors import GradtraceError
-    from gradtrace.integrations.verl.process_group import VARIABLE
+    from gradtrace.integrations.verl.rank.process_group import VARIABLE
 
     os.environ[VARIABLE] = "2"
     if dist.get_rank() == 1:

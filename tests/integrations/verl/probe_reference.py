@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
+from gradtrace.config import AlgorithmConfig, ModelConfig
 from gradtrace.instruments.entropy_probe import (
     EntropyProbe,
     Measured,
@@ -20,9 +20,8 @@ from gradtrace.instruments.entropy_probe import (
     update_batch,
 )
 from gradtrace.instruments.entropy_probe.estimates import measured_change
-from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import load_policy
-from gradtrace.training.update import PolicyUpdate
+from gradtrace.policy.loss import PolicyLoss
+from gradtrace.policy.policy import load_policy
 from tests.integrations.verl import cases
 from tests.training import small
 
@@ -84,8 +83,7 @@ def embedded(folder: Path, name: str) -> tuple[Prediction, Shares, Measured, Tok
         aggregation={"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}[mode],
     )
     probe = EntropyProbe(policy.model, adamw, max_grad_norm=wanted["clip_grad"])
-    optimizer = Optimizer(policy.trainable(), OptimConfig(), 10)  # makes no step
-    U = update_batch(PolicyUpdate(policy, optimizer, ActorConfig(), algorithm, 16), batch)
+    U = update_batch(PolicyLoss(policy, algorithm, 16), batch)
     E = evaluation_batch(policy, torch.load(folder / "evaluation.pt", weights_only=False))
     update = probe.update(U)
     assert update.clip_factor < 0.9

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import _verl_cost_model as cost_model
+from benchmarks._verl_cost_model import ModelShape, Workload
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
-from gradtrace.integrations.verl import cost_model
-from gradtrace.integrations.verl.cost_model import ModelShape, Workload
 from tests.training import small
 
 SHAPE = ModelShape(
@@ -73,5 +73,5 @@ def test_the_table_in_the_docs_is_what_the_formulas_give() -> None:
     page = Path(__file__).parents[3] / "docs" / "scaling.md"
     for line in cost_model.table().splitlines():
         assert line in page.read_text(), (
-            f"docs/scaling.md lacks {line!r}: python -m gradtrace.integrations.verl.cost_model"
+            f"docs/scaling.md lacks {line!r}: python -m benchmarks._verl_cost_model"
         )

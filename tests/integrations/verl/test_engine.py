@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import ActorConfig, AlgorithmConfig, InfluenceTraceConfig, OptimConfig
-from gradtrace.instruments.influence_columns import influence_columns
-from gradtrace.instruments.influence_trace import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.config import AlgorithmConfig, InfluenceTraceConfig, OptimConfig
+from gradtrace.instruments.influence.columns import influence_columns
+from gradtrace.instruments.influence.instrument import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.observer import OptimizerStep
+from gradtrace.policy.loss import PolicyLoss, fill_statistics
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.optimizer import Optimizer
+from gradtrace.policy.policy import load_policy
 from gradtrace.training.instruments import tracer_config
-from gradtrace.training.microbatch import MicroBatches
-from gradtrace.training.observer import OptimizerStep
-from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import load_policy
-from gradtrace.training.update import PolicyUpdate, fill_statistics
+from gradtrace.training.update import PolicyUpdate
 from tests.integrations.verl import cases, harness, probe_reference, tracin_ranks
 from tests.integrations.verl.tracin_checks import (  # noqa: F401  (tests of TracIn selection, on the same ranks)
     test_scores_add_up_to_the_product_of_the_gradients,
@@ -82,7 +83,7 @@ def embedded(folder: Path, case: cases.Case) -> dict[str, np.ndarray]:
     settings = OptimConfig(lr=harness.LEARNING_RATE, betas=[0.9, 0.999], grad_clip=0.0)
     optimizer = Optimizer(policy.trainable(), settings, 10)
     optimizer.begin_step(1)
-    update = PolicyUpdate(policy, optimizer, ActorConfig(), algorithm, 16)
+    update = PolicyUpdate(PolicyLoss(policy, algorithm, 16), optimizer)
     observer = Kept(policy, tracer_config(knobs), InfluenceSettings(on_error="raise"), writer=None)  # type: ignore[arg-type]
     observer.before_update(batch, 1)
     plan = torch.tensor(cases.PLAN)
@@ -176,7 +177,7 @@ def test_a_checkpoint_of_two_workers_opens_on_one(folder: Path) -> None:
 def test_a_checkpoint_becomes_a_plain_transformers_folder(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from gradtrace.integrations.verl.checkpoints import export_policy
+    from gradtrace.integrations.verl.launch.checkpoints import export_policy
 
     policy = export_policy(folder)
     model = AutoModelForCausalLM.from_pretrained(policy)

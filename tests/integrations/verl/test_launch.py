@@ -10,9 +10,9 @@ import pytest
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl import launch
-from gradtrace.integrations.verl.status import Status
-from gradtrace.integrations.verl.translate import Translation
+from gradtrace.integrations.verl.driver.status import Status
+from gradtrace.integrations.verl.launch import job as launch
+from gradtrace.integrations.verl.launch.translate import Translation
 from gradtrace.training.terminal import SilentDisplay
 
 DEATH = Status(4, "update", "actor rank 1", "ActorDiedError", {"actor rank 1": 42})

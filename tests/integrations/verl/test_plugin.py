@@ -15,7 +15,7 @@ import torch
 from gradtrace.algorithms import AdvantageInputs, LossInputs, advantage, aggregate, policy_loss
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.translate import translate
+from gradtrace.integrations.verl.launch.translate import translate
 from tests.integrations.verl import harness
 
 pytestmark = [pytest.mark.slow, harness.needs_verl]
@@ -49,8 +49,8 @@ def test_everything_is_registered(verl: Any) -> None:
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    from gradtrace.integrations.verl.engine import TracedFSDPEngine
-    from gradtrace.integrations.verl.trainer import GradtraceTrainer
+    from gradtrace.integrations.verl.driver.trainer import GradtraceTrainer
+    from gradtrace.integrations.verl.rank.engine import TracedFSDPEngine
 
     engines = EngineRegistry._engines["language_model"]["fsdp2"]
     assert engines["cpu"] is engines["cuda", "nvidia"] is engines["cuda", "gradtrace"] is TracedFSDPEngine
@@ -87,7 +87,7 @@ def test_a_misspelt_option_is_answered_with_the_nearest(verl: Any) -> None:
 
 
 def test_fsdp1_is_refused_before_workers_start(verl: Any) -> None:
-    from gradtrace.integrations.verl.trainer import GradtraceTrainer
+    from gradtrace.integrations.verl.driver.trainer import GradtraceTrainer
 
     with pytest.raises(GradtraceError, match="strategy=fsdp2"):
         GradtraceTrainer(verl_config("verl.actor_rollout_ref.actor.strategy=fsdp"))
@@ -116,7 +116,7 @@ def columns(seed: int = 0) -> dict[str, torch.Tensor]:
 def test_losses_and_their_gradients_are_ours(verl: Any, name: str) -> None:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    from gradtrace.integrations.verl import losses
+    from gradtrace.integrations.verl.rank import losses
 
     found = columns()
     theirs = found["log_probs"].clone().requires_grad_()
@@ -171,7 +171,7 @@ def test_advantages_are_ours(verl: Any, name: str) -> None:
 
 def test_a_loss_with_a_trace_on_verls_own_engine_is_an_error(verl: Any) -> None:
     from gradtrace.config import InfluenceTraceConfig
-    from gradtrace.integrations.verl.losses import GradtraceLoss
+    from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 
     loss = GradtraceLoss(harness.actor_config(), influence=InfluenceTraceConfig(enable=True))
     with pytest.raises(GradtraceError, match="Workers must load the plugin"):
@@ -185,7 +185,7 @@ def test_a_loss_with_a_trace_on_verls_own_engine_is_an_error(verl: Any) -> None:
 def test_selection_weighs_tokens_as_verls_aggregation_does(verl: Any, mode: str) -> None:
     from verl.trainer.ppo.core_algos import agg_loss
 
-    from gradtrace.integrations.verl.tracin import aggregation_weights
+    from gradtrace.integrations.verl.driver.tracin import aggregation_weights
 
     batch = harness.rollout()
     values, mask = torch.rand(batch.responses.shape), batch.response_mask
@@ -195,7 +195,7 @@ def test_selection_weighs_tokens_as_verls_aggregation_does(verl: Any, mode: str)
 
 
 def test_every_response_is_scored_on_one_rank_and_ranks_have_equally_many(verl: Any) -> None:
-    from gradtrace.integrations.verl.tracin import shares
+    from gradtrace.integrations.verl.driver.tracin import shares
 
     batch = harness.rollout(groups=3, n=5)
     weights = torch.rand(batch.responses.shape)
@@ -272,8 +272,8 @@ def test_the_command_of_a_job_of_ones_own_is_understood(verl: Any, tmp_path: Pat
     from hydra import compose, initialize_config_dir
 
     from gradtrace.integrations.verl import cpu
+    from gradtrace.integrations.verl.launch.translate import hydra_value
     from gradtrace.integrations.verl.options import read_options
-    from gradtrace.integrations.verl.translate import hydra_value
 
     on_cpu = [f"{key}={hydra_value(value)}" for key, value in cpu.settings(2).items()]
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
@@ -297,7 +297,7 @@ def test_the_command_of_a_job_of_ones_own_is_understood(verl: Any, tmp_path: Pat
 def test_what_the_probe_cannot_do_is_refused_before_a_worker_starts(
     verl: Any, overrides: list[str], reason: str
 ) -> None:
-    from gradtrace.integrations.verl.probe_sampling import check_probe_job
+    from gradtrace.integrations.verl.driver.probe_sampling import check_probe_job
 
     check_probe_job(verl_config("trainer.entropy_probe.every=5"))
     with pytest.raises(GradtraceError, match=reason):

@@ -11,8 +11,8 @@ import torch
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder, without_prompts
 from gradtrace.integrations.verl.probe_parts import ProbePart, write_probe_part
-from gradtrace.integrations.verl.probe_record import ProbeRecorder, without_prompts
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.schema import ENTROPY_PROBE
 from gradtrace.trace.writer import TraceWriter

@@ -9,9 +9,9 @@ import pytest
 
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import no_truth
+from gradtrace.integrations.verl.driver.recorder import Recorder
+from gradtrace.integrations.verl.driver.status import Status, describe, read_status
 from gradtrace.integrations.verl.options import VerlOptions, read_options
-from gradtrace.integrations.verl.recorder import Recorder
-from gradtrace.integrations.verl.status import Status, describe, read_status
 
 
 def recorder(run_dir: Path) -> Recorder:

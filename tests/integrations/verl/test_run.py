@@ -15,7 +15,7 @@ import pytest
 
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
-from gradtrace.integrations.verl.status import read_status
+from gradtrace.integrations.verl.driver.status import read_status
 from gradtrace.trace.schema import ProbeBatch, TracinReason
 from gradtrace.training.terminal import SilentDisplay
 from tests.integrations.verl import harness
@@ -82,7 +82,7 @@ class Result:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    from gradtrace.integrations.verl.launch import train
+    from gradtrace.integrations.verl.launch.job import train
 
     folder = tmp_path_factory.mktemp("verl")
     (folder / "ones.py").write_text(REWARD)

@@ -10,8 +10,8 @@ import yaml
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config, recipes
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.launch import show
-from gradtrace.integrations.verl.translate import (
+from gradtrace.integrations.verl.launch.job import show
+from gradtrace.integrations.verl.launch.translate import (
     REFUSED,
     Translation,
     hydra_value,

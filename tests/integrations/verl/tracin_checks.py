@@ -11,10 +11,10 @@ import torch
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, ModelConfig
-from gradtrace.instruments.tracin_columns import TracinStep
-from gradtrace.instruments.tracin_instrument import TracinInstrument
-from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import load_policy
+from gradtrace.instruments.tracin.columns import TracinStep
+from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.policy.optimizer import Optimizer
+from gradtrace.policy.policy import load_policy
 from tests.integrations.verl import tracin_ranks
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
-from gradtrace.instruments.tracin_validation import ValidationSet
+from gradtrace.instruments.tracin.validation import ValidationSet
 from tests.integrations.verl import harness
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def run(folder: Path) -> None:
 def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
     """The gradient of a mini-batch: as it is, and when it is said to have twice as many responses, as one that a
     selection has filled up."""
-    from gradtrace.integrations.verl.losses import GradtraceLoss
+    from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 
     rank, world = dist.get_rank(), dist.get_world_size()
     batch = torch.load(folder / "tracin_train.pt", weights_only=False)
@@ -120,8 +120,8 @@ def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    from gradtrace.integrations.verl.tracin import VerlTracin
-    from gradtrace.integrations.verl.tracin_rank import RankAnswer, RankRequest, RankScorer
+    from gradtrace.integrations.verl.driver.tracin import VerlTracin
+    from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, RankScorer
 
     rank, world = dist.get_rank(), dist.get_world_size()
     batch, validation = (

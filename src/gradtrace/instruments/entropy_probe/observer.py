@@ -26,13 +26,13 @@ from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_met
 from gradtrace.instruments.entropy_probe.estimates import Measured, Tokens, covariance_change
 from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch
 from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Shares
+from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.metrics import GENERATED, Timer
+from gradtrace.policy.optimizer import Optimizer
+from gradtrace.policy.policy import Policy
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.metrics import GENERATED, Timer
-from gradtrace.training.observer import Backward, OptimizerStep, StepObserver
-from gradtrace.training.optimizer import Optimizer
-from gradtrace.training.policy import Policy
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from gradtrace.algorithms import Denominator, token_weights
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.training.microbatch import MicroBatch, MicroBatches
-from gradtrace.training.policy import Policy
-from gradtrace.training.update import PolicyUpdate
+from gradtrace.policy.loss import PolicyLoss
+from gradtrace.policy.microbatch import MicroBatch, MicroBatches
+from gradtrace.policy.policy import Policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +112,15 @@ def evaluation_batch(policy: Policy, batch: RolloutBatch, token_budget: int = 16
     return TokenBatch(batch.response_lengths, batch.group, _passes(batch, token_budget, one))
 
 
-def update_batch(update: PolicyUpdate, batch: RolloutBatch, token_budget: int = 16384) -> TokenBatch:
+def update_batch(loss: PolicyLoss, batch: RolloutBatch, token_budget: int = 16384) -> TokenBatch:
     """U: terms of the configured loss, all rows of `batch` in one optimizer step. Old log-probs must be set."""
     micro_batches = MicroBatches(batch, token_budget)
-    denominator = Denominator.of(batch.response_mask, update.max_response_length)
+    denominator = Denominator.of(batch.response_mask, loss.max_response_length)
 
     def one(micro: MicroBatch) -> Pass:
         def terms() -> Tensor:
-            losses = update.token_losses(batch, micro_batches, micro.rows)
-            weights = token_weights(micro.mask, update.algorithm.aggregation, denominator, losses.dtype)
+            losses = loss.token_losses(batch, micro_batches, micro.rows)
+            weights = token_weights(micro.mask, loss.algorithm.aggregation, denominator, losses.dtype)
             return losses * weights[micro.mask].to(losses.device)
 
         return Pass(micro.rows, terms)

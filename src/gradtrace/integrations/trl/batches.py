@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.training.microbatch import MicroBatch
+from gradtrace.policy.microbatch import MicroBatch
 
 ROW = "gradtrace_row"
 """The column we add to TRL's dictionary: row of each completion in the rollout as it was generated."""
@@ -80,9 +80,8 @@ def left_padded(inputs: dict[str, Tensor]) -> LeftPadded:
     )
 
 
-def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, float]:
-    """float[b, C]: what TRL's loss multiplies each token of this slice by, gradient accumulation included; and the
-    factor that undoes it where it is one number for the whole slice."""
+def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """float[b, C]: what TRL's loss multiplies each token of this slice by, gradient accumulation included."""
     mask = inputs["completion_mask"].cpu()
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     slices, rows = trainer.current_gradient_accumulation_steps, len(mask)
@@ -101,7 +100,7 @@ def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, floa
             tokens = max(1.0, float(inputs["num_items_in_batch"]))
             scale = tokens * slices / trainer.args.steps_per_generation
         weights = torch.full((rows, 1), 1.0 / scale)
-    return torch.where(mask.bool(), weights, 0.0), scale
+    return torch.where(mask.bool(), weights, 0.0)
 
 
 def is_plain_policy_gradient(trainer: Any) -> bool:

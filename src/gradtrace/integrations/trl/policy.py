@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradtrace.integrations.trl.batches import LeftPadded
-from gradtrace.training.microbatch import MicroBatch
-from gradtrace.training.policy import Policy
+from gradtrace.policy.microbatch import MicroBatch
+from gradtrace.policy.policy import Policy
 
 
 @dataclass

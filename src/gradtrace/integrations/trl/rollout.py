@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.observer import OptimizerStep
 from gradtrace.integrations.trl.batches import LeftPadded
 from gradtrace.integrations.trl.policy import TrlPolicy
-from gradtrace.training.microbatch import Sequences
-from gradtrace.training.observer import OptimizerStep
+from gradtrace.policy.microbatch import Sequences
 
 
 @dataclass(eq=False)

@@ -23,8 +23,8 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
-from gradtrace.instruments.tracin_instrument import TracinInstrument
-from gradtrace.instruments.tracin_validation import ValidationSet, ValidationSource
+from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.validation import ValidationSet, ValidationSource
 from gradtrace.integrations.trl.policy import TrlPolicy
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt

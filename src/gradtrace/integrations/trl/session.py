@@ -20,8 +20,9 @@ from torch import Tensor
 from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_trace import EntropyTrace
-from gradtrace.instruments.influence_trace import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
+from gradtrace.instruments.influence.instrument import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, StepObserver
 from gradtrace.integrations.trl.batches import (
     ROW,
     LeftPadded,
@@ -35,14 +36,13 @@ from gradtrace.integrations.trl.rollout import TracedRollout
 from gradtrace.integrations.trl.run_config import METRIC_NAMES, run_config
 from gradtrace.integrations.trl.selection import masked, tracin_instrument
 from gradtrace.integrations.trl.settings import TraceSettings
+from gradtrace.metrics import Timer, batch_metrics
+from gradtrace.policy.loss import fill_statistics
+from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.metrics import Timer, batch_metrics
-from gradtrace.training.microbatch import MicroBatches
-from gradtrace.training.observer import Backward, Observers, OptimizerStep, StepObserver
-from gradtrace.training.update import fill_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -259,13 +259,12 @@ class TraceSession:
             return
         with self._guarded():
             micro = left_padded(inputs)
-            weights, scale = token_weights(self.trainer, inputs)
+            weights = token_weights(self.trainer, inputs)
             rollout.see_slice(micro, weights)
             backward = Backward(
                 rollout.update,
                 micro,
                 weights,
-                scale,
                 rollout.token_losses,
                 optimizer_steps=self.trainer.state.global_step - rollout.began_at,
             )

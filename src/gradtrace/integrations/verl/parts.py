@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtrace.attribution import InfluenceTrace
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.influence_columns import Scored
+from gradtrace.instruments.influence.columns import Scored
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.safe_npz import dump_npz
 from gradtrace.trace.schema import ragged

@@ -17,8 +17,9 @@ def register() -> None:
     stand_in_for_trl_value_head()
     from verl.workers.engine.base import EngineRegistry
 
-    from gradtrace.integrations.verl import losses, trainer  # noqa: F401  (the trainer registers itself)
-    from gradtrace.integrations.verl.engine import TracedFSDPEngine
+    from gradtrace.integrations.verl.driver import trainer  # noqa: F401  (it registers itself)
+    from gradtrace.integrations.verl.rank import losses
+    from gradtrace.integrations.verl.rank.engine import TracedFSDPEngine
 
     losses.register()
     backends = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
@@ -35,8 +36,8 @@ def take_over() -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.workers.engine.base import EngineRegistry
 
-    from gradtrace.integrations.verl.engine import TracedFSDPEngine
-    from gradtrace.integrations.verl.trainer import GradtraceTrainer
+    from gradtrace.integrations.verl.driver.trainer import GradtraceTrainer
+    from gradtrace.integrations.verl.rank.engine import TracedFSDPEngine
 
     backends = EngineRegistry._engines["language_model"]["fsdp2"]
     if ("cuda", "nvidia") not in backends:

@@ -161,7 +161,7 @@ def length_of(preparation: Preparation, tokenizer_path: str) -> tuple[Length, st
     if not tokenizer_path:
         return (lambda example: sum(len(m["content"]) for m in preparation.messages(example))), "characters"
     from gradtrace.tasks.datasets import encode
-    from gradtrace.training.policy import load_tokenizer
+    from gradtrace.tasks.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_path)
     return (lambda example: len(encode(tokenizer, preparation.messages(example)))), "tokens"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.instruments.tracin_diagnosis import certain_share, diagnose
+from gradtrace.instruments.tracin.diagnosis import certain_share, diagnose
 from gradtrace.trace.schema import TracinReason
 
 DROPPED = 0.25

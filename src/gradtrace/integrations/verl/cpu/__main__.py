@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from gradtrace.integrations.verl import cpu
-from gradtrace.integrations.verl.translate import hydra_value
+from gradtrace.integrations.verl.launch.translate import hydra_value
 
 if __name__ == "__main__":
     workers = int(sys.argv[1]) if len(sys.argv) > 1 else 1

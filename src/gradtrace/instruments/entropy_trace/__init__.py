@@ -1,0 +1,1 @@
+"""Entropy trace: entropy and log-prob of every token of a rollout."""

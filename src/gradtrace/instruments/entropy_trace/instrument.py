@@ -1,0 +1,50 @@
+"""Entropy trace: entropy and log-prob of every token of a rollout batch, at the weights that sampled it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.trace.writer import TraceWriter
+
+
+class EntropyTrace(StepObserver):
+    """Writes every `write_every` steps; asks the loop for entropies in those steps only."""
+
+    def __init__(
+        self, writer: TraceWriter, write_every: int, meta: dict[str, Any], truth: Truth = no_truth
+    ) -> None:
+        self.writer = writer
+        self.write_every = write_every
+        self.meta = meta
+        self.truth = truth
+
+    def start(self, last_step: int) -> None:
+        self.writer.truncate_after(last_step)
+
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        self.needs_entropies = step % self.write_every == 0
+        return batch
+
+    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        if step % self.write_every == 0:
+            self.writer.write(step, entropy_columns(batch, self.truth), self.meta)
+        return {"entropy_trace/write_errors": float(self.writer.stats.failed)}
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def entropy_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, Any]:
+    assert batch.entropies is not None and batch.old_log_probs is not None
+    rows = torch.arange(len(batch))
+    return {
+        **group_columns(batch, truth),
+        **response_columns(batch, rows, truth),
+        "entropy": token_column(batch.entropies, batch, rows),
+        "log_prob": token_column(batch.old_log_probs, batch, rows),
+    }

@@ -1,0 +1,1 @@
+"""Influence trace: which tokens pushed towards the accepted answers."""

@@ -1,0 +1,145 @@
+"""Where instruments hook into a training step. The loop knows this interface and no instrument."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.metrics import GENERATED
+from gradtrace.policy.microbatch import MicroBatch
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerStep:
+    """Which update of a training step is being made."""
+
+    step: int
+    """Training step, from 1."""
+    epoch: int
+    """Pass over the rollout, from 0."""
+    mini_batch: int
+    """Within the epoch, from 0."""
+    number: int
+    """Optimizer steps already taken on this rollout: 0 means that the weights are those that sampled it."""
+    rows: Tensor
+    """long[r]: rows of the `RolloutBatch` in this mini-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """One forward/backward pass of an update."""
+
+    update: OptimizerStep
+    micro: MicroBatch
+    token_weights: Tensor
+    """float[r, T]: what aggregation multiplied each token's loss by. Dividing a response's gradient by its weight
+    undoes the normaliser (a response has one weight for all its tokens in every aggregation)."""
+    token_losses: Callable[[Tensor], Tensor]
+    """Rows of the `RolloutBatch` → their tokens' own terms of the loss at the current weights, before aggregation,
+    one after the other; runs the model."""
+    optimizer_steps: int | None = None
+    """Optimizer steps taken on this rollout before this pass, where a host spreads `update.rows` over several of
+    them; None: `update.number`."""
+
+    @property
+    def number(self) -> int:
+        """Optimizer steps taken on this rollout before this pass: which θ it runs at."""
+        return self.update.number if self.optimizer_steps is None else self.optimizer_steps
+
+
+class StepObserver:
+    """Does nothing; instruments override what they need. Observers may not change weights or gradients."""
+
+    needs_entropies = False
+    """Ask for `RolloutBatch.entropies` of the sampling policy before the update begins."""
+
+    def start(self, last_step: int) -> None:
+        """The run begins (0) or resumes after `last_step`: what was recorded for later steps is void."""
+
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """Rewards and advantages are set. May return the batch with `kept` set: the update uses those responses."""
+        return batch
+
+    def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
+        """Entered before the forward pass of a micro-batch, left after its backward pass."""
+        return nullcontext()
+
+    def around_optimizer_step(self, update: OptimizerStep) -> AbstractContextManager[Any]:
+        """Entered with the (clipped) gradients of a mini-batch in place, left after the weights have moved."""
+        return nullcontext()
+
+    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """All updates of the step are done. Returns metrics; `perf/generated_responses`, if the instrument sampled
+        responses of its own, is added to the rollout's."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """What later steps depend on, for a checkpoint; names begin with the instrument's own."""
+        return {}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """`state` of a checkpoint, everybody's; comes before `start`."""
+
+    def close(self) -> None:
+        """The run ends, for whatever reason."""
+
+
+class Observers(StepObserver):
+    """Several as one."""
+
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        self.observers = list(observers)
+
+    @property
+    def needs_entropies(self) -> bool:  # type: ignore[override]
+        return any(observer.needs_entropies for observer in self.observers)
+
+    def start(self, last_step: int) -> None:
+        for observer in self.observers:
+            observer.start(last_step)
+
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        for observer in self.observers:
+            batch = observer.before_update(batch, step)
+        return batch
+
+    @contextlib.contextmanager
+    def around_backward(self, backward: Backward) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.around_backward(backward))
+            yield
+
+    @contextlib.contextmanager
+    def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.around_optimizer_step(update))
+            yield
+
+    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for observer in self.observers:
+            own = observer.after_update(batch, step)
+            generated = metrics.get(GENERATED, 0.0) + own.get(GENERATED, 0.0)
+            metrics.update(own)
+            if generated:
+                metrics[GENERATED] = generated
+        return metrics
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor for observer in self.observers for name, tensor in observer.state().items()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for observer in self.observers:
+            observer.load_state(tensors)
+
+    def close(self) -> None:
+        for observer in self.observers:
+            observer.close()

@@ -1,0 +1,186 @@
+"""What a step of TracIn selection leaves behind: metrics, and the columns of its trace file."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import TracinConfig
+from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns
+from gradtrace.instruments.tracin.diagnosis import certain_share
+from gradtrace.instruments.tracin.rules import Selected
+from gradtrace.instruments.tracin.selector import SIGN, UNIT
+from gradtrace.metrics import GENERATED
+from gradtrace.trace.schema import TracinReason
+
+LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.(\w+)")
+
+
+@dataclass(eq=False)
+class TracinStep:
+    """Everything about one training step's selection."""
+
+    validation: RolloutBatch
+    validation_step: int
+    generated: int
+    """Validation responses sampled in this step."""
+    overlap: int
+    """Validation prompts left out because the training batch has them."""
+    scores: Tensor
+    """float64[R]."""
+    selected: Selected = None  # type: ignore[assignment]  # set once the scores are there
+    val_loss: float = 0.0
+    val_norm: float = 0.0
+    val_norms: dict[str, float] = field(default_factory=dict)
+    train_norm: float | None = None
+    direction_norm: float = 0.0
+    """Of the preconditioned validation gradient; measured together with train_norm and cosine."""
+    cosine: float = 0.0
+    """Of the whole batch's gradient and the validation gradient."""
+    low: Tensor | None = None
+    high: Tensor | None = None
+    diagnosis: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def meta(self) -> dict[str, Any]:
+        about = {
+            "diagnosis": self.diagnosis,
+            "val_loss": self.val_loss,
+            "val_norm": self.val_norm,
+            "val_norms": self.val_norms,
+            "validation_step": self.validation_step,
+            "fallback": self.selected.fallback,
+            "note": self.selected.note,
+        }
+        if self.train_norm is None:
+            return about
+        measured = ("train_norm", "direction_norm", "cosine")
+        return about | {name: getattr(self, name) for name in measured}
+
+
+def describe(settings: TracinConfig, method: str) -> dict[str, Any]:
+    """The meaning of the scores, for the file and the viewer."""
+    return {
+        "selection": settings.selection,
+        "val_strategy": settings.val_strategy,
+        "method": method,
+        "parameters": settings.parameters,
+        "preconditioner": settings.preconditioner,
+        "sign": SIGN,
+        "unit": UNIT,
+    }
+
+
+def layer_norms(gradient: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norm of a gradient by layer group: embedding, layer_0_attention, layer_0_mlp …, head, other."""
+    squares: dict[str, float] = defaultdict(float)
+    for name, part in gradient.items():
+        squares[layer_group(name)] += float(part.double().square().sum())
+    return {group: value**0.5 for group, value in squares.items()}
+
+
+def layer_group(name: str) -> str:
+    found = LAYER.search(name)
+    if found:
+        kind = (
+            "attention"
+            if "attn" in found[2] or "attention" in found[2]
+            else "mlp"
+            if "mlp" in found[2]
+            else "norm"
+        )
+        return f"layer_{found[1]}_{kind}"
+    if "embed" in name or "wte" in name or "wpe" in name:
+        return "embedding"
+    return "head" if "lm_head" in name else "other"
+
+
+def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
+    scores, kept = result.scores, result.selected.kept
+    finite = scores[torch.isfinite(scores)]
+    count = max(1, len(scores))
+    values: dict[str, float] = {
+        "positive_ratio": float((finite > 0).sum()) / count,
+        "negative_ratio": float((finite < 0).sum()) / count,
+        "zero_ratio": float((finite == 0).sum()) / count,
+        "positive": float((finite > 0).sum()),
+        "negative": float((finite < 0).sum()),
+        "zero": float((finite == 0).sum()),
+        "non_finite": float(len(scores) - len(finite)),
+        "min_ip": float(finite.min()) if len(finite) else 0.0,
+        "max_ip": float(finite.max()) if len(finite) else 0.0,
+        "mean_ip": float(finite.mean()) if len(finite) else 0.0,
+        "std_ip": float(finite.std(correction=0)) if len(finite) else 0.0,
+        "selected": float(kept.sum()),
+        "selected_ratio": float(kept.sum()) / count,
+        "fallback": float(result.selected.fallback),
+        "no_signal": float(result.val_norm == 0 or not bool((finite != 0).any())),
+        "val_loss": result.val_loss,
+        "val_grad_norm": result.val_norm,
+        "val_prompts": float(len(result.validation.prompts)),
+        "val_overlap": float(result.overlap),
+        "val_generated": float(result.generated),
+    }
+    values |= {f"val_grad_norm/{group}": value for group, value in result.val_norms.items()}
+    if len(result.validation):
+        values["val_reward"] = float(result.validation.rewards.mean())  # type: ignore[union-attr]
+    if result.train_norm is not None and result.low is not None and result.high is not None:
+        values["train_grad_norm"] = result.train_norm
+        values["cosine"] = result.cosine
+        values["certain_share"] = certain_share(scores.numpy(), result.low.numpy(), result.high.numpy())
+        values["warnings"] = float(len(result.diagnosis))
+    if batch.flipped is not None:
+        for label, flipped in (("flipped", batch.flipped), ("unflipped", ~batch.flipped)):
+            if bool(flipped.any()):
+                values[f"dropped_of_{label}"] = float((~kept & flipped).sum() / flipped.sum())
+    metrics = {f"tracin/{name}": value for name, value in values.items()}
+    metrics[GENERATED] = float(result.generated)  # the loop adds it to its own
+    return metrics | {f"timing_s/{name}": value for name, value in result.seconds.items()}
+
+
+def tracin_columns(batch: RolloutBatch, result: TracinStep, truth: Truth = no_truth) -> dict[str, Any]:
+    """The training responses with their scores, then the validation responses, in groups of their own."""
+    train, validation = (_bare(part) for part in (batch, result.validation))
+    both = RolloutBatch.concat([part for part in (train, validation) if len(part)])
+    count, extra = len(train), len(validation)
+    nothing = np.full(extra, np.nan)
+    columns = {
+        **group_columns(both, truth),
+        **response_columns(both, torch.arange(len(both)), truth),
+        "row": np.concatenate([np.arange(count), np.full(extra, -1)]),
+        "score": np.concatenate([result.scores.numpy(), nothing]),
+        "kept": np.concatenate([result.selected.kept.numpy(), np.zeros(extra, bool)]),
+        "reason": np.concatenate(
+            [result.selected.reason.numpy(), np.full(extra, int(TracinReason.VALIDATION))]
+        ).astype(np.uint8),
+        "weight": np.concatenate([result.selected.weight.numpy(), np.zeros(extra)]),
+    }
+    if result.low is not None and result.high is not None:
+        columns["score_low"] = np.concatenate([result.low.numpy(), nothing])
+        columns["score_high"] = np.concatenate([result.high.numpy(), nothing])
+    if batch.flipped is not None:
+        columns["flipped"] = np.concatenate([batch.flipped.numpy(), np.zeros(extra, bool)])
+    return columns
+
+
+def _bare(batch: RolloutBatch) -> RolloutBatch:
+    """Only the columns that training and validation responses have in common."""
+    return RolloutBatch(
+        prompts=batch.prompts,
+        items=batch.items,
+        group=batch.group,
+        responses=batch.responses,
+        response_mask=batch.response_mask,
+        finished=batch.finished,
+        sampler_log_probs=batch.sampler_log_probs,
+        rewards=batch.rewards,
+        advantages=batch.advantages,
+    )

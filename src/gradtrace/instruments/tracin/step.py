@@ -1,0 +1,171 @@
+"""A step of TracIn selection, whoever computes the scores: when to score, what to keep, log and store.
+
+`TracinInstrument` computes them in this process; engine=verl on the ranks that hold the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import TracinConfig
+from gradtrace.instruments.columns import Truth, no_truth
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.tracin.columns import TracinStep, describe, tracin_columns, tracin_metrics
+from gradtrace.instruments.tracin.diagnosis import bootstrap_interval, diagnose
+from gradtrace.instruments.tracin.losses import has_signal
+from gradtrace.instruments.tracin.rules import RuleOptions, Selected, select
+from gradtrace.instruments.tracin.validation import ValidationSource, without_prompts
+from gradtrace.trace.writer import TraceWriter
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_PARTS = 8
+"""Parts of the validation set that the bootstrap of a diagnosis draws from."""
+
+
+class TracinSelection(StepObserver):
+    def __init__(
+        self,
+        settings: TracinConfig,
+        method: str,
+        source: ValidationSource,
+        writer: TraceWriter | None,
+        meta: dict[str, Any] | None = None,
+        truth: Truth = no_truth,
+        report: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """`writer`: None stores nothing."""
+        self.settings = settings
+        self.source = source
+        self.writer = writer
+        self.truth = truth
+        self.report = report
+        self.meta = (meta or {}) | describe(settings, method)
+        self.rule = RuleOptions(
+            settings.min_positive_ratio,
+            settings.fallback_fraction,
+            settings.top_fraction,
+            settings.drop_share,
+            settings.soft_temperature,
+        )
+        self._said: set[str] = set()
+        self._step: TracinStep | None = None
+
+    def start(self, last_step: int) -> None:
+        if self.writer is not None:
+            self.writer.truncate_after(last_step)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    # ------------------------------------------------------------ what a host must know
+
+    def _scores(self, batch: RolloutBatch, val_batch: RolloutBatch, result: TracinStep) -> Tensor:
+        """float64[R], at the current weights. Fills in what `result` says about the validation gradient."""
+        raise NotImplementedError
+
+    def _scores_in_parts(
+        self, batch: RolloutBatch, val_batch: RolloutBatch, parts: list[Tensor], result: TracinStep
+    ) -> Tensor:
+        """float64[K, R]: the share of each part of the validation set, given by its rows; they add up to the scores.
+        Also measures the training gradient."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ the step
+
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        begin = time.perf_counter()
+        validation, generated = self.source.at(step)
+        sampled = time.perf_counter()
+        val_batch, overlap = without_prompts(validation.batch, batch.prompts)
+        every = self.settings.diagnose_every
+        result = TracinStep(
+            validation=val_batch,
+            validation_step=validation.step,
+            generated=generated,
+            overlap=overlap,
+            scores=torch.zeros(len(batch), dtype=torch.float64),
+        )
+        if overlap:
+            self._say_once(
+                "overlap",
+                f"step {step}: {overlap} validation prompts are in the training batch too and were left out: a "
+                "response must not be scored against its own prompt. (Shown once; tracin/val_overlap counts them.)",
+            )
+        if not has_signal(val_batch):
+            self._say(step, "the validation set has no prompt whose responses differ in reward")
+        elif not has_signal(batch):
+            self._say(step, "no response of the training batch has an advantage")
+        elif every and (step % every == 0 or step == 1):
+            self._score_and_diagnose(batch, val_batch, result, step)
+        else:
+            result.scores = self._scores(batch, val_batch, result)
+        result.selected = self._select(result, step)
+        result.seconds = {"tracin": time.perf_counter() - begin, "tracin_gen": sampled - begin}
+        self._step = result
+        return self._apply(batch, result.selected)
+
+    def _select(self, result: TracinStep, step: int) -> Selected:
+        """Overridden by baselines that choose otherwise."""
+        selected = select(result.scores, self.settings.selection, self.rule)
+        if selected.fallback:
+            self._say_once("fallback", f"step {step}: {selected.note}. (Shown once; tracin/fallback counts.)")
+        return selected
+
+    def _apply(self, batch: RolloutBatch, selected: Selected) -> RolloutBatch:
+        if self.settings.selection == "soft":
+            assert batch.advantages is not None
+            batch = batch.replace(advantages=batch.advantages * selected.weight[:, None])
+        return batch.replace(kept=selected.kept)
+
+    def _score_and_diagnose(
+        self, batch: RolloutBatch, val_batch: RolloutBatch, result: TracinStep, step: int
+    ) -> None:
+        """Scores as a sum over parts of the validation set, and from their spread an interval of each."""
+        groups = torch.arange(len(val_batch.prompts)).chunk(VALIDATION_PARTS)
+        rows = [torch.isin(val_batch.group, part).nonzero().squeeze(-1) for part in groups]
+        parts = self._scores_in_parts(batch, val_batch, rows, result)
+        result.scores = parts.sum(0)
+        low, high = bootstrap_interval(parts.nan_to_num().numpy(), step)
+        result.low, result.high = torch.from_numpy(low), torch.from_numpy(high)
+        result.diagnosis = diagnose(
+            result.scores.numpy(),
+            result.direction_norm,
+            result.train_norm,
+            low,
+            high,
+            len(val_batch.prompts),
+            result.cosine,
+        )
+        for sentence in result.diagnosis:
+            self._say_once(sentence.split(":")[0].lstrip("0123456789 "), f"step {step}: {sentence}")
+
+    # ------------------------------------------------------------ what the user sees
+
+    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        result, self._step = self._step, None
+        assert result is not None
+        metrics = tracin_metrics(result, batch)
+        if self.writer is not None:
+            if step % self.settings.write_every == 0:
+                self.writer.write(step, tracin_columns(batch, result, self.truth), self.meta | result.meta())
+            metrics["tracin/write_errors"] = float(self.writer.stats.failed)
+        return metrics
+
+    def _say(self, step: int, why: str) -> None:
+        self._say_once(
+            why, f"step {step} keeps every response: {why}. (Shown once; tracin/no_signal counts.)"
+        )
+
+    def _say_once(self, key: str, line: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            self.report(f"tracin: {line}")

@@ -1,0 +1,216 @@
+"""The validation set of TracIn selection: which prompts, when they are sampled anew, and its objective.
+
+Everything follows from the seed and the step, so that a resumed run draws what the straight run would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtrace.algorithms import AdvantageInputs, AdvantageOutputs, Algorithm, advantage
+from gradtrace.algorithms.contrast import constant_groups
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import Config, TracinConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.policy.rollouts import add_advantages, judge, keep_groups, rollout
+from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.tasks.base import Prompt, Task
+from gradtrace.tasks.datasets import PromptReader
+from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.tasks.sources import read_source
+
+POOL_BATCHES = 32
+"""Validation batches without a repetition, where the task has that many prompts."""
+SEED_STRIDE = 7_368_787
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationSet:
+    batch: RolloutBatch
+    """With true rewards and advantages."""
+    pool_index: Tensor
+    """long[G]: its prompts in the pool."""
+    step: int
+    """The training step that sampled it."""
+
+
+def validation_pool(config: Config, task: Task, report: Callable[[str], None]) -> list[Prompt]:
+    """Prompts that are never trained on: the user's files, or validation prompts that `trainer.validation` does not
+    report on, so that reported accuracy stays held out from selection too."""
+    settings, reported = config.trainer.tracin, config.trainer.validation
+    if settings.val_files:
+        return read_prompts(list(settings.val_files), "trainer.tracin.val_files", config, task)
+    skipped = reported.prompts if reported.every else 0
+    pool = task.validation_prompts(skipped + POOL_BATCHES * settings.val_batch_size)[skipped:]
+    if not pool:
+        raise GradtraceError(
+            "trainer.tracin.enable=true needs validation prompts, and none are left: the task has no more than the "
+            f"{skipped} that trainer.validation.prompts={reported.prompts} reports on. Raise data.validation_fraction, "
+            "lower trainer.validation.prompts, or name files of your own: trainer.tracin.val_files=[FILE]."
+        )
+    if len(pool) < settings.val_batch_size:
+        report(
+            f"tracin: only {len(pool)} validation prompts, fewer than trainer.tracin.val_batch_size="
+            f"{settings.val_batch_size}: all of them are used every time."
+        )
+    return pool
+
+
+def read_prompts(files: list[str], key: str, config: Config, task: Task) -> list[Prompt]:
+    """Prompts of the task from files; an empty file is an error."""
+    if not isinstance(task, ArithmeticTask):
+        return PromptReader(config.data, task.tokenizer).read(files, key)
+    prompts = []
+    for file in files:
+        for number, row in enumerate(read_source(file, key)):
+            prompt = task.parse(str(row.get("prompt", "")))
+            if prompt is None:
+                raise GradtraceError(
+                    f"{key}: {file}, row {number} is no chain of the arithmetic task: {row}. Write "
+                    '{"prompt": "3+7*4-2+9="}.'
+                )
+            prompts.append(prompt)
+    if not prompts:
+        raise GradtraceError(f"{key}={files}: no rows, so there is no validation set.")
+    return prompts
+
+
+def validation_advantage(config: Config) -> Algorithm[AdvantageInputs, AdvantageOutputs]:
+    """The run's estimator, where it needs rewards alone; else (a critic's, say) the group-relative one."""
+    algorithm = config.algorithm
+    own = advantage(algorithm.advantage, **algorithm.advantage_options)
+    return advantage("grpo") if own.needs else own
+
+
+class ValidationSource:
+    def __init__(
+        self,
+        settings: TracinConfig,
+        pool: list[Prompt],
+        task: Task,
+        reward: RewardFunction,
+        sampler: Sampler,
+        params: SamplingParams,
+        estimator: Algorithm[AdvantageInputs, AdvantageOutputs],
+        seed: int,
+    ) -> None:
+        self.settings = settings
+        self.pool = pool
+        self.task = task
+        self.reward = reward
+        self.sampler = sampler
+        self.params = params
+        self.estimator = estimator
+        self.seed = seed
+        self._current: ValidationSet | None = None
+
+    def at(self, step: int) -> tuple[ValidationSet, int]:
+        """The set of this training step, and how many responses were sampled for it now."""
+        generated = 0
+        if self.is_due(step):
+            self._current, generated = self._sample(step)
+        assert self._current is not None
+        return self._current, generated
+
+    def is_due(self, step: int) -> bool:
+        """This step needs fresh rollouts."""
+        every = self.settings.val_refresh_every
+        return self._current is None or self._current.step < step - (step - 1) % every
+
+    def _sample(self, step: int) -> tuple[ValidationSet, int]:
+        candidates, generator = self.draw(step)
+        prompts = [self.pool[index] for index in candidates.tolist()]
+        batch = judge(rollout(self.sampler, prompts, self.params, generator), self.task, self.reward)
+        return self.chosen(batch, candidates, step), len(batch)
+
+    def draw(self, step: int) -> tuple[Tensor, torch.Generator]:
+        """long: the prompts of the pool to sample in this step, and random numbers to sample them with."""
+        settings = self.settings
+        generator = torch.Generator().manual_seed(SEED_STRIDE * (self.seed + 1) + step)
+        factor = 1 if settings.val_strategy == "random" else settings.val_candidates
+        count = factor * settings.val_batch_size
+        return torch.randperm(len(self.pool), generator=generator)[:count], generator
+
+    def chosen(self, batch: RolloutBatch, candidates: Tensor, step: int) -> ValidationSet:
+        """The set that `val_strategy` makes of judged responses to `candidates`, one group for each."""
+        groups = choose_groups(batch, self.settings.val_strategy, self.settings.val_batch_size)
+        batch = add_advantages(keep_groups(batch, groups), self.estimator)
+        return ValidationSet(batch, candidates[groups], step)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self) -> dict[str, Tensor]:
+        """What a later step of the same refresh interval needs; nothing where every step samples anew."""
+        if self.settings.val_refresh_every == 1 or self._current is None:
+            return {}
+        batch = self._current.batch
+        assert batch.rewards is not None
+        return {
+            "step": torch.tensor(self._current.step),
+            "pool_index": self._current.pool_index,
+            "group": batch.group,
+            "responses": batch.responses.contiguous(),
+            "response_mask": batch.response_mask.contiguous(),
+            "finished": batch.finished,
+            "sampler_log_probs": batch.sampler_log_probs.contiguous(),
+            "rewards": batch.rewards,
+        }
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        if not tensors:
+            return
+        columns = dict(tensors)
+        step, pool_index = int(columns.pop("step")), columns.pop("pool_index")
+        if len(pool_index) and int(pool_index.max()) >= len(self.pool):
+            raise GradtraceError(
+                "The checkpoint's TracIn validation set names prompts that are not there any more: were "
+                "trainer.tracin.val_files or the validation data changed?"
+            )
+        prompts = [self.pool[index] for index in pool_index.tolist()]
+        batch = RolloutBatch(
+            prompts=[prompt.ids for prompt in prompts],
+            items=[prompt.item for prompt in prompts],
+            group=columns.pop("group"),
+            responses=columns.pop("responses"),
+            response_mask=columns.pop("response_mask"),
+            finished=columns.pop("finished"),
+            sampler_log_probs=columns.pop("sampler_log_probs"),
+            rewards=columns.pop("rewards"),
+        )
+        self._current = ValidationSet(add_advantages(batch, self.estimator), pool_index, step)
+
+
+def choose_groups(batch: RolloutBatch, strategy: str, count: int) -> Tensor:
+    """long[≤ count], ascending: the groups that make the validation set.
+
+    Groups whose rewards differ come first: those with one constant reward have no gradient. Among them
+    `lowest_reward` and `highest_reward` go by the group's mean reward, `balanced` takes the groups nearest to the
+    middle of all rewards seen, where good and bad responses are equally many; `random` takes them as they come.
+    """
+    assert batch.rewards is not None
+    groups = len(batch.prompts)
+    if strategy == "random":
+        return torch.arange(min(count, groups))
+    means = torch.zeros(groups).index_add(0, batch.group, batch.rewards) / torch.bincount(batch.group)
+    middle = (batch.rewards.min() + batch.rewards.max()) / 2
+    key = {"lowest_reward": means, "highest_reward": -means, "balanced": (means - middle).abs()}[strategy]
+    constant = torch.zeros(groups, dtype=torch.bool)
+    constant[batch.group[constant_groups(batch.rewards, batch.group)]] = True
+    order = torch.argsort(key, stable=True)
+    order = torch.cat([order[~constant[order]], order[constant[order]]])
+    return order[:count].sort().values
+
+
+def without_prompts(batch: RolloutBatch, prompts: list[list[int]]) -> tuple[RolloutBatch, int]:
+    """The set without the groups whose prompt is in `prompts`, and how many those were: a response must not be
+    scored against its own prompt."""
+    trained = {tuple(prompt) for prompt in prompts}
+    overlapping = torch.tensor([tuple(prompt) in trained for prompt in batch.prompts])
+    if not bool(overlapping.any()):
+        return batch, 0
+    return keep_groups(batch, (~overlapping).nonzero().squeeze(-1)), int(overlapping.sum())

@@ -1,0 +1,123 @@
+"""The entropy probe's file and metrics, made by the driver from the parts of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import EntropyProbeConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta, probe_metrics
+from gradtrace.instruments.entropy_probe.estimates import covariance_change, measured_change
+from gradtrace.integrations.verl.probe_parts import ProbeInputs, join_probe_parts, joined
+from gradtrace.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from gradtrace.integrations.verl.driver.probe_sampling import EvaluationSampler
+
+
+class ProbeRecorder:
+    """The driver's side of a probe: `sample` after the rollout, `inputs` before the update, `record` after it."""
+
+    sampler: EvaluationSampler
+    """Set when the replicas are there."""
+
+    def __init__(
+        self,
+        settings: EntropyProbeConfig,
+        writer: TraceWriter,
+        parts_dir: Path,
+        ranks: int,
+        meta: dict[str, Any],
+        report: Callable[[str], None],
+    ) -> None:
+        self.settings = settings
+        self.writer = writer
+        self.parts_dir = parts_dir
+        self.ranks = ranks
+        self.meta = meta
+        self.report = report
+        self.errors = 0
+        self.evaluation: RolloutBatch | None = None
+        parts_dir.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        """Parts of a step that was not finished are void."""
+        for part in self.parts_dir.glob("step_*.npz"):
+            part.unlink()
+
+    def sample(self, step: int) -> None:
+        self.evaluation = None
+        if step % self.settings.every == 0:
+            try:
+                self.evaluation = self.sampler.sample(step)
+            except Exception as error:  # whatever a rollout engine says; a dead one is the watch's business
+                self._failed(step, f"E could not be sampled: {type(error).__name__}: {error}")
+
+    def inputs(self, update: RolloutBatch, step: int) -> ProbeInputs | None:
+        """For the ranks: E without the prompts of this rollout. None if this step is not probed."""
+        if self.evaluation is None:
+            return None
+        self.evaluation = without_prompts(self.evaluation, update.prompts)
+        if len(self.evaluation.prompts) < 2:
+            self.evaluation = None
+            self._failed(
+                step, "all held-out prompts (data.val_files) are in the rollout as well, or had no answer"
+            )
+            return None
+        lengths = self.evaluation.response_lengths.tolist()
+        responses = [ids[:n] for ids, n in zip(self.evaluation.responses.tolist(), lengths, strict=True)]
+        prompts = [self.evaluation.prompts[group] for group in self.evaluation.group.tolist()]
+        return ProbeInputs(step, prompts, responses, str(self.parts_dir))
+
+    def _failed(self, step: int, why: str) -> None:
+        self.errors += 1
+        message = f"entropy probe: step {step} is not probed: {why}"
+        if self.settings.on_error == "raise":
+            raise GradtraceError(message)
+        self.report(message)
+
+    def record(self, batch: RolloutBatch, rows: Tensor, step: int) -> dict[str, float]:
+        """After the update. `rows`: long[r], U, ascending. Returns metrics."""
+        if step % self.settings.every:
+            return {}
+        evaluation, self.evaluation = self.evaluation, None
+        if evaluation is None:
+            return {"entropy_probe/errors": float(self.errors)}
+        part = join_probe_parts(self.parts_dir, step, self.ranks)
+        if part.failure:
+            self._failed(step, part.failure)
+            return {"entropy_probe/errors": float(self.errors)}
+        prediction, after, shares = joined(part, evaluation, rows)
+        measured = measured_change(
+            prediction.base, after, prediction.d_log_probs, prediction.d_entropies, 1.0
+        )
+        chosen = batch.response_mask[rows]
+        covariance = covariance_change(
+            batch.old_log_probs[rows][chosen],  # type: ignore[index]
+            batch.advantages[rows][chosen],  # type: ignore[index]
+            part.rate,
+        )
+        columns = probe_columns(batch, rows, shares, evaluation, prediction, after)
+        meta = probe_meta(prediction, measured, shares, covariance) | {"learning_rate": part.rate}
+        self.writer.write(step, columns, self.meta | meta)
+        return {
+            "entropy_probe/errors": float(self.errors),
+            **probe_metrics(prediction, measured, shares),
+            "entropy_probe/write_errors": float(self.writer.stats.failed),
+            "timing_s/entropy_probe": part.seconds,
+        }
+
+
+def without_prompts(batch: RolloutBatch, prompts: list[list[int]]) -> RolloutBatch:
+    """Only the sequences that have tokens and whose prompt is not among `prompts`; groups are numbered anew."""
+    others = {tuple(prompt) for prompt in prompts}
+    apart = torch.tensor([tuple(prompt) not in others for prompt in batch.prompts])
+    kept = batch.select(apart[batch.group] & (batch.response_lengths > 0))
+    groups, place = kept.group.unique(return_inverse=True)
+    return kept.replace(prompts=[batch.prompts[group] for group in groups.tolist()], group=place)

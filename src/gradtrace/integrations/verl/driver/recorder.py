@@ -1,0 +1,202 @@
+"""The files of a run on verl, written by the driver: traces of all ranks joined, metrics, and the run's state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import Truth
+from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
+from gradtrace.instruments.influence.columns import describe, influence_columns
+from gradtrace.instruments.influence.instrument import group_status
+from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
+from gradtrace.integrations.verl.labels import StepLabels
+from gradtrace.integrations.verl.options import VerlOptions
+from gradtrace.integrations.verl.parts import join_parts
+from gradtrace.trace.atomic import atomic_write
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.trace.token_text import TokenBytes
+from gradtrace.trace.writer import TraceWriter
+from gradtrace.training.instruments import open_writer, tracer_config
+
+PENDING = "pending_metrics.json"
+
+
+class Recorder:
+    def __init__(
+        self,
+        options: VerlOptions,
+        tokenizer: Any,
+        ranks: int,
+        temperature: float,
+        truth: Truth,
+        report: Callable[[str], None],
+    ) -> None:
+        self.options = options
+        self.files = RunFiles(options.run_dir)
+        self.ranks = ranks
+        self.truth = truth
+        self.report = report
+        meta = {"task": options.task, "temperature": temperature}
+        self.entropy: EntropyTrace | None = None
+        if options.entropy_trace.enable:
+            writer = open_writer(self.files, ENTROPY_TRACE, options.entropy_trace, report)
+            self.entropy = EntropyTrace(writer, options.entropy_trace.write_every, meta, truth)
+        self.more_writers: list[TraceWriter] = []
+        """Of instruments that write by themselves."""
+        self.influence_writer = None
+        if options.influence_trace.enable:
+            self.influence_config = tracer_config(options.influence_trace)
+            self.influence_writer = open_writer(self.files, INFLUENCE_TRACE, options.influence_trace, report)
+            self.influence_meta = meta | describe(self.influence_config)
+            self.parts_dir.mkdir(parents=True, exist_ok=True)
+        self.probe: ProbeRecorder | None = None
+        if options.entropy_probe.every:
+            writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
+            folder = Path(options.run_dir).absolute() / ENTROPY_PROBE / "parts"
+            self.probe = ProbeRecorder(options.entropy_probe, writer, folder, ranks, meta, report)
+        if self.entropy or self.influence_writer or self.probe:
+            self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
+
+    @property
+    def parts_dir(self) -> Path:
+        return Path(self.options.run_dir).absolute() / INFLUENCE_TRACE / "parts"
+
+    def start(self, last_step: int) -> None:
+        """The run begins, or goes on from the checkpoint of `last_step`: what is later is void."""
+        self.files.truncate_after(last_step)
+        self._recover_metrics(last_step)
+        for writer in self._writers():
+            writer.truncate_after(last_step)
+        if self.probe is not None:
+            self.probe.start()
+        if self.influence_writer is not None:
+            for part in self.parts_dir.glob("step_*.npz"):
+                part.unlink()
+
+    def _writers(self) -> list[Any]:
+        probe = self.probe and self.probe.writer
+        writers = (self.entropy and self.entropy.writer, self.influence_writer, probe)
+        return [*(writer for writer in writers if writer is not None), *self.more_writers]
+
+    def close(self) -> None:
+        for writer in self._writers():
+            writer.close()
+
+    # ------------------------------------------------------------ a step
+
+    def labels(self, batch: RolloutBatch, step: int, mini_batch: Tensor, whole: Tensor) -> StepLabels | None:
+        """For the ranks; None if this step has no influence trace."""
+        knobs = self.options.influence_trace
+        if not knobs.enable or step % knobs.write_every:
+            return None
+        self.status = group_status(batch, knobs.max_prompts_per_step)
+        split = torch.zeros(len(self.status), dtype=torch.bool)
+        split[batch.group[~whole]] = True
+        if bool(split.any()):
+            self.report(
+                f"influence trace: {int(split.sum())} groups of step {step} have no scores: verl's batch has holes or "
+                "padding, so that they do not lie in one mini-batch"
+            )
+            self.status[split & (self.status == int(GroupStatus.SCORED))] = int(GroupStatus.NOT_CAPTURED)
+        selected = self.status[batch.group] == int(GroupStatus.SCORED)
+        return StepLabels.of(batch, step, selected, mini_batch)
+
+    def record(self, batch: RolloutBatch, step: int, labels: StepLabels | None) -> dict[str, float]:
+        """After the update: one file per trace, from what the driver has and the ranks' parts. Returns metrics."""
+        metrics: dict[str, float] = {}
+        if self.entropy is not None:
+            metrics |= self.entropy.after_update(batch, step)
+        if labels is not None:
+            metrics |= self._record_influence(batch, step, labels)
+        return metrics
+
+    def _record_influence(self, batch: RolloutBatch, step: int, labels: StepLabels) -> dict[str, float]:
+        assert self.influence_writer is not None
+        rows = [labels.rows(number) for number in range(labels.last_mini_batch + 1)]
+        metrics = dict.fromkeys(
+            (
+                f"influence_trace/{name}"
+                for name in ("selected_responses", "selected_prompts", "rows_emitted")
+            ),
+            0.0,
+        )
+        constant = int((self.status == int(GroupStatus.CONSTANT_REWARD)).sum())
+        metrics["influence_trace/uid_total"] = float(len(self.status))
+        metrics["influence_trace/uid_constant"] = float(constant)
+        metrics["influence_trace/uid_mixed"] = float(len(self.status) - constant)
+        if not any(len(part) for part in rows):
+            self._write(
+                step, *influence_columns(batch, [], self.status, self.influence_config, 0, self.truth)
+            )
+            return metrics
+        joined = join_parts(self.parts_dir, step, list(range(self.ranks)), rows)
+        if joined.failures:
+            message = f"influence trace: step {step} is not traced: {next(iter(joined.failures.values()))}"
+            if self.options.influence_trace.on_error == "raise":
+                raise GradtraceError(message)
+            self.report(message)
+            return metrics | {"influence_trace/debug_errors": 1.0}
+        knobs = self.options.influence_trace
+        columns, meta = influence_columns(
+            batch, joined.scored, self.status, self.influence_config, knobs.pairwise_max_mb, self.truth
+        )
+        self._write(step, columns, meta)
+        scored_groups = set(columns["group"].tolist())
+        kept = {
+            name: value
+            for name, value in joined.metrics.items()
+            if "/uid_" not in name and "/selected_" not in name
+        }
+        metrics |= kept
+        metrics["influence_trace/selected_responses"] = float(len(columns["group"]))
+        metrics["influence_trace/selected_prompts"] = float(len(scored_groups))
+        metrics["influence_trace/rows_emitted"] = float(columns["captured"].sum())
+        metrics["influence_trace/debug_errors"] = 0.0
+        metrics["influence_trace/debug_write_errors"] = float(self.influence_writer.stats.failed)
+        return metrics
+
+    def _write(self, step: int, columns: dict[str, Any], meta: dict[str, Any]) -> None:
+        assert self.influence_writer is not None
+        self.influence_writer.write(step, columns, self.influence_meta | meta)
+
+    # ------------------------------------------------------------ metrics
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        self.files.log(step, numbers(metrics))
+
+    def before_checkpoint(self, step: int, metrics: dict[str, Any]) -> None:
+        """verl saves a step before it logs it. Should the run die in between, it goes on after this step, whose
+        traces and metrics must then exist."""
+        for writer in self._writers():
+            writer.flush()
+        line = json.dumps({"step": step, **numbers(metrics)})
+        atomic_write(Path(self.options.run_dir) / PENDING, line.encode(), fsync=True)
+
+    def _recover_metrics(self, last_step: int) -> None:
+        path = Path(self.options.run_dir) / PENDING
+        if not path.is_file():
+            return
+        pending = json.loads(path.read_text())
+        if pending["step"] != last_step:
+            return
+        lines = (Path(self.options.run_dir) / "metrics.jsonl").read_text().splitlines()
+        if not any(json.loads(line)["step"] == last_step for line in lines):
+            self.files.log(pending.pop("step"), pending)
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """What is a number: verl mixes in tables and strings."""
+    found = {}
+    for name, value in metrics.items():
+        if isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0:
+            found[name] = float(value)
+    return found

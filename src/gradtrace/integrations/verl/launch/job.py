@@ -1,0 +1,192 @@
+"""`gradtrace train engine=verl`: prepares a run, starts verl's `main_ppo`, and starts it again when a worker dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradtrace.config import Config
+from gradtrace.config_loader import to_yaml
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin.validation import validation_pool
+from gradtrace.integrations.verl.driver.status import clear_status, describe, read_status
+from gradtrace.integrations.verl.launch.checkpoints import export_policy, latest_step
+from gradtrace.integrations.verl.launch.data import write_prompts
+from gradtrace.integrations.verl.launch.translate import TRACIN_PROMPTS, Translation, translate
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.parts import build_task
+from gradtrace.training.run import Outcome, new_run_dir, reward_curve
+from gradtrace.training.terminal import Display, SilentDisplay
+
+LOG = "verl.log"
+POLL_SECONDS = 0.3
+LOG_LINES = 15
+"""Of verl's output, shown when it could not even start."""
+
+
+def train(config: Config, display: Display | None = None) -> Outcome:
+    """Make a run, or continue the one that `config.resume` names."""
+    display = display or SilentDisplay()
+    check_installed()
+    run_dir = (Path(config.resume) if config.resume else new_run_dir(config)).absolute()
+    if config.resume and latest_step(run_dir) is None:
+        raise GradtraceError(f"resume={run_dir}: it has no complete checkpoint to continue from.")
+    translation = prepare(config, run_dir, display)
+    display.begin(latest_step(run_dir) or 0, config.trainer.total_steps)
+    finished = run_with_restarts(config, translation, run_dir, display)
+    rewards = reward_curve(run_dir)
+    reached = rewards[-1][0] if rewards else 0
+    if finished:
+        export_policy(run_dir)
+    summary = {"steps": reached, "finished": finished, "final_reward": rewards[-1][1] if rewards else None}
+    RunFiles(run_dir).write_summary(summary)
+    display.end(run_dir, rewards, finished)
+    return Outcome(run_dir, reached, finished)
+
+
+def show(config: Config) -> str:
+    """For `--cfg`: our configuration as it resolves, and what verl will be told."""
+    run_dir = Path(config.trainer.runs_dir) / (config.trainer.name or Path(config.recipe).stem)
+    model = config.model.path or "(made by the task's warm start)"
+    translation = translate(config, run_dir.absolute(), model, uses_cpu(config))
+    return f"{to_yaml(config)}# What verl is told:\n{translation.to_yaml()}"
+
+
+def check_installed() -> None:
+    if importlib.util.find_spec("verl") is None:
+        raise GradtraceError(
+            "engine=verl needs verl: pip install -c constraints.txt 'gradtrace[verl]' (see docs/verl.md)."
+        )
+
+
+def uses_cpu(config: Config) -> bool:
+    import torch
+
+    if config.model.device == "cuda" or config.cluster.ray_address:
+        return config.model.device == "cpu"  # the machines of a cluster are not this one
+    return config.model.device == "cpu" or not torch.cuda.is_available()
+
+
+def prepare(config: Config, run_dir: Path, display: Display) -> Translation:
+    """The run's files before its first step: configuration, data, translation."""
+    # Before the task, whose warm start may take a while: what verl cannot do is said at once.
+    translate(config, run_dir, "", uses_cpu(config))
+    model, task = build_task(config, display.warm_start)
+    files = RunFiles(run_dir)
+    files.write_config(to_yaml(dataclasses.replace(config, resume="")))
+    # By itself: beside a model's config.json transformers loads the tokenizer class of that model's family.
+    task.tokenizer.save_pretrained(run_dir / "tokenizer")
+    if not config.resume:
+        rollouts = 2 if config.algorithm.dynamic_sampling.enable else 1  # verl begins again when they run out
+        count = rollouts * config.trainer.total_steps * config.data.train_batch_size
+        write_prompts(run_dir / "data" / "train.parquet", task.next_prompts(count), task)
+        trainer = config.trainer
+        held_out = max(
+            trainer.validation.prompts, trainer.entropy_probe.prompts if trainer.entropy_probe.every else 0
+        )
+        validation = task.validation_prompts(held_out) or task.next_prompts(1)
+        write_prompts(run_dir / "data" / "validation.parquet", validation, task)
+    pool = run_dir / TRACIN_PROMPTS
+    if config.trainer.tracin.enable and not pool.is_file():
+        write_prompts(pool, validation_pool(config, task, display.message), task)
+    path = Path(model)
+    translation = translate(
+        config, run_dir, str(path.absolute()) if path.exists() else str(model), uses_cpu(config)
+    )
+    (run_dir / "verl_config.yaml").write_text(translation.to_yaml())
+    return translation
+
+
+def run_with_restarts(config: Config, translation: Translation, run_dir: Path, display: Display) -> bool:
+    """True when all steps are made; False if the user stopped it."""
+    failures = 0
+    while True:
+        clear_status(run_dir)
+        try:
+            code = run_once(translation, run_dir, display)
+        except KeyboardInterrupt:
+            display.message(f"Stopped. Continue with: gradtrace train resume={run_dir}")
+            return False
+        if code == 0:
+            return True
+        status = read_status(run_dir)
+        happened = describe(status)
+        failures += 1
+        if not status.workers and not status.dead_worker:
+            raise GradtraceError(f"verl could not start; the end of {run_dir / LOG}:\n{tail(run_dir / LOG)}")
+        if failures > config.cluster.max_failures:
+            raise GradtraceError(
+                f"{happened}. That was failure {failures}, and cluster.max_failures={config.cluster.max_failures}. "
+                f"See {run_dir / LOG}; continue with: gradtrace train resume={run_dir}"
+            )
+        step = latest_step(run_dir)
+        where = f"the checkpoint of step {step}" if step else "the start: there is no complete checkpoint yet"
+        message = f"{happened}. Restart {failures} of at most {config.cluster.max_failures}, from {where}."
+        display.message(message)
+        with (run_dir / LOG).open("a") as log:
+            log.write(f"gradtrace: {message}\n")
+
+
+def run_once(translation: Translation, run_dir: Path, display: Display) -> int:
+    """verl's exit code. Steps are shown as they come into metrics.jsonl."""
+    command = [
+        *(sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"),
+        *translation.overrides(),
+        *(f"hydra.run.dir={run_dir / 'hydra'}", "hydra.output_subdir=null"),
+    ]
+    shown = StepLines(run_dir / "metrics.jsonl", display.step)
+    shown.skip()
+    with (run_dir / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **translation.environment}
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                shown.show()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    shown.show()
+    return process.returncode
+
+
+class StepLines:
+    """New lines of metrics.jsonl."""
+
+    def __init__(self, path: Path, show: Callable[[int, dict[str, Any]], None]) -> None:
+        self.path = path
+        self.display = show
+        self.last = 0
+
+    def skip(self) -> None:
+        """What is there already was shown in an earlier life of this run."""
+        for record in self._records():
+            self.last = max(self.last, record["step"])
+
+    def show(self) -> None:
+        for record in self._records():
+            if record["step"] > self.last and "critic/rewards/mean" in record:
+                self.last = record["step"]
+                self.display(self.last, record)
+
+    def _records(self) -> list[dict[str, Any]]:
+        if not self.path.is_file():
+            return []
+        data = self.path.read_bytes()
+        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return "\n".join(lines[-LOG_LINES:])

@@ -1,0 +1,388 @@
+"""Our configuration → verl's. Every option of ours is mapped, or refused with the reason when it is set."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gradtrace.algorithms import advantage, policy_loss
+from gradtrace.config import Config
+from gradtrace.config_loader import schema_keys
+from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl import cpu
+from gradtrace.integrations.verl.launch.data import TEMPLATE
+from gradtrace.integrations.verl.rank.process_group import VARIABLE as TIMEOUT_VARIABLE
+from gradtrace.integrations.verl.refusals import check_selection_settings
+from gradtrace.training.parts import needs_reference
+
+PACKAGE = "gradtrace.integrations.verl"
+TRACIN_PROMPTS = "data/tracin_validation.parquet"
+"""In the run: the prompts that TracIn selection draws its validation set from."""
+AGGREGATION = {
+    "token_mean": "token-mean",
+    "sequence_mean": "seq-mean-token-mean",
+    "fixed_length": "seq-mean-token-sum-norm",
+}
+# Set by the launcher itself, or about the terminal of the embedded loop only.
+LAUNCHER = (
+    "recipe",
+    "engine",
+    "resume",
+    "task.",
+    "data.",
+    "reward.",
+    "cluster.",
+    "verl",
+    "trainer.samples_every",
+)
+LAUNCHER_TRAINER = ("trainer.runs_dir", "trainer.name", "trainer.cpu_threads", "trainer.traces")
+NOT_NEEDED = {
+    "rollout.max_batch_tokens": "bounds the memory of the embedded sampler; a rollout engine bounds its own",
+    "trainer.samples_every": "the table in the embedded loop's terminal; the viewer shows responses of either",
+}
+REFUSED = {
+    "model.lora.dropout": "verl has no dropout on its FSDP adapters",
+    "algorithm.dynamic_sampling.max_batches": "verl's sampler goes on until the batch is full",
+    "actor.old_log_probs": "verl recomputes them; for its own bypass see verl.algorithm.rollout_correction.*",
+    "actor.packing": "choose with verl.actor_rollout_ref.model.use_remove_padding=true|false",
+    "actor.share_prompts": "verl's engine has no such layout",
+    "actor.optim.schedule_steps": "verl's schedules end with trainer.total_steps",
+    "trainer.validation.pass_k": "verl reports mean@n and best@k itself",
+    "trainer.validation.success_threshold": "verl reports mean@n and best@k itself",
+    "reference.path": "verl's reference is the starting policy",
+    "reward.flip_probability": "label noise is a study of the embedded loop",
+}
+REFUSED_SECTIONS = {
+    "critic.": "advantage=gae is refused on verl, and nothing else has a critic; see verl.critic.*",
+}
+
+
+@dataclass(frozen=True)
+class Translation:
+    settings: dict[str, Any]
+    """verl's keys → values; a + in front where verl's own configuration lacks the key."""
+    environment: dict[str, str]
+    """For the driver and, through Ray, for every worker."""
+    not_needed: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Settings of ours that have no meaning there, and why."""
+
+    def overrides(self) -> list[str]:
+        """As words of verl's command line."""
+        return [f"{key}={hydra_value(value)}" for key, value in self.settings.items()]
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(
+            {"environment": self.environment, "verl": self.settings, "not needed": self.not_needed},
+            sort_keys=False,
+            allow_unicode=True,
+        )
+
+
+def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Translation:
+    """`model`: the folder to start from. Data files are those that the launcher writes into `run_dir`."""
+    refuse(config)
+    workers = config.cluster.num_workers
+    check_sizes(config)
+    settings: dict[str, Any] = {
+        **trainer_settings(config, run_dir),
+        **data_settings(config, run_dir),
+        **model_settings(config, run_dir, model, on_cpu),
+        **actor_settings(config),
+        **rollout_settings(config),
+        **algorithm_settings(config),
+        **gradtrace_settings(config, run_dir),
+    }
+    environment = {"VERL_USE_EXTERNAL_MODULES": PACKAGE}
+    if config.cluster.pg_timeout_seconds:
+        environment[TIMEOUT_VARIABLE] = f"{config.cluster.pg_timeout_seconds:g}"
+    if on_cpu:
+        settings = cpu.settings(workers * config.cluster.nodes) | settings
+        environment |= cpu.ENVIRONMENT | {"OMP_NUM_THREADS": str(config.trainer.cpu_threads or 1)}
+    else:
+        settings["actor_rollout_ref.rollout.name"] = config.cluster.rollout
+        settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = config.cluster.tensor_parallel
+    if config.cluster.ray_address:
+        settings["+ray_kwargs.ray_init.address"] = config.cluster.ray_address
+        for claimed in ("ray_kwargs.ray_init.num_cpus", "+ray_kwargs.ray_init.num_gpus"):
+            settings.pop(claimed, None)  # an existing cluster has what it has
+    for name, value in environment.items():
+        settings[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = value
+    default = Config()
+    not_needed = {
+        key: why for key, why in NOT_NEEDED.items() if value_at(config, key) != value_at(default, key)
+    }
+    return Translation(pass_through(settings, config.verl), environment, not_needed)
+
+
+# ---------------------------------------------------------------- what cannot be carried over
+
+
+def refuse(config: Config) -> None:
+    default = Config()
+    for key in leaves():
+        value, usual = value_at(config, key), value_at(default, key)
+        reason = REFUSED.get(key) or next(
+            (why for section, why in REFUSED_SECTIONS.items() if key.startswith(section)), ""
+        )
+        if key == "algorithm.dynamic_sampling.max_batches" and not config.algorithm.dynamic_sampling.enable:
+            continue
+        if value == usual or not (reason or not is_known(key)):
+            continue
+        raise GradtraceError(
+            f"{key}={value} cannot be carried over to engine=verl: {reason or 'it is not known there'}."
+        )
+    estimator = advantage(config.algorithm.advantage, **config.algorithm.advantage_options)
+    if estimator.needs:
+        raise GradtraceError(
+            f"algorithm.advantage={config.algorithm.advantage} needs {', '.join(sorted(estimator.needs))}, which our "
+            "estimators do not get on verl; its own are there: verl.algorithm.adv_estimator=gae (and verl.critic.*)."
+        )
+    if config.trainer.tracin.enable:
+        check_selection_settings(config.trainer.tracin, config.rollout.n)
+    if config.actor.optim.schedule == "linear":
+        raise GradtraceError("actor.optim.schedule=linear: verl has constant and cosine only.")
+
+
+def check_sizes(config: Config) -> None:
+    """verl cuts batches into equal parts; say so before a cluster has started."""
+    workers = config.cluster.num_workers * config.cluster.nodes
+    prompts, mini = config.data.train_batch_size, mini_batch_size(config)
+    if prompts % mini:
+        raise GradtraceError(
+            f"data.train_batch_size={prompts} is no multiple of actor.mini_batch_size={mini}: verl would fill the last "
+            "mini-batch with padding."
+        )
+    if mini * config.rollout.n % workers:
+        raise GradtraceError(
+            f"actor.mini_batch_size={mini} × rollout.n={config.rollout.n} = {mini * config.rollout.n} responses cannot "
+            f"be dealt evenly to {workers} workers (cluster.num_workers × cluster.nodes)."
+        )
+
+
+def leaves() -> Iterator[str]:
+    keys = list(schema_keys())
+    return (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
+
+
+def is_known(key: str) -> bool:
+    """A section that the functions below map whole, or that is the launcher's own."""
+    mapped = (
+        "model.",
+        "rollout.",
+        "algorithm.",
+        "actor.",
+        "trainer.entropy_trace.",
+        "trainer.influence_trace.",
+        "trainer.entropy_probe.",
+        "trainer.tracin.",
+    )
+    trainer = ("total_steps", "seed", "logger", "checkpoint.every", "checkpoint.keep_last", "validation.")
+    return key.startswith((*mapped, *LAUNCHER, *LAUNCHER_TRAINER, *(f"trainer.{name}" for name in trainer)))
+
+
+def value_at(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# ---------------------------------------------------------------- section by section
+
+
+def mini_batch_size(config: Config) -> int:
+    return config.actor.mini_batch_size or config.data.train_batch_size
+
+
+def trainer_settings(config: Config, run_dir: Path) -> dict[str, Any]:
+    trainer = config.trainer
+    return {
+        "trainer.v1.trainer_mode": "sync",
+        "trainer.nnodes": config.cluster.nodes,
+        "trainer.n_gpus_per_node": config.cluster.num_workers,
+        "trainer.project_name": "gradtrace",
+        "trainer.experiment_name": run_dir.name,
+        "trainer.default_local_dir": str(run_dir / "checkpoints"),
+        "trainer.resume_mode": "auto",
+        "trainer.total_training_steps": trainer.total_steps,
+        "trainer.total_epochs": 1_000_000,
+        "trainer.save_freq": trainer.checkpoint.every or trainer.total_steps,
+        "trainer.max_actor_ckpt_to_keep": trainer.checkpoint.keep_last or None,
+        "trainer.test_freq": trainer.validation.every or -1,
+        "trainer.val_before_train": bool(trainer.validation.every and trainer.validation.before_training),
+        "trainer.logger": ["console", *trainer.logger],
+    }
+
+
+def data_settings(config: Config, run_dir: Path) -> dict[str, Any]:
+    return {
+        "data.train_files": str(run_dir / "data" / "train.parquet"),
+        "data.val_files": str(run_dir / "data" / "validation.parquet"),
+        "data.val_max_samples": config.trainer.validation.prompts,  # the entropy probe may have more
+        "data.shuffle": False,  # the file has the order of the embedded loop
+        "data.seed": config.trainer.seed,
+        "data.train_batch_size": config.data.train_batch_size,
+        "data.max_prompt_length": config.data.max_prompt_length,
+        "data.max_response_length": config.rollout.max_new_tokens,
+        "reward.custom_reward_function.path": str(Path(__file__).with_name("reward.py")),
+        "reward.custom_reward_function.name": "compute_score",
+        "+reward.custom_reward_function.reward_kwargs.config": str(run_dir / "config.yaml"),
+    }
+
+
+def model_settings(config: Config, run_dir: Path, model: str, on_cpu: bool) -> dict[str, Any]:
+    # Flash attention computes in half precision only, and the entropy probe in float32.
+    attention = "sdpa" if on_cpu or config.trainer.entropy_probe.every else "flash_attention_2"
+    if config.model.attention != "auto":
+        attention = config.model.attention
+    settings: dict[str, Any] = {
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.tokenizer_path": str(run_dir / "tokenizer"),
+        "actor_rollout_ref.model.custom_chat_template": TEMPLATE,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": config.model.gradient_checkpointing,
+        "+actor_rollout_ref.model.override_config.attn_implementation": attention,
+    }
+    if config.model.lora.rank:
+        targets = config.model.lora.target_modules
+        settings |= {
+            "actor_rollout_ref.model.lora_rank": config.model.lora.rank,
+            "actor_rollout_ref.model.lora_alpha": int(config.model.lora.alpha),
+            "actor_rollout_ref.model.target_modules": targets[0] if targets == ["all-linear"] else targets,
+            "actor_rollout_ref.model.lora.merge": True,  # any rollout engine can then take the weights
+        }
+    return settings
+
+
+def actor_settings(config: Config) -> dict[str, Any]:
+    actor, algorithm, optim = config.actor, config.algorithm, config.actor.optim
+    loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
+    prefix = "actor_rollout_ref.actor"
+    settings: dict[str, Any] = {
+        f"{prefix}.strategy": "fsdp2",
+        f"{prefix}.policy_loss.loss_mode": f"gradtrace_{algorithm.policy_loss}",
+        f"{prefix}.calculate_entropy": "entropies" in loss.needs or algorithm.entropy_coef != 0,
+        f"{prefix}.loss_agg_mode": AGGREGATION[algorithm.aggregation],
+        f"{prefix}.entropy_coeff": algorithm.entropy_coef,
+        f"{prefix}.use_kl_loss": needs_reference(config),
+        f"{prefix}.kl_loss_coef": algorithm.kl_coef,
+        f"{prefix}.kl_loss_type": algorithm.kl_estimator,
+        f"{prefix}.ppo_mini_batch_size": mini_batch_size(config),
+        f"{prefix}.ppo_epochs": actor.epochs,
+        f"{prefix}.shuffle": actor.shuffle,
+        f"{prefix}.data_loader_seed": config.trainer.seed,
+        f"{prefix}.use_dynamic_bsz": True,
+        f"{prefix}.ppo_max_token_len_per_gpu": max(
+            actor.token_budget, config.data.max_prompt_length + config.rollout.max_new_tokens
+        ),
+        f"{prefix}.optim.lr": optim.lr,
+        f"{prefix}.optim.betas": list(optim.betas),
+        f"{prefix}.optim.weight_decay": optim.weight_decay,
+        f"{prefix}.optim.lr_warmup_steps": optim.warmup_steps,
+        f"{prefix}.optim.lr_scheduler_type": optim.schedule,
+        f"{prefix}.optim.min_lr_ratio": optim.min_lr_ratio,
+        f"{prefix}.optim.clip_grad": optim.grad_clip or 1e9,
+        f"+{prefix}.optim.override_optimizer_config.eps": optim.eps,
+    }
+    if algorithm.aggregation == "fixed_length":
+        settings[f"{prefix}.loss_scale_factor"] = config.rollout.max_new_tokens
+    return settings
+
+
+def rollout_settings(config: Config) -> dict[str, Any]:
+    rollout, validation = config.rollout, config.trainer.validation
+    prefix = "actor_rollout_ref.rollout"
+    return {
+        f"{prefix}.n": rollout.n,
+        f"{prefix}.temperature": rollout.temperature,
+        f"{prefix}.top_p": rollout.top_p,
+        f"{prefix}.top_k": rollout.top_k or -1,
+        f"{prefix}.seed": config.trainer.seed,
+        f"{prefix}.tensor_model_parallel_size": 1,
+        f"{prefix}.val_kwargs.n": validation.n,
+        f"{prefix}.val_kwargs.temperature": validation.temperature,
+        f"{prefix}.val_kwargs.top_p": validation.top_p,
+        f"{prefix}.val_kwargs.do_sample": validation.temperature > 0,
+    }
+
+
+def algorithm_settings(config: Config) -> dict[str, Any]:
+    algorithm = config.algorithm
+    settings: dict[str, Any] = {
+        "algorithm.adv_estimator": f"gradtrace_{algorithm.advantage}",
+        "algorithm.use_kl_in_reward": False,
+    }
+    if algorithm.dynamic_sampling.enable:
+        settings |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}
+    if algorithm.overlong.enable:
+        prefix = "+reward.reward_kwargs"
+        settings |= {
+            "reward.reward_manager.name": "dapo",
+            f"{prefix}.max_resp_len": config.rollout.max_new_tokens,
+            f"{prefix}.overlong_buffer_cfg.enable": True,
+            f"{prefix}.overlong_buffer_cfg.len": algorithm.overlong.buffer,
+            f"{prefix}.overlong_buffer_cfg.penalty_factor": algorithm.overlong.penalty,
+            f"{prefix}.overlong_buffer_cfg.log": False,
+        }
+    return settings
+
+
+def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Our own section of verl's configuration: what is not at its default."""
+    from gradtrace.integrations.verl.options import VerlOptions
+
+    wanted: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "metrics": True,
+        "task": config.task.name,
+        "policy_loss_options": dict(config.algorithm.policy_loss_options),
+        "advantage_options": dict(config.algorithm.advantage_options),
+    }
+    defaults = dataclasses.asdict(VerlOptions())
+    for name in ("entropy_trace", "influence_trace", "entropy_probe", "tracin"):
+        knobs = dataclasses.asdict(getattr(config.trainer, name))
+        wanted[name] = {key: value for key, value in knobs.items() if value != defaults[name][key]}
+    if config.trainer.tracin.enable:
+        wanted["tracin"]["val_files"] = [str(run_dir / TRACIN_PROMPTS)]
+    return {f"+gradtrace.{name}": value for name, value in wanted.items() if value != {}}
+
+
+def pass_through(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The user's `verl.…=` on top: they win."""
+    merged = dict(settings)
+    for key, value in flat(own):
+        for known in (key, f"+{key}"):
+            if known in merged:
+                merged[known] = value
+                break
+        else:
+            merged[f"++{key}"] = value
+    return merged
+
+
+def flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def hydra_value(value: Any) -> str:
+    """As Hydra's command line reads it back."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{hydra_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(hydra_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)

@@ -1,0 +1,1 @@
+"""What runs on verl's ranks, where the sharded model is."""

@@ -1,0 +1,14 @@
+"""Speed on CPUs: the model's own operations written out where that is faster, with the same results."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gradtrace.policy.cpu.fast_attention import use_fast_rotation
+from gradtrace.policy.cpu.fast_norm import use_fast_norms
+
+
+def accelerate(model: nn.Module) -> None:
+    """Give the model the faster operations that exist for it; on other devices and dtypes they are the usual ones."""
+    use_fast_norms(model)
+    use_fast_rotation(model)

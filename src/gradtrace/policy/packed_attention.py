@@ -1,0 +1,158 @@
+"""Attention over sequences that stand behind one another in a single row without padding.
+
+A mask of S×S positions would make attention the most expensive part; kernels for packed rows exist on GPUs only.
+Here queries, keys and values are laid out as rectangles for the attention alone, so every other layer runs on
+real tokens only, on any device. Optionally sequences share a prefix (one prompt, several responses): its
+positions are computed once, and every response attends to it.
+
+It is an attention function of transformers, in force inside `packed_attention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from transformers import AttentionInterface
+
+from gradtrace.errors import GradtraceError
+from gradtrace.policy.cpu.short_attention import LONGEST, ShortLayout
+from gradtrace.policy.rectangles import Rectangle
+
+NAME = "gradtrace_packed"
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """A packed row: shared prefixes first, if there are any, then the sequences."""
+
+    sequences: Rectangle
+    prefixes: Rectangle | None = None
+    prefix_of: Tensor | None = None
+    """long[R]: the prefix that each sequence continues."""
+
+    @cached_property
+    def is_even(self) -> bool:
+        """As many sequences for each prefix, in order."""
+        assert self.prefixes is not None and self.prefix_of is not None
+        groups, rows = len(self.prefixes.mask), len(self.prefix_of)
+        in_order = torch.arange(rows, device=self.prefix_of.device) // max(1, rows // groups)
+        return rows % groups == 0 and torch.equal(self.prefix_of, in_order)
+
+    @cached_property
+    def short(self) -> ShortLayout | None:
+        """Set where `ShortAttention` is the faster way."""
+        if self.prefixes is None or self.sequences.mask.device.type != "cpu" or not self.is_even:
+            return None
+        return ShortLayout(self.sequences, self.prefixes) if self.sequences.mask.shape[1] <= LONGEST else None
+
+    def hand_out(self, shared: Tensor) -> Tensor:
+        """[G, H, P, D] of the prefixes → [R, H, P, D]: for each sequence that of its prefix."""
+        assert self.prefix_of is not None
+        if self.is_even:  # gradients then add up by a plain sum
+            each = len(self.prefix_of) // len(shared)
+            return shared[:, None].expand(-1, each, -1, -1, -1).flatten(0, 1)
+        return shared.index_select(0, self.prefix_of)
+
+    def to(self, device: torch.device) -> Packing:
+        return Packing(
+            self.sequences.to(device),
+            None if self.prefixes is None else self.prefixes.to(device),
+            None if self.prefix_of is None else self.prefix_of.to(device),
+        )
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The interface of transformers: query [1, H, S, D], key and value [1, K, S, D] → [1, S, H, D]."""
+    assert packing is not None
+    refuse_unknown(options, packing)
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))  # [S, H, D]
+    grouped: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if packing.prefixes is None:
+        q, k, v = (packing.sequences.spread(part) for part in (query, key, value))
+        # Padding is on the right, where causal attention never looks.
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+        return packing.sequences.collect(output)[None], None
+
+    prefixes, sequences = packing.prefixes, packing.sequences
+    sizes = [int(part.mask.sum()) for part in (prefixes, sequences)]
+    heads = [part.split(sizes) for part in (query, key, value)]
+    q, k, v = (prefixes.spread(of_prefixes) for of_prefixes, _ in heads)
+    prefix_output = prefixes.collect(F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped))
+    if sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
+        return prefix_output[None], None
+    own_q, own_k, own_v = (own for _, own in heads)
+    # Any of them may be the only one that moves: adapters on the values alone, say.
+    moves = any(forward_ad.unpack_dual(part).tangent is not None for part in (query, key, value))
+    if packing.short is not None and not moves:
+        output = packing.short.attend(own_q, own_k, own_v, k, v, scaling or query.shape[-1] ** -0.5)
+        return torch.cat([prefix_output, output])[None], None
+    own_q, own_k, own_v = (sequences.spread(part) for part in (own_q, own_k, own_v))
+    own_k, own_v = (
+        torch.cat([packing.hand_out(shared), own], dim=2) for shared, own in ((k, own_k), (v, own_v))
+    )
+    output = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=visible(packing), **grouped)
+    return torch.cat([prefix_output, sequences.collect(output)])[None], None
+
+
+def visible(packing: Packing) -> Tensor:
+    """bool[R or 1, 1, L, P + L]: a token sees its whole prefix and its own sequence up to itself."""
+    assert packing.prefixes is not None and packing.prefix_of is not None
+    prefixes = packing.prefixes.mask
+    length = packing.sequences.mask.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=prefixes.device).tril()
+    seen = prefixes[packing.prefix_of] if packing.prefixes.into is not None else prefixes[:1]  # [R or 1, P]
+    rows = [seen[:, None].expand(-1, length, -1), causal.expand(len(seen), -1, -1)]
+    return torch.cat(rows, dim=-1)[:, None]
+
+
+def refuse_unknown(options: dict[str, Any], packing: Packing) -> None:
+    """Attention variants that this function does not compute must not be computed wrongly."""
+    longest = packing.sequences.mask.shape[1]
+    if packing.prefixes is not None:
+        longest += packing.prefixes.mask.shape[1]
+    window = options.get("sliding_window")
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if window is not None and window < longest:
+        unknown.append("sliding_window")
+    if unknown:
+        raise GradtraceError(
+            f"This model's attention uses {unknown[0]}, which packed rows do not support: set actor.packing=never "
+            "and actor.share_prompts=false."
+        )
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def is_supported(model: Any) -> bool:
+    """The model calls its attention through transformers' interface and hands options down to it."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+@contextlib.contextmanager
+def packed_attention(model: Any) -> Iterator[None]:
+    """Inside, the model attends with `attend`; its forward must be given `packing=`."""
+    config = model.config
+    previous = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = previous

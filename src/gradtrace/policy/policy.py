@@ -1,0 +1,189 @@
+"""The policy being trained: a causal language model, its tokenizer, and log-probs of given responses."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from gradtrace.algorithms.logits import log_probs_and_entropies
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import ModelConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.policy.cpu import accelerate
+from gradtrace.policy.microbatch import MicroBatch
+from gradtrace.policy.packed_attention import packed_attention
+
+
+@dataclass
+class Policy:
+    model: Any
+    """A transformers causal LM, or peft's wrapper around one. Weights are float32."""
+    device: torch.device
+    temperature: float
+    """Log-probs and entropies are those of softmax(logits / temperature), the distribution that is sampled."""
+
+    def statistics(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs of the response tokens and entropies of their distributions, both float32[N], in order."""
+        micro = micro.to(self.device)
+        with self.autocast(), logits_only_at(self.model, micro.logit_positions):
+            output = run_model(self.model, micro)
+        return log_probs_and_entropies(output.logits[0], micro.targets, self.temperature)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """bf16 matrix products on a GPU; float32 on a CPU."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def run_model(model: Any, micro: MicroBatch) -> Any:
+    """The model's forward pass on the inputs of a micro-batch, in whatever layout they are."""
+    if micro.packing is None:
+        return model(input_ids=micro.input_ids, use_cache=False)
+    if micro.packing.prefixes is None and model.config._attn_implementation.startswith("flash"):
+        # Flash attention reads the borders of packed sequences from the position ids itself.
+        return model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+    with packed_attention(model):
+        return model(
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            packing=micro.packing,
+            use_cache=False,
+        )
+
+
+@contextlib.contextmanager
+def logits_only_at(model: Any, flat_positions: Tensor) -> Iterator[None]:
+    """Inside, lm_head sees hidden states [1, N, H] of these flat positions instead of [B, S, H].
+
+    A vocabulary is many times wider than the model, so logits of prompts and padding would be most of the work.
+    The gathering happens before lm_head and not instead of it: what a model does to its logits (scaling,
+    soft caps) still happens.
+    """
+
+    def gather(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = inputs[0]
+        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, flat_positions)[None], *inputs[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(gather)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise GradtraceError(
+            "model.device=cuda, but torch sees no GPU. Use model.device=cpu, or check the driver."
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def load_model(path: str | Path, config: ModelConfig, key: str = "model.path") -> Any:
+    """The causal LM in `path` in float32 on its device, without dropout, in eval mode."""
+    options: dict[str, Any] = {} if config.attention == "auto" else {"attn_implementation": config.attention}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise GradtraceError(f"{key}={path}: the model cannot be loaded. {error}") from error
+    disable_dropout(model)
+    model = nn.Module.to(model, choose_device(config.device)).eval()
+    accelerate(model)
+    return model
+
+
+def load_policy(
+    path: str | Path, config: ModelConfig, temperature: float, checkpoint: Path | None = None
+) -> Policy:
+    """The policy to train: from `path`, or with the weights of a checkpoint's policy folder."""
+    lora = config.lora.rank > 0
+    base = path if lora or checkpoint is None else checkpoint
+    model = load_model(base, config)
+    if lora:
+        model = add_adapters(model, config, checkpoint)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if lora:
+            model.enable_input_require_grads()
+    if config.gradient_checkpointing or config.lora.dropout > 0:
+        model.train()
+    return Policy(model, next(model.parameters()).device, temperature)
+
+
+def add_adapters(model: Any, config: ModelConfig, checkpoint: Path | None) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise GradtraceError("model.lora.rank > 0 needs peft: pip install 'gradtrace[lora]'.") from None
+    if checkpoint is not None:
+        return peft.PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+    targets = config.lora.target_modules
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float works, and is what people write
+        lora_dropout=config.lora.dropout,
+        target_modules=targets[0] if targets == ["all-linear"] else list(targets),
+    )
+    try:
+        return peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise GradtraceError(f"model.lora.target_modules={targets}: {error}") from error
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """The policy that is trained must be the policy that was sampled."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+class Reference:
+    """The frozen policy that a KL term holds the trained one to."""
+
+    def __init__(self, policy: Policy, own: Policy | None) -> None:
+        """`own`: a model of its own; None: the policy with its LoRA adapters switched off."""
+        self.policy = policy
+        self.own = own
+
+    @torch.no_grad()
+    def add_log_probs(self, batch: RolloutBatch, micro_batches: Iterable[MicroBatch]) -> RolloutBatch:
+        ref_log_probs = torch.zeros_like(batch.sampler_log_probs)
+        for micro in micro_batches:
+            ref_log_probs[micro.rows, : micro.mask.shape[1]] = micro.unflatten(self._log_probs(micro).cpu())
+        return batch.replace(ref_log_probs=ref_log_probs)
+
+    def _log_probs(self, micro: MicroBatch) -> Tensor:
+        """float32[N]."""
+        if self.own is not None:
+            return self.own.statistics(micro)[0]
+        with self.policy.model.disable_adapter():
+            return self.policy.statistics(micro)[0]
+
+
+def load_reference(policy: Policy, path: str | Path, config: ModelConfig, own_path: str) -> Reference:
+    """`own_path`: reference.path; empty: where the policy started, `path`."""
+    if config.lora.rank > 0 and not own_path:
+        return Reference(policy, None)
+    model = load_model(own_path or path, config, "reference.path" if own_path else "model.path")
+    model.requires_grad_(False)
+    return Reference(policy, Policy(model, policy.device, policy.temperature))
+
+
+def export_model(model: Any, folder: Path) -> None:
+    """Save as a plain transformers model, LoRA adapters merged into the weights they adapt."""
+    if hasattr(model, "merge_and_unload"):
+        model = copy.deepcopy(model).merge_and_unload()
+    model.save_pretrained(folder)

@@ -1,0 +1,100 @@
+"""What would spoil a probe, found before minutes of sampling are spent. Each failure is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.errors import GradtraceError
+from gradtrace.policy.microbatch import Sequences
+from gradtrace.policy.policy import Policy
+from gradtrace.rollout.sampler import evaluation_mode
+
+
+def check_sampling(temperature: float, top_p: float, top_k: int, where: str) -> None:
+    """The probe's batches come from the full distribution that entropies and log-probs speak of."""
+    if top_p != 1 or top_k != 0:
+        raise GradtraceError(
+            f"{where} has top_p={top_p:g}, top_k={top_k}: tokens that cannot be drawn have no importance weight. "
+            "Use rollout.top_p=1 rollout.top_k=0"
+        )
+    if temperature != 1:
+        raise GradtraceError(
+            f"{where} has temperature={temperature:g}: the entropy of the policy is the one at temperature 1. Use "
+            "rollout.temperature=1"
+        )
+
+
+def check_prompts(evaluation: list[list[int]], update: list[list[int]]) -> None:
+    """An E that shares prompts with U shows what the update does to its own prompts, not what it does."""
+    seen = {tuple(prompt) for prompt in update}
+    common = [index for index, prompt in enumerate(evaluation) if tuple(prompt) in seen]
+    if common:
+        raise GradtraceError(
+            f"E and U overlap: {len(common)} of {len(evaluation)} prompts of E are in U as well, the first is prompt "
+            f"{common[0]}. Hold E's prompts out of U"
+        )
+
+
+def check_batch(batch: RolloutBatch, name: str, vocabulary: int) -> None:
+    """Of a batch that was given."""
+    empty = (batch.response_lengths == 0).nonzero().flatten().tolist()
+    if empty:
+        raise GradtraceError(
+            f"{name}: response {empty[0]} has no tokens ({len(empty)} such); remove it from the batch"
+        )
+    largest = max(int(batch.responses.max()), *(max(prompt) for prompt in batch.prompts))
+    if largest >= vocabulary:
+        raise GradtraceError(
+            f"{name}: token id {largest}, the model knows 0 to {vocabulary - 1}: it was made for another model"
+        )
+
+
+def check_reach(policy: Policy, prompt: list[int]) -> set[str]:
+    """A pass over one token: the loss must reach the trainable parameters. Returns those that it does not reach."""
+    trainable = policy.trainable()
+    if not trainable:
+        raise GradtraceError(
+            "every parameter of the model is frozen (requires_grad=False): no update can move it"
+        )
+    one = torch.ones(1, 1, dtype=torch.bool)
+    batch = RolloutBatch(
+        [prompt], torch.zeros(1, dtype=torch.long), torch.tensor([prompt[:1]]), one, one[0], one.float()
+    )
+    with evaluation_mode(policy.model):
+        log_probs, entropies = policy.statistics(Sequences.of(batch).padded(torch.zeros(1, dtype=torch.long)))
+    loss = (log_probs + entropies).sum()
+    if not loss.requires_grad:
+        raise GradtraceError(
+            "the loss does not depend on any trainable parameter: is the model run under no_grad, or detached?"
+        )
+    gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+    missed = {name for name, gradient in zip(trainable, gradients, strict=True) if gradient is None}
+    if len(missed) == len(trainable):
+        raise GradtraceError(f"the loss reaches none of the {len(trainable)} trainable parameters")
+    return missed
+
+
+def check_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], not_reached: set[str]
+) -> None:
+    """Every parameter that an update moves has moments of its own shape. Names the first that has not."""
+    for name, parameter in parameters.items():
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            if key not in state:
+                if name in not_reached and not state:
+                    break
+                raise GradtraceError(
+                    f"the checkpoint's optimizer state has no {key} of parameter {name}: it does not belong to this "
+                    "model. Probe with optimizer=adamw or optimizer=sgd to start from none"
+                )
+            if key != "step" and state[key].shape != parameter.shape:
+                raise GradtraceError(
+                    f"the checkpoint's {key} of {name} is {tuple(state[key].shape)}, the parameter "
+                    f"{tuple(parameter.shape)}: it does not belong to this model"
+                )

@@ -1,0 +1,173 @@
+"""What a probe found: one JSON object, a trace that the viewer shows, and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config_loader import to_yaml
+from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta
+from gradtrace.instruments.entropy_probe.estimates import (
+    Measured,
+    Tokens,
+    covariance_change,
+    fresh_change,
+    measured_change,
+)
+from gradtrace.instruments.entropy_probe.probe import Prediction, Shares
+from gradtrace.trace.atomic import atomic_write
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.schema import ENTROPY_PROBE
+from gradtrace.trace.token_text import TokenBytes
+from gradtrace.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from gradtrace.probe.session import Source
+
+
+@dataclass(frozen=True, eq=False)
+class Fresh:
+    """E's prompts sampled anew at the moved weights, with E's random numbers."""
+
+    tokens: Tokens
+    changed: int
+    """Sequences that came out differently. With few of them the standard error is too small: it cannot know of the rare
+    sequence that did not change this time."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeResults:
+    source: Source
+    step: int
+    """Training steps behind the checkpoint."""
+    rate: float
+    """Learning rate of the update."""
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    task: str
+    evaluation: RolloutBatch
+    update: RolloutBatch
+    prediction: Prediction
+    shares: Shares
+    after: dict[float, Tokens]
+    """η in units of the learning rate → E at θ + η·Δθ."""
+    fresh: dict[float, Fresh]
+    """η → E sampled anew there; empty if it was not asked for."""
+    clip_factor: float
+    grad_norm: float
+
+    def measured(self, eta: float) -> Measured:
+        p = self.prediction
+        return measured_change(p.base, self.after[eta], p.d_log_probs, p.d_entropies, eta)
+
+    @property
+    def covariance(self) -> float:
+        mask = self.update.response_mask
+        return covariance_change(self.update.old_log_probs[mask], self.update.advantages[mask], self.rate)  # type: ignore[index]
+
+    def sweep(self) -> list[dict[str, float]]:
+        """One row for each η, smallest first."""
+        predicted = self.prediction.change
+        rows = []
+        for eta in sorted(self.after):
+            measured = self.measured(eta)
+            row = {
+                "eta": eta,
+                "predicted": eta * predicted.value,
+                "predicted_stderr": eta * predicted.stderr,
+                "measured": measured.change.value,
+                "measured_stderr": measured.change.stderr,
+                "difference_stderr": measured.difference.stderr,
+                "ess": measured.ess,
+                "clipped_weights": measured.clipped,
+            }
+            if eta in self.fresh:
+                fresh = fresh_change(self.prediction.base, self.fresh[eta].tokens)
+                row |= {"fresh": fresh.value, "fresh_stderr": fresh.stderr}
+                row["fresh_changed"] = self.fresh[eta].changed
+            rows.append(row)
+        return rows
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the numbers per token, for report.json. Entropy changes in nats per token of E."""
+        p, s = self.prediction, self.shares
+        sweep = self.sweep()
+        return {
+            "checkpoint": str(self.source.checkpoint),
+            "step": self.step,
+            "optimizer": self.source.config.optimizer,
+            "learning_rate": self.rate,
+            "grad_norm": self.grad_norm,
+            "clip_factor": self.clip_factor,
+            "evaluation": {
+                "sequences": len(self.evaluation),
+                "tokens": int(p.base.lengths.sum()),
+                "mean_entropy": p.base.mean_entropy,
+            },
+            "update": {
+                "responses": len(self.update),
+                "tokens": int(self.update.response_mask.sum()),
+                "mean_reward": float(self.update.rewards.mean()),  # type: ignore[union-attr]
+            },
+            "predicted": dataclasses.asdict(p.change),
+            "predicted_reward_to_go": dataclasses.asdict(p.reward_to_go),
+            "predicted_score_function": dataclasses.asdict(p.score_function),
+            "predicted_legacy": s.legacy,
+            "covariance_estimate": self.covariance,
+            "shares": {
+                "responses": s.responses.tolist(),
+                "momentum": s.momentum,
+                "decay": s.decay,
+                "sum": float(s.responses.sum()) + s.momentum + s.decay,
+            },
+            "sweep": sweep,
+            "log_log_slope": log_log_slope(sweep),
+            "sign": "positive = entropy rises; shares: positive = raises entropy",
+        }
+
+    def write(self) -> Path:
+        """report.json, report.html, pictures and the trace; returns the folder, which `gradtrace view` opens."""
+        from gradtrace.probe.page import identity_picture, page, sweep_picture
+
+        record = self.record()
+        atomic_write(self.folder / "report.json", json.dumps(record, indent=2).encode())
+        atomic_write(self.folder / "predicted_vs_measured.svg", identity_picture(record).encode())
+        atomic_write(self.folder / "sweep.svg", sweep_picture(record).encode())
+        atomic_write(self.folder / "report.html", page(record).encode())
+        files = RunFiles(self.folder)
+        files.write_config(to_yaml(dataclasses.replace(self.source.run, resume="")))
+        files.write_token_bytes(TokenBytes.from_tokenizer(self.tokenizer))
+        with TraceWriter(self.folder, ENTROPY_PROBE, on_error="raise") as writer:
+            rows = torch.arange(len(self.update))
+            columns = probe_columns(
+                self.update, rows, self.shares, self.evaluation, self.prediction, self.after[1.0]
+            )
+            meta = probe_meta(self.prediction, self.measured(1.0), self.shares, self.covariance)
+            if 1.0 in self.fresh:
+                fresh = fresh_change(self.prediction.base, self.fresh[1.0].tokens)
+                meta |= {"delta_h_fresh": fresh.value, "delta_h_fresh_stderr": fresh.stderr}
+            meta |= {"eta_sweep": record["sweep"], "learning_rate": self.rate, "task": self.task}
+            writer.write(self.step + 1, columns, meta)  # the step that would come next
+        return self.folder
+
+
+def log_log_slope(sweep: list[dict[str, float]]) -> float | None:
+    """Of |measured| over η by least squares, over η ≤ 0.1·lr where that leaves two: 1 = proportional to the step.
+    None where the measured change is 0."""
+    rows = [row for row in sweep if row["eta"] <= 0.1]
+    rows = rows if len(rows) > 1 else sweep
+    if len(rows) < 2 or any(row["measured"] == 0 for row in rows):
+        return None
+    xs = [math.log(row["eta"]) for row in rows]
+    ys = [math.log(abs(row["measured"])) for row in rows]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    top = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    return top / sum((x - mean_x) ** 2 for x in xs)

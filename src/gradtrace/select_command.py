@@ -1,0 +1,343 @@
+"""Rank a data set by how much each response helps a validation set: offline TracIn scores, as a parquet file.
+
+    gradtrace select MODEL data.jsonl --validation val.jsonl -o ranked.parquet
+    gradtrace select runs/demo runs/demo --validation val.jsonl        the rollouts of the run's last traced step
+    gradtrace select runs/demo runs/demo:12 --validation runs/demo:40  those of step 12, against those of step 40
+
+MODEL is a transformers folder, a checkpoint of a run, or a run (its policy). DATA and --validation are files with the
+columns `prompt` and `response` (.jsonl, .json, .parquet) or saved rollouts, RUN[:STEP].
+
+With a `reward` column a response counts by its advantage: its reward against the other responses to the same prompt
+(against the mean of the file where it has no siblings). Without one, every response is a demonstration to be imitated.
+
+Each row of the result has `rank`, `score`, `row` (its place in DATA), prompt, response, reward and advantage, the
+best first. A positive score: a gradient step on this response lowers the validation loss. Scores are comparable within
+one file; their unit is validation loss per unit of learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow
+import pyarrow.parquet
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from gradtrace.algorithms import AdvantageInputs, advantage
+from gradtrace.attribution import AttributionError
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import ModelConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin.diagnosis import diagnose
+from gradtrace.instruments.tracin.losses import (
+    best_layout,
+    pieces,
+    total_losses,
+    validation_weights,
+    with_advantage,
+)
+from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT, Piece, TracInSelector
+from gradtrace.policy.policy import Policy, load_model
+from gradtrace.tasks.datasets import encode, is_conversation
+from gradtrace.tasks.rewards import shorten
+from gradtrace.tasks.sources import read_file
+from gradtrace.tasks.tokenizer import load_tokenizer
+from gradtrace.trace.atomic import atomic_write
+from gradtrace.trace.reader import Run, open_run
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, TracinReason
+
+SAVED_KINDS = (ENTROPY_TRACE, TRACIN, INFLUENCE_TRACE)
+"""Where a run keeps its rollouts, the most complete first."""
+SHOWN = 3
+
+Item = TypeVar("Item")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a transformers folder, a checkpoint or a run")
+    parser.add_argument("data", help="a file with prompts and responses, or RUN[:STEP]")
+    parser.add_argument("--validation", required=True, metavar="DATA", help="what the responses should help")
+    parser.add_argument("-o", "--output", default="ranked.parquet", help="default: ranked.parquet")
+    parser.add_argument("--method", choices=METHODS, default="auto")
+    parser.add_argument("--parameters", choices=PARAMETERS, default="linear")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the log-probs (default: 1)")
+    parser.add_argument("--token-budget", type=int, default=8192, help="tokens per pass (default: 8192)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--no-chat-template",
+        action="store_true",
+        help="prompts as they are, without the tokenizer's template",
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response of a data set."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    prompt: str
+    response: str
+    reward: float | None
+
+
+def run(args: argparse.Namespace) -> int:
+    transformers.utils.logging.disable_progress_bar()
+    console = Console()
+    folder = model_folder(Path(args.model))
+    tokenizer = load_tokenizer(folder)
+    model = open_model(folder, ModelConfig(device=args.device))
+    policy = Policy(model, next(model.parameters()).device, args.temperature)
+    chat = not args.no_chat_template
+    data = to_batch(read_rows(args.data, tokenizer, chat), "DATA")
+    validation = to_batch(read_rows(args.validation, tokenizer, chat), "--validation")
+    warn_overlap(data, validation, console)
+    try:
+        selector = TracInSelector(model, args.method, args.parameters)
+        result = score(policy, selector, data.batch, validation.batch, args.token_budget)
+    except AttributionError as error:
+        raise GradtraceError(f"gradtrace select: {error}") from error
+    table = ranked(data, result.scores)
+    about = {
+        "model": str(folder),
+        "validation": args.validation,
+        "method": selector.method,
+        "sign": SIGN,
+        "unit": UNIT,
+    }
+    write(Path(args.output), table, about)
+    show(console, table, result, Path(args.output))
+    return 0
+
+
+# ---------------------------------------------------------------- the model
+
+
+def model_folder(path: Path) -> Path:
+    """Where the weights of a model folder, a checkpoint or a run are."""
+    latest = path / "checkpoints" / "latest"
+    candidates = [path, path / "policy"]
+    if latest.is_file():
+        candidates.append(path / "checkpoints" / latest.read_text().strip() / "policy")
+    for folder in candidates:
+        if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+            return folder
+    raise GradtraceError(
+        f"{path}: no model there. Give a transformers folder, a checkpoint (RUN/checkpoints/step_000020) or a run."
+    )
+
+
+def open_model(folder: Path, config: ModelConfig) -> Any:
+    if not (folder / "adapter_config.json").is_file():
+        return load_model(folder, config)
+    import json
+
+    import peft
+
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return peft.PeftModel.from_pretrained(load_model(base, config), folder, is_trainable=True)
+
+
+# ---------------------------------------------------------------- the data
+
+
+def read_rows(source: str, tokenizer: Any, chat: bool) -> list[Row]:
+    path, _, step = source.rpartition(":")
+    if Path(source).is_dir() or (path and step.isdigit() and Path(path).is_dir()):
+        opened = open_run(source if Path(source).is_dir() else path)
+        return saved_rollouts(opened, None if Path(source).is_dir() else int(step), tokenizer)
+    rows = read_file(Path(source), "gradtrace select")
+    if not rows:
+        raise GradtraceError(f"{source}: it has no rows.")
+    return [file_row(row, f"{source}, row {number}", tokenizer, chat) for number, row in enumerate(rows)]
+
+
+def saved_rollouts(run: Run, step: int | None, tokenizer: Any) -> list[Row]:
+    kinds = [kind for kind in SAVED_KINDS if run.steps(kind) and (step is None or step in run.steps(kind))]
+    if not kinds:
+        which = "no traced step" if step is None else f"no trace of step {step}"
+        raise GradtraceError(
+            f"{run.path}: {which}. Train with trainer.entropy_trace.enable=true to save rollouts."
+        )
+    saved = run.step(kinds[0], run.steps(kinds[0])[-1] if step is None else step)
+    rows = []
+    prompts = [saved.group(g).prompt_ids.tolist() for g in range(saved.n_groups)]
+    for r in range(saved.n_responses):
+        if "reason" in saved and saved["reason"][r] == int(TracinReason.VALIDATION):
+            continue
+        prompt, response = prompts[saved["group"][r]], saved.tokens(r)["token_id"].tolist()
+        texts = tokenizer.batch_decode([prompt, response])
+        rows.append(Row(prompt, response, texts[0], texts[1], float(saved["reward"][r])))
+    return rows
+
+
+def file_row(row: dict[str, Any], where: str, tokenizer: Any, chat: bool) -> Row:
+    prompt, response = row.get("prompt"), row.get("response")
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not is_conversation(messages) or not isinstance(response, str) or not response:
+        raise GradtraceError(
+            f"{where}: it needs `prompt` (a text or messages) and `response` (a text that is not empty); it has the "
+            f"columns {', '.join(row)}."
+        )
+    reward = row.get("reward")
+    ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+    if tokenizer.eos_token_id is not None:
+        ids = [*ids, tokenizer.eos_token_id]
+    text = "\n".join(message["content"] for message in messages)
+    prompt_ids = encode(tokenizer, messages, chat)
+    if not prompt_ids:
+        raise GradtraceError(
+            f"{where}: the prompt is empty; there is no position that predicts the first token."
+        )
+    return Row(prompt_ids, ids, text, response, None if reward is None else float(reward))
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    rows: list[Row]
+    batch: RolloutBatch
+
+
+def to_batch(rows: list[Row], name: str) -> Data:
+    """With advantages: of the rewards where there are any, else 1."""
+    if not rows:
+        raise GradtraceError(f"{name} is empty: there is nothing to score.")
+    rewarded = [row.reward is not None for row in rows]
+    if any(rewarded) and not all(rewarded):
+        missing = rewarded.index(False)
+        raise GradtraceError(
+            f"{name}: row {missing} has no reward and others have: give all of them one, or none."
+        )
+    index = {tuple(row.prompt_ids): 0 for row in rows}
+    index = {prompt: number for number, prompt in enumerate(index)}
+    lengths = torch.tensor([len(row.response_ids) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    responses = torch.zeros(mask.shape, dtype=torch.long)
+    responses[mask] = torch.tensor([token for row in rows for token in row.response_ids])
+    group = torch.tensor([index[tuple(row.prompt_ids)] for row in rows])
+    rewards = torch.tensor([0.0 if row.reward is None else row.reward for row in rows])
+    weights = advantages(rewards, group, mask) if all(rewarded) else mask.float()
+    batch = RolloutBatch(
+        prompts=[list(prompt) for prompt in index],
+        group=group,
+        responses=responses,
+        response_mask=mask,
+        finished=torch.ones(len(rows), dtype=torch.bool),
+        sampler_log_probs=torch.zeros(mask.shape),
+        rewards=rewards,
+        advantages=weights,
+    )
+    return Data(rows, batch)
+
+
+def advantages(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    """float[R, T]: against the siblings; where there are none, against the mean of all."""
+    alone = torch.bincount(group)[group] < 2
+    values = torch.where(mask, (rewards - rewards.mean())[:, None], 0.0)
+    several = (~alone).nonzero().squeeze(-1)
+    if len(several):
+        inputs = AdvantageInputs(rewards[several], group[several], mask[several])
+        values[several] = advantage("grpo")(inputs).advantages
+    return values
+
+
+def warn_overlap(data: Data, validation: Data, console: Console) -> None:
+    shared = {tuple(prompt) for prompt in data.batch.prompts} & {tuple(p) for p in validation.batch.prompts}
+    if shared:
+        console.print(
+            f"[yellow]{len(shared)} prompts are in DATA and in --validation: responses to them score high because they "
+            "are alike, not because they help in general.[/]"
+        )
+
+
+# ---------------------------------------------------------------- scores
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    scores: Tensor
+    """float64[R]."""
+    diagnosis: list[str]
+
+
+def score(
+    policy: Policy, selector: TracInSelector, data: RolloutBatch, validation: RolloutBatch, budget: int
+) -> Scored:
+    """Every response of `data` against the validation set, with progress bars."""
+    counted = with_advantage(validation)
+    if not len(counted):
+        raise GradtraceError(
+            "--validation says nothing: no prompt of it has responses with different rewards."
+        )
+    layout = best_layout(policy, "tangent")
+    losses = total_losses(policy, validation, counted, validation_weights(validation), budget, layout)
+    selector.set_validation(shown(losses, "validation gradient"))
+    assert data.advantages is not None
+    rows, weights = with_advantage(data), -data.advantages
+    scores = torch.zeros(len(data), dtype=torch.float64)
+    parts: Iterable[Piece] = pieces(policy, data, rows, weights, budget, best_layout(policy, selector.method))
+    if len(rows):
+        scores[rows] = selector.score(shown(parts, "scores"), len(data))[rows]
+    gradient_norm = selector.norm
+    return Scored(scores, diagnose(scores.numpy(), gradient_norm, val_prompts=len(validation.prompts)))
+
+
+def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
+    """The items, with a progress bar in a terminal."""
+    collected = list(items)
+    return iter(track(collected, what, transient=True, disable=not Console().is_terminal))
+
+
+# ---------------------------------------------------------------- the result
+
+
+def ranked(data: Data, scores: Tensor) -> pyarrow.Table:
+    """Best first; responses that could not be scored come last."""
+    order = torch.argsort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True).tolist()
+    assert data.batch.advantages is not None
+    chosen = [data.rows[index] for index in order]
+    columns: dict[str, Any] = {
+        "rank": list(range(1, len(order) + 1)),
+        "score": [float(scores[index]) for index in order],
+        "row": order,
+        "prompt": [row.prompt for row in chosen],
+        "response": [row.response for row in chosen],
+        "reward": [row.reward for row in chosen],
+        "advantage": [float(data.batch.advantages[index, 0]) for index in order],
+    }
+    return pyarrow.table(columns)
+
+
+def write(path: Path, table: pyarrow.Table, about: dict[str, str]) -> None:
+    table = table.replace_schema_metadata({f"gradtrace.{key}": value for key, value in about.items()})
+    buffer = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, buffer)
+    try:
+        atomic_write(path, buffer.getvalue().to_pybytes())
+    except OSError as error:
+        raise GradtraceError(f"-o {path}: it cannot be written: {error}") from error
+
+
+def show(console: Console, table: pyarrow.Table, result: Scored, path: Path) -> None:
+    rows = table.to_pylist()
+    positive = sum(row["score"] > 0 for row in rows)
+    console.print(f"{len(rows)} responses, {positive} with a positive score ({SIGN}).")
+    shown_rows = rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]
+    out = Table("rank", "score", "reward", "prompt", "response")
+    for row in shown_rows:
+        reward = "–" if row["reward"] is None else f"{row['reward']:g}"
+        texts = [shorten(row[name], 40) for name in ("prompt", "response")]
+        out.add_row(str(row["rank"]), f"{row['score']:.3g}", reward, *texts)
+    console.print(out)
+    for sentence in result.diagnosis:
+        console.print(f"[yellow]{sentence}[/]")
+    console.print(f"Written: {path}")
