@@ -30,11 +30,11 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from benchmarks.common import emit, parse_arguments
 from gradtrace.trace.reader import open_run
-from gradtrace.viewer.sample import SampleRun
-from gradtrace.viewer.sample import prose as sentences
-from gradtrace.viewer.sample.groups import prose_group
 from gradtrace.viewer.step_view import load_step_view
 from gradtrace.viewer.view import bind
+from tests.viewer.sample import SampleRun
+from tests.viewer.sample import prose as sentences
+from tests.viewer.sample.groups import prose_group
 
 ENVIRONMENT = Path.home() / ".cache" / "gradtrace-bench" / "gradio"
 CHROMIUM_FLAGS = [

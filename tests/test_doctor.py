@@ -13,8 +13,8 @@ from gradtrace.run_health import examine
 from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.viewer.sample import SampleRun
 from tests.attribution.models import tiny_model
+from tests.viewer.sample import SampleRun
 
 
 @pytest.fixture

@@ -51,14 +51,17 @@ def test_the_demo_needs_no_training(tmp_path: Path) -> None:
         watched = Watched(browser.new_page(viewport={"width": 1440, "height": 900}), address.rstrip("/"))
         page = watched.page
         page.goto(address)
-        expect(page.locator("h1")).to_have_text("sample-arithmetic")
-        page.get_by_role("link", name="Step 30").click()
-        expect(page.locator("h1")).to_have_text("Step 30")
+        expect(page.locator("h1")).to_have_text("arithmetic")
+        page.get_by_role("link", name="Step 24").click()
+        expect(page.locator("h1")).to_have_text("Step 24")
         page.locator("tr.opens:not(.skipped)").first.click()
         page.locator(".row .slot-1 .t.fw, .row .slot-1 .t").first.click()
         expect(page.locator(".bar-column").first).to_be_visible()
+        for tab, heading in (("TracIn", "TracIn, step 24"), ("Entropy probe", "Entropy probe, step 24")):
+            page.get_by_role("link", name=tab).click()
+            expect(page.locator("h1")).to_have_text(heading)
         assert watched.errors == [] and watched.foreign_requests == []
-    assert list(tmp_path.iterdir()) == []  # the samples lived in a temporary folder
+    assert list(tmp_path.iterdir()) == []  # the runs lived in a temporary folder
 
 
 def test_a_taken_port_is_left_alone_and_the_next_one_is_used(tmp_path: Path) -> None:
@@ -105,10 +108,6 @@ def test_mistakes_are_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "gradtrace.viewer.sample.write_sample_runs",
-        lambda folder: [write_run(folder / "r", groups=1, steps=1)],
-    )
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and "Traceback" not in error

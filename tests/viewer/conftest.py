@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
-from gradtrace.viewer.sample import SampleRun
+from tests.viewer.sample import SampleRun
 from tests.viewer.serving import Watched, chromium, serving
 
 expect.set_options(timeout=30_000)  # a machine under load is slow, not wrong

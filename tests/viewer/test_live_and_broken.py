@@ -12,10 +12,10 @@ from playwright.sync_api import Browser, Page, expect
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.token_text import Rules, TokenBytes
-from gradtrace.viewer.sample import SampleRun
-from gradtrace.viewer.sample.groups import SampleGroup, SampleResponse
 from gradtrace.viewer.step_view import load_step_view
 from tests.viewer.conftest import write_run
+from tests.viewer.sample import SampleRun
+from tests.viewer.sample.groups import SampleGroup, SampleResponse
 from tests.viewer.serving import Watched, serving
 
 

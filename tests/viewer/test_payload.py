@@ -14,10 +14,10 @@ from gradtrace.trace.schema import GroupStatus
 from gradtrace.viewer import payload
 from gradtrace.viewer.catalog import RunCatalog, latest_run
 from gradtrace.viewer.news import describe, state_of
-from gradtrace.viewer.sample import SampleRun
-from gradtrace.viewer.sample.run import influence_columns
 from gradtrace.viewer.step_view import StepView, load_step_view
 from gradtrace.viewer.vocabulary import Vocabulary, load_vocabulary
+from tests.viewer.sample import SampleRun
+from tests.viewer.sample.run import influence_columns
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ them, TracIn's scores and the entropy probe.
     gradtrace view                      the latest run in ./runs, live while it is still training
     gradtrace view runs/a runs/b        compare runs; every other run in ./runs can be added on the page
     gradtrace view ablations/demo       the table of an ablation (a probe's folder works as well)
-    gradtrace view --demo               sample data, no training needed
+    gradtrace view --demo               two short recorded runs of the demo, no training needed
     gradtrace view --no-open --port 7007
 
 Works offline and serves this machine only. On a remote machine, run it there and use the printed `ssh -L` line
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import getpass
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from gradtrace.errors import GradtraceError
 
 DEFAULT_PORT = 6180
 PORTS_TO_TRY = 50
+DEMO = Path(__file__).parent / "demo"
+"""Recorded by scripts/record_demo."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,19 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--token", help="ask visitors for this token; made up when --host is not loopback")
     parser.add_argument("--no-open", action="store_true", help="do not open the browser")
-    parser.add_argument("--demo", action="store_true", help="show generated sample runs")
+    parser.add_argument(
+        "--demo", action="store_true", help="show the recorded runs that ship with the package"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.demo:
         return serve(args)
-    from gradtrace.viewer.sample import write_sample_runs
-
     with tempfile.TemporaryDirectory(prefix="gradtrace-demo-") as folder:
-        print("writing sample runs …", flush=True)
-        args.runs = [str(path) for path in write_sample_runs(Path(folder))[:1]]
-        args.runs_dir = folder
+        args.runs, args.runs_dir = [str(unpack_demo(Path(folder))[0])], folder
         return serve(args)
+
+
+def unpack_demo(folder: Path) -> list[Path]:
+    """Copies of the recorded runs, the traced one first. Installing and checking out files loses their order in
+    time, by which a viewer tells a run that has ended from one that was resumed: the summaries are made the newest."""
+    shutil.copytree(DEMO, folder, dirs_exist_ok=True)
+    runs = sorted(folder.iterdir())
+    for run in runs:
+        (run / "summary.json").touch()
+    return runs
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -111,7 +122,7 @@ def chosen_runs(names: list[str], runs_dir: Path) -> list[Path]:
         latest = latest_run(runs_dir)
         if latest is None:
             raise GradtraceError(
-                f"no run in {runs_dir}/ yet. `gradtrace train` makes one; `gradtrace view --demo` shows sample data; "
+                f"no run in {runs_dir}/ yet. `gradtrace train` makes one; `gradtrace view --demo` shows one; "
                 "--runs-dir looks elsewhere"
             )
         return [latest]

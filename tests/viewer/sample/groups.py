@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes
-from gradtrace.viewer.sample import prose
+from tests.viewer.sample import prose
 
 SYMBOLS = ["<pad>", "<eos>", "=", ";", "#", "+", "-", "*", *"0123456789"]
 

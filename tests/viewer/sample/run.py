@@ -24,16 +24,16 @@ from gradtrace.trace.schema import (
 )
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.viewer.sample import prose
-from gradtrace.viewer.sample.groups import (
+from tests.viewer.sample import prose
+from tests.viewer.sample.groups import (
     SYMBOLS,
     SampleGroup,
     arithmetic_group,
     full_prose_vocabulary,
     prose_group,
 )
-from gradtrace.viewer.sample.probe import probe_columns
-from gradtrace.viewer.sample.tracin import tracin_columns
+from tests.viewer.sample.probe import probe_columns
+from tests.viewer.sample.tracin import tracin_columns
 
 VALIDATION = (16, 4)
 """Validation prompts of a TracIn step, and responses to each."""
@@ -337,17 +337,3 @@ def influence_columns(groups: list[SampleGroup], rng: np.random.Generator) -> di
         "pairwise_member": member_list, "pairwise_member_offsets": member_offsets,
         "pairwise": flat, "pairwise_offsets": offsets,
     }  # fmt: skip
-
-
-def write_sample_runs(folder: Path) -> list[Path]:
-    """What `--demo` shows: two runs of the arithmetic task to compare, and one with long answers."""
-    runs = [
-        SampleRun(folder / "sample-arithmetic", seed=1, total_steps=30),
-        SampleRun(folder / "sample-arithmetic-other-seed", seed=2, total_steps=30, tracin=False, probe=False),
-        SampleRun(folder / "sample-long-answers", "prose", seed=3, groups=8, responses=16, total_steps=4),
-    ]
-    for run in runs:
-        for step in range(1, run.total_steps + 1):
-            run.write_step(step)
-        run.finish()
-    return [run.path for run in runs]
