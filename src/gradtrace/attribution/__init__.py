@@ -6,6 +6,7 @@ responses against a given gradient, `directional_derivative` gives forward-mode 
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
+from gradtrace.attribution.geometry import Factored, Geometry
 from gradtrace.attribution.ghost import GhostProduct
 from gradtrace.attribution.objectives import (
     TrainingPass,
@@ -23,6 +24,8 @@ __all__ = [
     "SIGN",
     "UNIT",
     "AttributionError",
+    "Factored",
+    "Geometry",
     "GhostProduct",
     "InfluenceConfig",
     "InfluenceTrace",

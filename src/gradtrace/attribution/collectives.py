@@ -1,11 +1,17 @@
-"""The few collectives that attribution needs. Without a process group each is a no-op."""
+"""The few collectives that attribution needs, and parts of sharded tensors. Without a process group all are no-ops."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from gradtrace.attribution.errors import AttributionError
 
 T = TypeVar("T")
 
@@ -32,3 +38,57 @@ class Ranks:
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
+
+    def copies(self, tensor: Tensor) -> int:
+        """How many of these ranks hold the same part of a tensor: all of them if it is not sharded."""
+        if not isinstance(tensor, DTensor):
+            return self.size
+        mesh = tensor.device_mesh
+        parts = math.prod(
+            mesh.size(dim) for dim, where in enumerate(tensor.placements) if isinstance(where, Shard)
+        )
+        if self.size % parts:
+            raise AttributionError(
+                f"a tensor in {parts} shards cannot be summed over {self.size} ranks: take the process group of all"
+                " ranks that hold a shard"
+            )
+        return self.size // parts
+
+    def products(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
+        """⟨first, second⟩ of every name that both have, over the shards of all ranks; each element counts once."""
+        names = [name for name in first if name in second]
+        own = [
+            float((local(first[name]).double() * local(second[name]).double()).sum())
+            / self.copies(first[name])
+            for name in names
+        ]
+        totals = [math.fsum(column) for column in zip(*self.gather(own), strict=True)]
+        return dict(zip(names, totals, strict=True))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, which is all of it if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def on_mesh(tensor: Tensor) -> Tensor:
+    """A sharded tensor on the device that its ranks communicate by, where its parts are offloaded to another."""
+    if not isinstance(tensor, DTensor) or tensor.to_local().device.type == tensor.device_mesh.device_type:
+        return tensor
+    part = tensor.to_local().to(tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor whose parts are on several ranks."""
+    tensor = on_mesh(tensor)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def forget_gathered(model: nn.Module) -> None:
+    """Drop the full weights that FSDP kept from its last pass: they are stale once a shard has changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

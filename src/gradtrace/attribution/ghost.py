@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gradtrace.attribution.capture import Capture
+from gradtrace.attribution.collectives import gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.factors import FactorHooks, sides
@@ -150,19 +150,3 @@ class GhostProduct:
 def oriented(block: Block, gradient: Tensor) -> Tensor:
     """A parameter-shaped tensor as d_out × d_in."""
     return gradient.T if block.sites[0].kind == "conv1d" else gradient
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor whose parts are on several ranks."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local, mesh = tensor.to_local(), tensor.device_mesh
-    if local.device.type != mesh.device_type:  # offloaded; the ranks' network is that of the device
-        tensor = DTensor.from_local(
-            local.to(mesh.device_type),
-            mesh,
-            tensor.placements,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return tensor.full_tensor()

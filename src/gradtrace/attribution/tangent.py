@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradtrace.attribution.collectives import Ranks, forget_gathered, local
 from gradtrace.attribution.errors import AttributionError
 
 Method = Literal["jvp", "finite_difference"]
@@ -35,6 +37,7 @@ def directional_derivative(
     direction: Mapping[str, Tensor],
     method: Method = "jvp",
     step: float | None = None,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     """d/dε fn() with the model's parameters at θ + ε·direction, at ε = 0. Same shape as `fn()`.
 
@@ -43,8 +46,8 @@ def directional_derivative(
 
     `jvp` is exact and takes one forward pass of about twice the usual cost, with attention on the math
     backend. `finite_difference` is two or four ordinary forward passes at θ ± ε·direction: it works with any
-    kernel and with sharded parameters, to about four digits in float32. `step` fixes its ε; by default ε is
-    chosen so that `fn` changes by a little more than its rounding error allows.
+    kernel and with parameters that are sharded over `ranks`, to about four digits in float32. `step` fixes its ε; by
+    default ε is chosen so that `fn` changes by a little more than its rounding error allows.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_direction(parameters, direction)
@@ -52,7 +55,8 @@ def directional_derivative(
         if method == "jvp":
             return _forward_mode(model, fn, parameters, direction)
         if method == "finite_difference":
-            return _central_difference(fn, parameters, direction, step)
+            parts = [(parameters[name], tangent) for name, tangent in direction.items()]
+            return Shards(model, parts, ranks).derivative(fn, step).to(parts[0][0].dtype)
     raise AttributionError(f"method is {method!r}; it can be 'jvp' or 'finite_difference'")
 
 
@@ -113,42 +117,75 @@ def _dense_zeros(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _central_difference(
-    fn: Callable[[], Tensor],
-    parameters: Mapping[str, Tensor],
-    direction: Mapping[str, Tensor],
-    step: float | None,
-) -> Tensor:
-    low = [name for name in direction if parameters[name].dtype not in (torch.float32, torch.float64)]
-    if low:
-        raise AttributionError(
-            f"finite differences need float32 or float64 parameters; {low[0]} is {parameters[low[0]].dtype}, whose"
-            " rounding is larger than the difference. Use method='jvp' or a float32 copy of the model"
-        )
-    length = norm(direction.values())
-    if length == 0.0:
-        return torch.zeros_like(fn())
-    saved = {name: parameters[name].detach().clone() for name in direction}
-    dtype = next(iter(saved.values())).dtype
-    # Truncation grows with the square of the change of fn, rounding with its inverse: the balance is near ∛eps.
-    wanted = 0.2 * torch.finfo(dtype).eps ** (1 / 3)
+class Shards:
+    """Some weights and a direction in their space, moved along it and put back bit by bit.
 
-    def at(epsilon: float) -> Tensor:
-        for name, tangent in direction.items():
-            parameters[name].copy_(saved[name] + epsilon * tangent.to(saved[name]))
+    Weights may be sharded over `ranks` (DTensor): then every rank moves its own part, and all of them do so together.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]], ranks: Ranks | None = None
+    ) -> None:
+        """`parts`: (a parameter, the direction of it); either both are sharded alike, or both are local values."""
+        self.model = model
+        self.ranks = ranks or Ranks()
+        whole = {str(i): (values.detach(), direction) for i, (values, direction) in enumerate(parts)}
+        self._parts = [
+            (local(values), local(values).clone(), local(direction).to(values.dtype))
+            for values, direction in whole.values()
+        ]
+        low = {values.dtype for values, _ in whole.values()} - {torch.float32, torch.float64}
+        if low:
+            raise AttributionError(
+                f"finite differences need float32 or float64 parameters, not {low.pop()}, whose rounding is larger than"
+                " the difference. Use method='jvp' or a float32 copy of the model"
+            )
+        self.size, self.length = (
+            math.sqrt(sum(self.ranks.products(column, column).values()))
+            for column in ({k: v[i] for k, v in whole.items()} for i in (0, 1))
+        )
+        """Norms of the weights and of the direction, over all ranks."""
+
+    def derivative(self, fn: Callable[[], Tensor], step: float | None = None) -> Tensor:
+        """float64: d/dε of `fn()` at θ + ε·direction, by central differences, with `step` for ε.
+
+        By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh the
+        same: a first guess from the norms is corrected if it was far off.
+        """
+        if self.length == 0.0:
+            return torch.zeros_like(fn(), dtype=torch.float64)
+        wanted = 0.2 * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
+        try:
+            epsilon = step or 0.3 * wanted * self.size / self.length
+            plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)
+            changed = self._norm(plus - minus) / max(self._norm(plus + minus), 1e-300)
+            if step is None and changed > 0.0 and not 0.3 < changed / wanted < 3.0:
+                epsilon *= wanted / changed
+                plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)
+        finally:
+            self.restore()
+        return (plus - minus) / (2 * epsilon)
+
+    def _at(self, epsilon: float, fn: Callable[[], Tensor]) -> Tensor:
+        self.move(epsilon)
         return fn().double()
 
-    try:
-        epsilon = step or 0.3 * wanted * norm(saved.values()) / length
-        plus, minus = at(epsilon), at(-epsilon)
-        changed = float((plus - minus).norm() / (plus + minus).norm().clamp(min=1e-300))
-        if step is None and changed > 0.0 and not 0.3 < changed / wanted < 3.0:
-            epsilon *= wanted / changed
-            plus, minus = at(epsilon), at(-epsilon)
-    finally:
-        for name, value in saved.items():  # copied back, not subtracted: the same bits as before
-            parameters[name].copy_(value)
-    return ((plus - minus) / (2 * epsilon)).to(dtype)
+    def _norm(self, values: Tensor) -> float:
+        """Of the values of all ranks."""
+        return math.sqrt(sum(self.ranks.gather(float(values.square().sum()))))
+
+    def move(self, epsilon: float) -> None:
+        with torch.no_grad():
+            for values, before, direction in self._parts:
+                values.copy_(before + epsilon * direction)
+        forget_gathered(self.model)
+
+    def restore(self) -> None:
+        """The same bits as before: copied back, not subtracted."""
+        with torch.no_grad():
+            for values, before, _ in self._parts:
+                values.copy_(before)
+        forget_gathered(self.model)
 
 
 def norm(tensors: Iterable[Tensor]) -> float:

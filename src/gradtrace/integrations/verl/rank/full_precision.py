@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from gradtrace.integrations.verl.rank.sharded import forget_gathered
+from gradtrace.attribution.collectives import forget_gathered
 
 GATHERED = ("param_dtype", "reduce_dtype", "all_gather_outputs", "_unsharded_param")
 """What an FSDPParam keeps of the copy that it gathers."""

@@ -26,7 +26,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.collectives import Ranks, forget_gathered
+from gradtrace.attribution.tangent import Shards
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.padding_row import (
     padded_embeddings,
@@ -41,7 +42,6 @@ from gradtrace.integrations.verl.rank.influence import plain, rows_of
 from gradtrace.integrations.verl.rank.layout import token_weight
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.rank.process_group import Meeting
-from gradtrace.integrations.verl.rank.sharded import Shards, forget_gathered
 from gradtrace.rollout.sampler import evaluation_mode
 
 PASS_SETTINGS = (
@@ -296,7 +296,9 @@ class RankProbe:
         return rows
 
     def _shards(self, direction: dict[str, Tensor]) -> Shards:
-        parts = [(local(self.parameters[name].detach()), local(values)) for name, values in direction.items()]
+        parts: list[tuple[Tensor, Tensor]] = [
+            (self.parameters[name], part) for name, part in direction.items()
+        ]
         return Shards(self.engine.module, parts, self.ranks)
 
 

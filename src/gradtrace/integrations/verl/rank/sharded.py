@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.attribution import AttributionError, InfluenceTracer
-from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.loss_terms import Terms
-from gradtrace.attribution.tangent import Method
+from gradtrace.attribution.tangent import Method, Shards
 
 RoundTerms = Callable[[int | None], Tensor]
 """A response of this rank, or None for a pass that only keeps the other ranks company → its tokens' own terms."""
@@ -97,80 +95,13 @@ class ShardedTracer(InfluenceTracer):
         return dict(zip(local, values.split(counts), strict=True))
 
     def _parts(self, direction: dict[Any, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of every weight, and of a direction that is given per layer, projected."""
+        """Every weight, and its part of a direction that is given per layer, projected; sharded alike."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         parts = []
         for block, part in direction.items():
             parameter: Any = parameters[block.parameter_name]
-            full = block.weight_direction(part).to(parameter.dtype)
-            local, own = parameter.detach(), full
+            own = block.weight_direction(part).to(parameter.dtype)
             if isinstance(parameter, DTensor):
-                local = local.to_local()
-                own = distribute_tensor(
-                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
-                ).to_local()
-            parts.append((local, own))
+                own = distribute_tensor(own, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parts.append((parameter, own))
         return parts
-
-
-class Shards:
-    """This rank's part of some weights, and of a direction in their space. All ranks move together."""
-
-    def __init__(self, model: nn.Module, parts: list[tuple[Tensor, Tensor]], ranks: Ranks) -> None:
-        """`parts`: (values of a parameter on this rank, the direction there)."""
-        self.model = model
-        self.ranks = ranks
-        self.parts = [(local, local.clone(), own) for local, own in parts]  # the middle one: as they were
-        squares = [
-            sum(float(values.double().square().sum()) for values in column)
-            for column in ([before for _, before, _ in self.parts], [own for _, _, own in self.parts])
-        ]
-        gathered = ranks.gather(squares)
-        self.size, self.length = (sum(rank[i] for rank in gathered) ** 0.5 for i in (0, 1))
-
-    def derivative(self, values: Callable[[], Tensor]) -> Tensor:
-        """float64[n]: d/dε of `values()` [n] at θ + ε·direction, by central differences. The weights come back bit by
-        bit. The step changes the values by about the cube root of float32's rounding, where rounding and curvature
-        weigh the same: its length is corrected if a first guess was far off."""
-        if self.length == 0.0:
-            return torch.zeros_like(values(), dtype=torch.float64)
-
-        def at(epsilon: float) -> Tensor:
-            self.move(epsilon)
-            return values().double()
-
-        wanted = 0.2 * torch.finfo(torch.float32).eps ** (1 / 3)
-        try:
-            epsilon = 0.3 * wanted * self.size / self.length
-            plus, minus = at(epsilon), at(-epsilon)
-            changed = self._norm(plus - minus) / max(self._norm(plus + minus), 1e-300)
-            if changed > 0.0 and not 0.3 < changed / wanted < 3.0:
-                epsilon *= wanted / changed
-                plus, minus = at(epsilon), at(-epsilon)
-        finally:
-            self.restore()
-        return (plus - minus) / (2 * epsilon)
-
-    def _norm(self, values: Tensor) -> float:
-        """Of the values of all ranks."""
-        return float(sum(self.ranks.gather(float(values.square().sum())))) ** 0.5
-
-    def move(self, epsilon: float) -> None:
-        with torch.no_grad():
-            for local, before, own in self.parts:
-                local.copy_(before + epsilon * own)
-        forget_gathered(self.model)
-
-    def restore(self) -> None:
-        """The same bits as before."""
-        with torch.no_grad():
-            for local, before, _ in self.parts:
-                local.copy_(before)
-        forget_gathered(self.model)
-
-
-def forget_gathered(model: nn.Module) -> None:
-    """Full weights that FSDP kept from the last pass would be stale when their shards have changed."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -1,0 +1,197 @@
+"""What an optimizer does to a gradient: Adam divides it, element by element, by √v̂ + ε; SGD leaves it as it is.
+
+The influence of one gradient on another, per unit of learning rate, is therefore g · P h with P = diag(1 / (√v̂ + ε)).
+v̂ is the bias-corrected second moment of the optimizer's state, or, where the gradient of the coming step is known, the
+one that this step will see. This is the only place that knows how optimizers store it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradtrace.attribution.collectives import on_mesh
+from gradtrace.attribution.errors import AttributionError
+
+Source = Literal["state_before", "state_with_batch", "batch_gradient", "none"]
+"""Where v̂ came from: the optimizer's state; the state advanced by the coming gradient; the coming gradient alone,
+before the first step; nowhere, and P = I (SGD, or nothing is known yet)."""
+INSTEAD = "use hessian_mode=identity, which knows no optimizer"
+_NOT_ADAM = ("adamax", "8bit", "mini", "adafactor", "adagrad")
+"""Names of relatives whose denominator is another one."""
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer itself, from inside the wrappers of accelerate, TRL and schedulers."""
+    while not hasattr(optimizer, "state") or hasattr(optimizer, "accelerator_state"):
+        if not hasattr(optimizer, "optimizer"):
+            raise AttributionError(f"{type(optimizer).__name__} is no optimizer: it has no state; {INSTEAD}")
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class Geometry:
+    """Reads an optimizer's state, and never changes it. Without an optimizer P = I."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        self.optimizer = None if optimizer is None else unwrapped(optimizer)
+        self.adaptive = self.optimizer is not None and is_adam(self.optimizer)
+        """Whether P is anything but I."""
+        self._groups = {
+            id(parameter): group
+            for group in (self.optimizer.param_groups if self.optimizer is not None else [])
+            for parameter in group["params"]
+        }
+
+    @property
+    def name(self) -> str:
+        return "none" if self.optimizer is None else type(self.optimizer).__name__
+
+    def second_moment(self, parameter: Tensor, coming: Tensor | None = None) -> Tensor | None:
+        """v̂ of one parameter, at least in float32 and sharded as the state is; None where nothing is known of it.
+
+        With `coming`, the gradient that the next step will be given, v̂ is what that step will divide by.
+        """
+        if not self.adaptive:
+            return None
+        group, state = self._of(parameter)
+        moment = _moment(state, self.name)
+        if moment is None and coming is None:
+            return None
+        beta, steps = float(group["betas"][1]), float(state.get("step", 0))
+        if coming is not None:
+            gradient = _precise(coming.detach())
+            if group.get("weight_decay") and not _decoupled(self.optimizer, group):
+                gradient = gradient + float(group["weight_decay"]) * parameter.detach().to(gradient.dtype)
+            square, steps = (1 - beta) * gradient * gradient, steps + 1
+            moment = square if moment is None else beta * _precise(moment) + square
+        assert moment is not None
+        if group.get("amsgrad") and "max_exp_avg_sq" in state:
+            largest = _precise(state["max_exp_avg_sq"])
+            moment = largest if coming is None else torch.maximum(_precise(moment), largest)
+        return _precise(moment) / (1 - beta**steps)
+
+    def denominator(self, parameter: Tensor, coming: Tensor | None = None) -> Tensor | None:
+        """√v̂ + ε; None where P = I."""
+        moment = self.second_moment(parameter, coming)
+        return None if moment is None else moment.sqrt_().add_(float(self._of(parameter)[0]["eps"]))
+
+    def source(self, parameter: Tensor, coming: Tensor | None = None) -> Source:
+        """Where `second_moment` of the same arguments takes v̂ from."""
+        if not self.adaptive:
+            return "none"
+        known = _moment(self._of(parameter)[1], self.name) is not None
+        if coming is None:
+            return "state_before" if known else "none"
+        return "state_with_batch" if known else "batch_gradient"
+
+    def preconditioned(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        coming: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """P times a gradient that is given by parameter name, shard by shard where it is sharded.
+
+        A parameter without a second moment has never had a gradient and no update has moved it, so it is left out; but
+        if none has one, there is nothing to go by yet and the gradients come back as they are.
+        """
+        coming = coming or {}
+        scaled = {}
+        for name, gradient in gradients.items():
+            denominator = self.denominator(parameters[name], coming.get(name))
+            if denominator is not None:
+                scaled[name] = gradient / denominator
+        return scaled or dict(gradients)
+
+    def _of(self, parameter: Tensor) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        assert self.optimizer is not None
+        group = self._groups.get(id(parameter))
+        if group is None:
+            raise AttributionError(
+                f"{self.name} does not hold a traced parameter of shape {list(parameter.shape)}: it was made for"
+                f" another model, or it keeps flat partitions of the weights. Pass the right optimizer, or {INSTEAD}"
+            )
+        return group, self.optimizer.state.get(parameter, {})
+
+
+@dataclass(frozen=True, eq=False)
+class Factored:
+    """P of a weight matrix as an outer product, P_ij ≈ rows_i² · columns_j²: then u ↦ rows·u, v ↦ columns·v is P^½."""
+
+    rows: Tensor
+    """[d_out]"""
+    columns: Tensor
+    """[d_in]"""
+
+    @staticmethod
+    def of(denominator: Tensor) -> Factored:
+        """From √v̂ + ε [d_out, d_in]: its square is r cᵀ / mean to good approximation, r and c its row and column means.
+
+        Of a sharded weight only the means travel: vectors of d_out and d_in numbers.
+        """
+        squares = on_mesh(denominator).square()
+        if not bool(torch.isfinite(_whole(squares.sum()))):
+            raise AttributionError("the optimizer's second moment is not finite")
+        rows, columns = (
+            _whole(squares.sum(1)) / squares.shape[1],
+            _whole(squares.sum(0)) / squares.shape[0],
+        )
+        root = rows.mean().sqrt()
+        tiny = torch.finfo(rows.dtype).tiny
+        return Factored((rows / root).clamp(min=tiny) ** -0.25, (columns / root).clamp(min=tiny) ** -0.25)
+
+    def preconditioner(self) -> Tensor:
+        """[d_out, d_in]: P itself."""
+        return torch.outer(self.rows.square(), self.columns.square())
+
+
+def is_adam(optimizer: Any) -> bool:
+    """Whether it divides by √v̂ + ε; False for SGD, and an error that says what to do for every other one."""
+    kind, group = type(optimizer).__name__, optimizer.param_groups[0]
+    if isinstance(optimizer, torch.optim.SGD) or (
+        "momentum" in group and "betas" not in group and "alpha" not in group
+    ):
+        return False
+    state: Mapping[str, Any] = next(iter(optimizer.state.values()), {})
+    if _moment(state, kind) is not None:
+        return "betas" in group and "eps" in group
+    named = "adam" in kind.lower() and not any(word in kind.lower() for word in _NOT_ADAM)
+    if named and not state and "betas" in group and "eps" in group:
+        return True
+    raise AttributionError(
+        f"hessian_mode=optimizer knows Adam, AdamW and SGD, and {kind} keeps no `exp_avg_sq` as they do; {INSTEAD}"
+    )
+
+
+def _moment(state: Mapping[str, Any], kind: str) -> Tensor | None:
+    """The running mean of squared gradients; None before the first step. Quantised ones are refused."""
+    moment = state.get("exp_avg_sq", state.get("state2"))
+    if moment is None:
+        return None
+    plain = type(moment) in (Tensor, nn.Parameter, DTensor) and moment.is_floating_point()
+    if "exp_avg_sq" not in state or not plain:
+        raise AttributionError(
+            f"{kind} keeps its second moment in 8 bits or another code ({type(moment).__name__}, {moment.dtype}): its"
+            " small values, by which gradients are divided, are rounded away. Use an optimizer with plain state, or"
+            f" {INSTEAD}"
+        )
+    return moment
+
+
+def _decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Weight decay apart from the gradient, as in AdamW."""
+    return bool(group.get("decoupled_weight_decay", "adamw" in type(optimizer).__name__.lower()))
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
