@@ -119,6 +119,7 @@ class PromptReader:
     def prompt(self, row: Row, where: str) -> Prompt:
         messages = self._messages(row, where)
         item = {
+            "row": where,  # for messages; a column of this name wins
             **row,
             "prompt": "\n".join(message["content"] for message in messages),
             "answer": self._answer(row, where),

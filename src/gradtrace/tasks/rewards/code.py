@@ -11,7 +11,7 @@ from gradtrace.tasks.answers import code_of
 from gradtrace.tasks.rewards.function import batched
 from gradtrace.tasks.rewards.registry import register_reward
 from gradtrace.tasks.rewards.unit_tests import unit_tests
-from gradtrace.tasks.sandbox import SERVICE
+from gradtrace.tasks.sandbox import PATIENCE, SERVICE
 from gradtrace.tasks.verification.channel import Message
 from gradtrace.tasks.verification.pool import shared_pool
 
@@ -37,8 +37,8 @@ def code(
 ) -> list[float]:
     """1 if the response's Python code passes all tests of the item; with `partial`, the share that it passes.
 
-    Every response runs in a sandbox, at most `timeout` seconds (a script: for each input) and with `memory_mb`
-    megabytes, `workers` at once; 0 is one per core. Where Linux grants no namespaces nothing is run, unless
+    Every response runs in a sandbox, with at most `timeout` seconds of computing (a script: for each input) and
+    `memory_mb` megabytes, `workers` at once; 0 is one per core. Where Linux grants no namespaces nothing is run, unless
     `allow_unsafe` says so.
     """
     if memory_mb < LEAST_MEMORY:
@@ -89,7 +89,7 @@ def request(
         "stop": not partial,
         "seconds": timeout,
         # Until when the pool waits: a script runs once for each input.
-        "timeout": timeout * (len(tests.tests) if tests.kind == "script" else 1),
+        "timeout": PATIENCE * timeout * (len(tests.tests) if tests.kind == "script" else 1),
         "memory": memory_mb << 20,
         "unsafe": allow_unsafe,
     }

@@ -3,11 +3,14 @@
     trainer ──▶ keeper ──▶ jail: candidate.py    the model's code; is asked for values and never sees a verdict
                    └─────▶ jail: examiner.py     the tests; asks for values and decides
 
-`linux` has the system calls, `jail` builds what a program sees, `program` starts and ends one, `service` judges.
+`linux` has the system calls, `jail` builds what a program sees, `seccomp` what it may ask of the kernel, `program`
+starts and ends one, `names` says whose a name in a test is, `service` judges.
 """
 
 SERVICE = "gradtrace.tasks.sandbox.service:create"
 """What a keeper runs."""
+PATIENCE = 10
+"""A program is given up after this many times its limit on the clock, on a machine that is busy with other things."""
 
 
 def missing_isolation() -> str:

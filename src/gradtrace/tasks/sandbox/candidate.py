@@ -25,9 +25,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "set": setattr,
     "item": operator.getitem,
     "set_item": operator.setitem,
-    "contains": operator.contains,
     "length": len,
-    "truth": bool,
     "text": str,
     "repr": repr,
     "next": next,
@@ -89,7 +87,8 @@ class Servant:
 
     def handle(self, value: Any) -> Encoded:
         self.objects.append(value)
-        return {"object": len(self.objects) - 1}
+        # An instance of Python's own classes (the match of a regular expression) is true as such.
+        return {"object": len(self.objects) - 1, "true": type(value).__module__ != self.module.__name__}
 
     def resolve(self, handle: Encoded) -> Any:
         if "name" in handle:

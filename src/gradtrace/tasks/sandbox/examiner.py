@@ -6,8 +6,8 @@ the candidate's process for a value. The right value never leaves this process, 
 
 from __future__ import annotations
 
-import ast
 import builtins
+import importlib
 import json
 import os
 import socket
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from gradtrace.tasks.sandbox import linux
+from gradtrace.tasks.sandbox.names import resolve
 from gradtrace.tasks.sandbox.wire import Encoded, decode, encode
 from gradtrace.tasks.verification.channel import Channel
 
@@ -26,8 +26,6 @@ PASSED, FAILED = b"1", b"0"
 
 
 def main(packages: list[str]) -> None:
-    # Without a process namespace of its own the candidate could write to our descriptors, through /proc.
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)
     with os.fdopen(PAYLOAD, "rb") as file:
         payload = json.load(file)
     verdicts = os.dup(1)
@@ -46,44 +44,24 @@ def main(packages: list[str]) -> None:
 def run(setup: str, test: str, entry_points: list[str], candidate: Candidate) -> bool:
     try:
         source = f"{setup}\n{test}\n"
-        names = {*free_names(source), *entry_points} or outermost_call(source)
-        namespace: dict[str, Any] = {name: Remote(candidate, {"name": name}) for name in names}
-        namespace["__name__"] = "examiner"
-        exec(compile(source, "<test>", "exec"), namespace)
+        names, modules = resolve(source, entry_points)
+        theirs = {name: Remote(candidate, {"name": name}) for name in names}
+        ours = {name: importlib.import_module(module) for name, module in modules.items()}
+        namespace: dict[str, Any] = {"__name__": "examiner", **ours, **theirs}
+        exec(compile(setup, "<setup>", "exec"), namespace)
+        namespace.update(theirs)  # a prompt's code may have a stub of the function that is asked for
+        exec(compile(test, "<test>", "exec"), namespace)
     except BaseException:  # whatever ends a test early, it did not pass
         return False
     return True
 
 
-def free_names(source: str) -> set[str]:
-    """Names that the tests use and that neither they nor Python define: the candidate's.
-
-    A builtin is never the candidate's, or redefining `set` would pass `set(f(x)) == set(y)`.
-    """
-    used: set[str] = set()
-    bound = set(dir(builtins))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return used - bound
-
-
-def outermost_call(source: str) -> set[str]:
-    """The function of a test that names nothing but builtins: one task of MBPP wants a function called `sum`."""
-    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return {function.id for function in calls[:1] if isinstance(function, ast.Name)}
-
-
 class CandidateError(Exception):
-    """The candidate raised an exception of its own class."""
+    """The candidate raised an exception of its own class, or one that says something about loops to Python."""
+
+
+END_OF_LOOP = (StopIteration, StopAsyncIteration)
+"""Raised by a function, `map` would take them for the end of its arguments."""
 
 
 class Candidate:
@@ -102,9 +80,7 @@ class Candidate:
         )
         reply = self.channel.receive()
         if "error" in reply:
-            kind = getattr(builtins, str(reply["error"]), None)
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_error and kind is not None else CandidateError)(reply["message"])
+            raise error_of(str(reply["error"]), do)(str(reply["message"]))
         for value, after in zip(arguments[1:], reply["after"], strict=True):
             update(value, decode(after, self.resolve))
         return decode(reply["value"], self.resolve)
@@ -115,7 +91,15 @@ class Candidate:
         raise TypeError(f"{type(value).__name__} cannot be sent to the candidate")
 
     def resolve(self, handle: Encoded) -> Remote:
-        return Remote(self, {"object": int(handle["object"])})
+        return Remote(self, {"object": int(handle["object"]), "true": handle.get("true") is True})
+
+
+def error_of(name: str, do: str) -> type[Exception]:
+    """The builtin exception of this name; only the end of an iterator that was asked for its `next` ends a loop."""
+    kind = getattr(builtins, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return CandidateError
+    return CandidateError if issubclass(kind, END_OF_LOOP) and do != "next" else kind
 
 
 def update(value: Any, after: Any) -> None:
@@ -131,7 +115,12 @@ def update(value: Any, after: Any) -> None:
 
 
 class Remote:
-    """Stands for a name or an object of the candidate. It equals itself and nothing else: `==` is not asked there."""
+    """Stands for a name or an object of the candidate.
+
+    What it is asked for comes back as data, and is compared here. It equals itself and nothing else, is neither true
+    nor false if its class is the candidate's, and its methods with two underscores, `__contains__` or `__bool__`, are
+    never asked for a verdict.
+    """
 
     def __init__(self, candidate: Candidate, handle: Encoded) -> None:
         object.__setattr__(self, "_candidate", candidate)
@@ -141,10 +130,17 @@ class Remote:
         candidate: Candidate = object.__getattribute__(self, "_candidate")
         return candidate.ask(do, self, *arguments, **named)
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._ask("call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{name} of the candidate's objects is not asked for")
         return self._ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -157,13 +153,15 @@ class Remote:
         self._ask("set_item", key, value)
 
     def __contains__(self, value: Any) -> bool:
-        return bool(self._ask("contains", value))
+        return value in list(self)
 
     def __len__(self) -> int:
         return int(self._ask("length"))
 
     def __bool__(self) -> bool:
-        return bool(self._ask("truth"))
+        if object.__getattribute__(self, "_handle").get("true"):
+            return True
+        raise TypeError("an object of the candidate's own class is neither true nor false")
 
     def __str__(self) -> str:
         return str(self._ask("text"))

@@ -1,6 +1,7 @@
 """What a program in the sandbox sees of the machine, and as whom it runs.
 
-Namespaces: its own users, network (none), IPC, processes and files. Of the host's files there are, read-only, the
+Namespaces: its own users, network (none), IPC, processes and files; those of IPC, processes and files are made anew
+for every program, so that none finds what another left. Of the host's files there are, read-only, the
 system's libraries, the Python installation with its packages, and the two runners of this folder. /tmp is private,
 small and gone afterwards. No /proc: nothing to read there. Where Linux allows no namespaces, `enter_namespaces`
 says so.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -18,7 +20,8 @@ from gradtrace.tasks.sandbox import linux
 
 NOBODY = 65534
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/nix")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
+"""Not /dev/zero: mapped and shared it is memory that no process is charged for."""
 MOUNT_POINTS = ("/sys", "/mnt", "/srv")
 """A folder to build the new root on, in a mount namespace that nobody else sees. It must hide nothing we need."""
 RUNNERS = "/runner"
@@ -40,11 +43,11 @@ ENVIRONMENT = {
 
 
 def enter_namespaces() -> None:
-    """Move this process (one thread) into its own user, network, IPC and host-name namespaces, or raise OSError.
+    """Move this process (one thread) into its own user, network and host-name namespaces, or raise OSError.
 
     Root without user namespaces but with CAP_SYS_ADMIN (a privileged container) does without the first.
     """
-    apart = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+    apart = linux.CLONE_NEWNET | linux.CLONE_NEWUTS
     user, group = os.geteuid(), os.getegid()
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
@@ -147,12 +150,24 @@ def show(source: str, target: str) -> None:
         return
     os.mkdir(target)
     linux.mount(source, target, "none", linux.MS_BIND | linux.MS_REC)
-    # Flags that the host's mount has cannot be taken away in a user namespace: keep them.
-    kept = os.statvfs(target).f_flag & (
-        linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_NOATIME | linux.MS_NODIRATIME
-    )
-    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | kept
-    linux.mount("none", target, "none", flags)
+    for point in mounts_within(target):
+        # Flags that the host's mount has cannot be taken away in a user namespace: keep them.
+        kept = os.statvfs(point).f_flag & (
+            linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_NOATIME | linux.MS_NODIRATIME
+        )
+        flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | kept
+        linux.mount("none", point, "none", flags)
+
+
+def mounts_within(folder: str) -> list[str]:
+    """Mount points at and below a folder: read-only is a matter of each, and a remount reaches one alone."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        points = [line.split()[4] for line in file]
+    # A space in a name is written \\040.
+    readable = [
+        os.fsdecode(re.sub(rb"\\(\d{3})", lambda m: bytes([int(m[1], 8)]), point)) for point in points
+    ]
+    return [point for point in dict.fromkeys(readable) if point == folder or point.startswith(f"{folder}/")]
 
 
 def become_nobody() -> None:

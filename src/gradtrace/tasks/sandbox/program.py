@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import tempfile
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradtrace.tasks.sandbox import jail, linux, seccomp
+from gradtrace.tasks.sandbox import PATIENCE, examiner, jail, linux, seccomp
+from gradtrace.tasks.sandbox.cgroup import Group
 
 PAYLOAD = 3
 CHANNEL = 4
@@ -38,12 +40,22 @@ class SetupError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
+    """Time is the program's own: how busy the machine is with other things does not change a verdict."""
+
     seconds: float
+    """Of computing, by all its processes together; as many of waiting, in which none of them computes or wants to."""
     memory: int
     """Bytes of address space of each process, and of resident memory of all together."""
     processes: int = jail.MOST_PROCESSES
     output: int = 4 << 20
     """Bytes of output; more is an error, not a long answer."""
+    sockets: int = 256
+    """Their buffers are memory that no process is charged for."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds on the clock after which a program is given up, however little it could compute in them."""
+        return PATIENCE * self.seconds
 
 
 class Program:
@@ -57,8 +69,10 @@ class Program:
         isolated: bool,
         stdin: bytes = b"",
         channel: int | None = None,
+        group: Group | None = None,
     ) -> None:
         self.isolated = isolated
+        self.group = group
         self._ended = False
         self.scratch = None if isolated else tempfile.TemporaryDirectory(prefix="gradtrace_sandbox_")
         self.output, output = os.pipe()
@@ -73,6 +87,8 @@ class Program:
                 low, failure = failure, move_up(failure)
                 os.close(low)
                 linux.die_with_parent(keeper)
+                if self.group is not None:
+                    self.group.join()
                 self._become(runner, limits, inputs, failure)
             except BaseException:
                 os.write(failure, traceback.format_exc().encode()[-4000:])
@@ -110,7 +126,7 @@ class Program:
             os.chdir(self.scratch.name)
             linux.drop_capabilities()
             self._execute(runner, str(jail.PACKAGE), limits, inputs)
-        linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS)
+        linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWIPC)
         outer_lives, held = os.pipe()
         init = os.fork()
         if init:
@@ -146,7 +162,17 @@ class Program:
             jail.ENVIRONMENT if self.scratch is None else {**jail.ENVIRONMENT, "HOME": self.scratch.name}
         )
         seccomp.install(own_network=self.isolated)
+        if runner == "examiner" and not self.isolated:
+            self._examine(environment)
         os.execve(jail.INTERPRETER, [jail.INTERPRETER, "-s", "-S", "-c", start], environment)
+
+    def _examine(self, environment: dict[str, str]) -> None:
+        """Be the examiner without executing a program, which would open its memory and descriptors, in /proc, to
+        other programs of this user until it closes them."""
+        os.environ.clear()
+        os.environ.update(environment)
+        os.closerange(CHANNEL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        examiner.main(jail.package_folders())
 
 
 def move_up(descriptor: int) -> int:
@@ -175,31 +201,53 @@ def finish_with(child: int, close: list[int]) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def processes() -> dict[int, tuple[int, int]]:
-    """{pid: (parent, resident bytes)} of all processes."""
-    page = os.sysconf("SC_PAGE_SIZE")
+@dataclass(frozen=True)
+class Usage:
+    """What /proc says about a process."""
+
+    parent: int
+    memory: int
+    """Resident bytes."""
+    seconds: float
+    """Of computing, with those of its children that it has collected."""
+
+
+def processes() -> dict[int, Usage]:
+    """All processes by their numbers."""
+    page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
     found = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 fields = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()
-                found[int(entry.name)] = (int(fields[1]), int(fields[21]) * page)
+                seconds = sum(map(int, fields[11:15])) / tick
+                found[int(entry.name)] = Usage(int(fields[1]), int(fields[21]) * page, seconds)
     return found
 
 
-def descendants(root: int) -> dict[int, int]:
-    """{pid: resident bytes} of all below `root`."""
+def descendants(root: int) -> dict[int, Usage]:
+    """All processes below `root`."""
     everyone = processes()
     children: dict[int, list[int]] = {}
-    for pid, (parent, _) in everyone.items():
-        children.setdefault(parent, []).append(pid)
-    found: dict[int, int] = {}
+    for pid, usage in everyone.items():
+        children.setdefault(usage.parent, []).append(pid)
+    found: dict[int, Usage] = {}
     waiting = list(children.get(root, []))
     while waiting:
         pid = waiting.pop()
-        found[pid] = everyone[pid][1]
+        found[pid] = everyone[pid]
         waiting += children.get(pid, [])
     return found
+
+
+def wants_to_compute(pid: int) -> bool:
+    """Does a thread of the process run, wait for a core, or wait for the disk?"""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                if Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()[0] in (b"R", b"D"):
+                    return True
+    return False
 
 
 def kill_descendants() -> None:

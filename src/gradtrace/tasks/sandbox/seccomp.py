@@ -12,8 +12,9 @@ import errno
 import platform
 import socket
 import struct
+from collections.abc import Iterable
 
-from gradtrace.tasks.sandbox import linux
+from gradtrace.tasks.sandbox import linux, syscalls
 
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
@@ -22,37 +23,22 @@ ERRNO = 0x00050000
 LOAD_WORD = 0x20
 JUMP_EQUAL = 0x15
 JUMP_GREATER_EQUAL = 0x35
+JUMP_GREATER = 0x25
 JUMP_SET = 0x45
+AND = 0x54
 RETURN = 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; the argument's lower half, on little-endian machines."""
-X32 = 0x40000000
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40
+"""Offsets in struct seccomp_data; the arguments' lower halves, on little-endian machines."""
 NAMESPACES = 0x7E020080
 """Every CLONE_NEW* flag."""
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CALLS: dict[str, dict[str, int]] = {
-    "x86_64": {"clone": 56, "clone3": 435, "socket": 41},
-    "aarch64": {"clone": 220, "clone3": 435, "socket": 198},
-}
-# fmt: off
-REFUSED: dict[str, dict[str, int]] = {
-    "x86_64": {
-        "ptrace": 101, "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155,
-        "chroot": 161, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "add_key": 248,
-        "request_key": 249, "keyctl": 250, "io_uring_setup": 425, "process_vm_readv": 310,
-        "process_vm_writev": 311, "open_by_handle_at": 304, "open_tree": 428, "move_mount": 429,
-        "fsopen": 430, "mount_setattr": 442,
-    },
-    "aarch64": {
-        "ptrace": 117, "unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41,
-        "chroot": 51, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "add_key": 217,
-        "request_key": 218, "keyctl": 219, "io_uring_setup": 425, "process_vm_readv": 270,
-        "process_vm_writev": 271, "open_by_handle_at": 265, "open_tree": 428, "move_mount": 429,
-        "fsopen": 430, "mount_setattr": 442,
-    },
-}
-# fmt: on
+CLONE3 = 435
+FIRST_NEW = 424
+"""From here on all machines have the same numbers. A C library tries new calls first and, told that they do not exist
+(ENOSYS), takes an old one; EPERM it would pass on to the program."""
+SHARED_ANONYMOUS = 0x21
+"""MAP_SHARED | MAP_ANONYMOUS: memory that outlives the mapping of the process that filled it, counted nowhere."""
 LOCAL = (socket.AF_UNIX,)
 OF_A_NETWORK_NAMESPACE = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 
@@ -80,31 +66,48 @@ def install(own_network: bool) -> None:
 
 
 def build(machine: str, families: tuple[int, ...]) -> list[Instruction]:
-    calls = CALLS[machine]
-    refuse = (RETURN, 0, 0, ERRNO | errno.EPERM)
-    allow = (RETURN, 0, 0, ALLOW)
+    allowed = syscalls.numbers(machine)
+    refuse, unknown, allow = answer(errno.EPERM), answer(errno.ENOSYS), (RETURN, 0, 0, ALLOW)
     program: list[Instruction] = [
         (LOAD_WORD, 0, 0, ARCHITECTURE),
         (JUMP_EQUAL, 1, 0, MACHINES[machine]),
         refuse,
         (LOAD_WORD, 0, 0, NUMBER),
-        (JUMP_GREATER_EQUAL, 0, 1, X32),
-        refuse,
+        # Its flags are behind a pointer, which a filter cannot follow; the C library then takes `clone`.
+        (JUMP_EQUAL, 0, 1, CLONE3),
+        unknown,
     ]
-    for number in REFUSED[machine].values():
-        program += [(JUMP_EQUAL, 0, 1, number), refuse]
-    # Its flags are behind a pointer, which a filter cannot follow; the C library then takes `clone`.
-    program += [(JUMP_EQUAL, 0, 1, calls["clone3"]), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    clone: list[Instruction] = [
-        (LOAD_WORD, 0, 0, FIRST_ARGUMENT),
-        (JUMP_SET, 0, 1, NAMESPACES),
+    clone = [(LOAD_WORD, 0, 0, FIRST_ARGUMENT), (JUMP_SET, 0, 1, NAMESPACES), refuse, allow]
+    program += [(JUMP_EQUAL, 0, len(clone), allowed["clone"]), *clone]
+    mmap = [
+        (LOAD_WORD, 0, 0, FOURTH_ARGUMENT),
+        (AND, 0, 0, SHARED_ANONYMOUS),
+        (JUMP_EQUAL, 0, 1, SHARED_ANONYMOUS),
         refuse,
         allow,
     ]
-    program += [(JUMP_EQUAL, 0, len(clone), calls["clone"]), *clone]
+    program += [(JUMP_EQUAL, 0, len(mmap), allowed["mmap"]), *mmap]
     sockets: list[Instruction] = [(LOAD_WORD, 0, 0, FIRST_ARGUMENT)]
     for family in families:
         sockets += [(JUMP_EQUAL, 0, 1, int(family)), allow]
-    sockets.append((RETURN, 0, 0, ERRNO | errno.EAFNOSUPPORT))
-    program += [(JUMP_EQUAL, 0, len(sockets), calls["socket"]), *sockets, allow]
-    return program
+    sockets.append(answer(errno.EAFNOSUPPORT))
+    program += [(JUMP_EQUAL, 0, len(sockets), allowed["socket"]), *sockets]
+    for first, last in ranges(allowed.values()):
+        program += [(JUMP_GREATER_EQUAL, 0, 2, first), (JUMP_GREATER, 1, 0, last), allow]
+    return [*program, (JUMP_GREATER_EQUAL, 0, 1, FIRST_NEW), unknown, refuse]
+
+
+def answer(error: int) -> Instruction:
+    """The call fails with this error."""
+    return (RETURN, 0, 0, ERRNO | error)
+
+
+def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run of consecutive numbers: every system call passes through these comparisons."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found

@@ -1,8 +1,8 @@
 """The keeper's service for code: runs candidates in jails and says which tests they pass.
 
 Requests: {"kind": "isolation"}, {"kind": "calls", "code", "setup", "tests": [source], "entry_points", "stop"} or
-{"kind": "script", "code", "tests": [{"input", "output"}], "stop"}, with "seconds" (for each run), "memory" (bytes) and
-"unsafe". Replies: {"missing": why there is none},
+{"kind": "script", "code", "tests": [{"input", "output"}], "stop"}, with "seconds" (of computing, for each run),
+"memory" (bytes) and "unsafe". Replies: {"missing": why there is none},
 {"passed": [bool], "why": what ended it early}, or {"failed": "refused" | "setup", "reason"}.
 """
 
@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from gradtrace.tasks.sandbox import jail, linux
+from gradtrace.tasks.sandbox.cgroup import Group
 from gradtrace.tasks.sandbox.program import (
     Limits,
     Program,
@@ -22,12 +23,13 @@ from gradtrace.tasks.sandbox.program import (
     descendants,
     kill_descendants,
     reap,
+    wants_to_compute,
 )
 from gradtrace.tasks.verification.channel import Channel, Message
 from gradtrace.tasks.verification.keeper import TrainerGoneError
 
 LOOK_EVERY = 0.1
-"""Seconds between looks at memory and number of processes."""
+"""Seconds between looks at time, memory and number of processes."""
 
 
 def create() -> SandboxService:
@@ -39,6 +41,7 @@ class SandboxService:
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         self.no_isolation = ""
         """Why there is none; empty if there is."""
+        self.group = Group.create()
         try:
             jail.enter_namespaces()
             limits = Limits(seconds=60, memory=512 << 20)
@@ -47,6 +50,8 @@ class SandboxService:
                 raise SetupError(f"a first program in it did not work: {why or 'wrong output'}")
         except (OSError, SetupError) as error:
             self.no_isolation = str(error).strip().splitlines()[-1]
+        # The programs may run as our user: our memory has their tests, our descriptors take their verdicts.
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)
 
     def answer(self, request: Message, trainer: Channel) -> Message:
         if request["kind"] == "isolation":
@@ -65,6 +70,8 @@ class SandboxService:
 
     def close(self) -> None:
         kill_descendants()
+        if self.group is not None:
+            self.group.close()
 
     def _scripts(self, request: Message, limits: Limits, trainer: Channel) -> tuple[list[bool], str]:
         passed: list[bool] = []
@@ -82,9 +89,10 @@ class SandboxService:
     ) -> tuple[bool, str]:
         """Did the script print the right output, and end well?"""
         stdin = test["input"].encode("utf-8", "surrogatepass")
-        program = Program("candidate", {"mode": "script", "code": code}, limits, isolated, stdin)
-        watch = Watch([program], program, limits, trainer)
-        why = watch.run()
+        payload = {"mode": "script", "code": code}
+        watch = Watch(limits, trainer, isolated, self.group)
+        program = Program("candidate", payload, limits, isolated, stdin, group=self.group)
+        why = watch.run([program], program)
         right = not why and watch.exit_code == 0 and same_output(watch.output, test["output"])
         return right, why
 
@@ -92,13 +100,15 @@ class SandboxService:
         isolated = not self.no_isolation
         asking, answering = socket.socketpair()
         payload = {"mode": "calls", "code": request["code"]}
-        candidate = Program("candidate", payload, limits, isolated, channel=answering.fileno())
+        watch = Watch(limits, trainer, isolated, self.group)
+        candidate = Program(
+            "candidate", payload, limits, isolated, channel=answering.fileno(), group=self.group
+        )
         answering.close()  # before the next fork: a copy would hide from the examiner that the candidate ended
         questions = {key: request[key] for key in ("setup", "tests", "entry_points", "stop")}
-        examiner = Program("examiner", questions, limits, isolated, channel=asking.fileno())
+        examiner = Program("examiner", questions, limits, isolated, channel=asking.fileno(), group=self.group)
         asking.close()
-        watch = Watch([candidate, examiner], examiner, limits, trainer)
-        why = watch.run()
+        why = watch.run([candidate, examiner], examiner)
         return [verdict == ord("1") for verdict in watch.output[: len(request["tests"])]], why
 
 
@@ -106,65 +116,85 @@ class Watch:
     """Waits for the `last` of some programs to end, within the limits, then ends them all."""
 
     def __init__(
-        self, programs: list[Program], last: Program, limits: Limits, trainer: Channel | None
+        self, limits: Limits, trainer: Channel | None, own_network: bool, group: Group | None
     ) -> None:
-        self.programs = programs
-        self.last = last
         self.limits = limits
         self.trainer = trainer
+        self.own_network = own_network
+        self.group = group
         self.output = b""
         """Of the last."""
         self.exit_code: int | None = None
-        self._started = time.monotonic()
-        self._produced: dict[int, int] = {program.output: 0 for program in programs}
+        self._computed = self._counted = self._waited = 0.0
+        if group is not None:
+            group.limit(limits.memory, limits.processes)
 
-    def run(self) -> str:
-        """Why it was ended early: deadline, output, memory or processes; empty if it was not."""
-        ended = os.pidfd_open(self.last.pid)
+    def run(self, programs: list[Program], last: Program) -> str:
+        """Why it was ended early: deadline, output, memory, sockets or processes; empty if it was not."""
+        ended = os.pidfd_open(last.pid)
         try:
-            for program in self.programs:
+            for program in programs:
                 program.check_started()
-            return self._wait(ended)
+            why = self._wait(ended, last, {program.output: 0 for program in programs})
+            return "memory" if self.group is not None and self.group.was_killed() else why
         finally:
             os.close(ended)
-            for program in self.programs:
+            for program in programs:
                 program.end()
             reap()
 
-    def _wait(self, ended: int) -> str:
-        pipes = dict.fromkeys(self._produced)
-        looked = self._started + LOOK_EVERY
+    def _wait(self, ended: int, last: Program, produced: dict[int, int]) -> str:
+        """`produced`: bytes of output so far, by the pipe that they came through."""
+        pipes = dict.fromkeys(produced)
+        started = looked = time.monotonic()
         others: list[Any] = [ended] if self.trainer is None else [ended, self.trainer]
         while True:
             now = time.monotonic()
-            if now - self._started > self.limits.seconds:
+            if now - started > self.limits.patience:
                 return "deadline"
             if now - looked >= LOOK_EVERY:
-                looked = now
-                if excess := self._excess():
+                if excess := self._excess(now - looked):
                     return excess
+                looked = now
             ready = select.select([*pipes, *others], [], [], LOOK_EVERY)[0]
             if self.trainer in ready:
                 raise TrainerGoneError
             for pipe in [pipe for pipe in pipes if pipe in ready]:
                 part = os.read(pipe, 1 << 16)
-                self._produced[pipe] += len(part)
-                if self._produced[pipe] > self.limits.output:
+                produced[pipe] += len(part)
+                if produced[pipe] > self.limits.output:
                     return "output"
-                if pipe == self.last.output:
+                if pipe == last.output:
                     self.output += part
                 if not part:
                     del pipes[pipe]
             # It has ended, and all it wrote is read: the pipe is closed, or has nothing more in it.
-            if ended in ready and (self.last.output not in pipes or self.last.output not in ready):
-                self.exit_code = self.last.wait()
+            if ended in ready and (last.output not in pipes or last.output not in ready):
+                self.exit_code = last.wait()
                 return ""
 
-    def _excess(self) -> str:
+    def _excess(self, passed: float) -> str:
+        """The limit that is passed, `passed` seconds after the last look."""
         below = descendants(os.getpid())
         if len(below) > self.limits.processes:
             return "processes"
-        return "memory" if sum(below.values()) > self.limits.memory else ""
+        if sum(usage.memory for usage in below.values()) > self.limits.memory:
+            return "memory"
+        if self.own_network and open_sockets() > self.limits.sockets:
+            return "sockets"
+        seconds = sum(usage.seconds for usage in below.values())
+        # Less than before when a process that nobody collects is gone.
+        computed, self._counted = max(0.0, seconds - self._counted), seconds
+        self._computed += computed
+        if not computed and not any(map(wants_to_compute, below)):
+            self._waited += passed
+        return "deadline" if max(self._computed, self._waited) > self.limits.seconds else ""
+
+
+def open_sockets() -> int:
+    """In this process's network namespace, by all processes."""
+    with open("/proc/net/sockstat", "rb") as file:
+        return int(file.readline().split()[-1])  # sockets: used 17
 
 
 def same_output(printed: bytes, expected: str) -> bool:
