@@ -90,7 +90,7 @@ class Checkpoint:
             ),
         )
         batch = rollout(Sampler(self.sampled), self.parts.task.next_prompts(prompts), params, self.generator)
-        batch = judge(batch, self.parts.task, self.parts.reward)
+        batch = judge(batch, self.parts.task.tokenizer, self.parts.reward)
         return loss_batch(self.policy, batch, config)
 
     def evaluation_batches(self, count: int, prompts: int) -> Iterator[tuple[RolloutBatch, TokenBatch, int]]:

@@ -24,7 +24,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.columns import no_truth
 from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.tracin.losses import best_layout, pieces, total_losses, validation_weights
+from gradtrace.instruments.tracin.losses import Weighted, pieces, total_losses, validation_losses
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import Sequences
@@ -78,20 +78,15 @@ def compare_scoring(
     rows, budget = torch.arange(RESPONSES), 1 << 20
     automatic = TracInSelector(model)
     selectors = {method: TracInSelector(model, method) for method in ("ghost", "tangent")}
-    layout = best_layout(policy, "tangent")
-    losses = total_losses(policy, validation, rows, validation_weights(validation), budget, layout)
-    target = automatic.set_validation(losses)
+    target = automatic.set_validation(total_losses(policy, validation_losses(validation, rows), budget))
     for selector in selectors.values():
         selector.set_validation_gradient(target)
     found: dict[str, Tensor] = {}
 
     def score(method: str) -> Callable[[], None]:
         def work() -> None:
-            assert batch.advantages is not None
-            layout = best_layout(policy, method)
-            found[method] = selectors[method].score(
-                pieces(policy, batch, rows, -batch.advantages, budget, layout)
-            )
+            losses = Weighted(batch, rows, -batch.need("advantages"))
+            found[method] = selectors[method].score(pieces(policy, losses, budget, method))
 
         return work
 

@@ -143,8 +143,7 @@ def accuracy(parts: Parts, prompts: list[Prompt]) -> float:
         stop_token_ids=parts.task.stop_token_ids,
     )
     batch = rollout(parts.sampler, prompts, params, torch.Generator().manual_seed(99))
-    rewards = judge(batch, parts.task, parts.reward).rewards
-    assert rewards is not None
+    rewards = judge(batch, parts.task.tokenizer, parts.reward).need("rewards")
     return float(rewards.mean())
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.errors import GradtraceError
+
 TOKEN_COLUMNS = (
     "sampler_log_probs",
     "old_log_probs",
@@ -23,6 +25,17 @@ TOKEN_COLUMNS = (
     "returns",
 )
 RESPONSE_COLUMNS = ("finished", "rewards", "flipped", "kept")
+SET_BY = {
+    "rewards": "the reward (`policy.rollouts.judge`)",
+    "old_log_probs": "the pass over the rollout before the update (`policy.loss.fill_statistics`)",
+    "entropies": "the pass over the rollout before the update (`policy.loss.fill_statistics`)",
+    "ref_log_probs": "the reference policy",
+    "values": "the critic",
+    "returns": "an advantage estimator with a critic",
+    "advantages": "the advantage estimator (`policy.rollouts.add_advantages`)",
+    "kept": "TracIn selection",
+}
+"""Who sets a column that a fresh rollout does not have."""
 
 
 @dataclass
@@ -83,6 +96,16 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return self.responses.shape[0]
+
+    def need(self, column: str) -> Tensor:
+        """A column that this stage of the step relies on; an error that says which stage sets it, if it is missing."""
+        found: Tensor | None = getattr(self, column)
+        if found is None:
+            raise GradtraceError(
+                f"the batch has no {column}: {SET_BY.get(column, 'an earlier stage of the step')} sets them, and that "
+                "has not run on this batch"
+            )
+        return found
 
     @property
     def response_lengths(self) -> Tensor:

@@ -38,14 +38,10 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.tracin.diagnosis import diagnose
-from gradtrace.instruments.tracin.losses import (
-    best_layout,
-    pieces,
-    total_losses,
-    validation_weights,
-    with_advantage,
-)
-from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT, Piece, TracInSelector
+from gradtrace.instruments.tracin.losses import has_signal, training_losses, validation_losses
+from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.scores import score_parts
+from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT, TracInSelector
 from gradtrace.policy.policy import Policy, load_model
 from gradtrace.tasks.datasets import encode, is_conversation
 from gradtrace.tasks.rewards import shorten
@@ -273,22 +269,17 @@ def score(
     policy: Policy, selector: TracInSelector, data: RolloutBatch, validation: RolloutBatch, budget: int
 ) -> Scored:
     """Every response of `data` against the validation set, with progress bars."""
-    counted = with_advantage(validation)
-    if not len(counted):
+    if not has_signal(validation):
         raise GradtraceError(
             "--validation says nothing: no prompt of it has responses with different rewards."
         )
-    layout = best_layout(policy, "tangent")
-    losses = total_losses(policy, validation, counted, validation_weights(validation), budget, layout)
-    selector.set_validation(shown(losses, "validation gradient"))
-    assert data.advantages is not None
-    rows, weights = with_advantage(data), -data.advantages
+    train = training_losses(data, lambda mask: mask.float())
+    host = ModelHost(policy, selector, budget, shown=shown)
+    found, measures = score_parts(host, train, [validation_losses(validation)], measure=False)
     scores = torch.zeros(len(data), dtype=torch.float64)
-    parts: Iterable[Piece] = pieces(policy, data, rows, weights, budget, best_layout(policy, selector.method))
-    if len(rows):
-        scores[rows] = selector.score(shown(parts, "scores"), len(data))[rows]
-    gradient_norm = selector.norm
-    return Scored(scores, diagnose(scores.numpy(), gradient_norm, val_prompts=len(validation.prompts)))
+    scores[train.rows] = found[0]
+    sentences = diagnose(scores.numpy(), measures.val_norm, val_prompts=len(validation.prompts))
+    return Scored(scores, sentences)
 
 
 def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
@@ -303,7 +294,6 @@ def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
 def ranked(data: Data, scores: Tensor) -> pyarrow.Table:
     """Best first; responses that could not be scored come last."""
     order = torch.argsort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True).tolist()
-    assert data.batch.advantages is not None
     chosen = [data.rows[index] for index in order]
     columns: dict[str, Any] = {
         "rank": list(range(1, len(order) + 1)),
@@ -312,7 +302,7 @@ def ranked(data: Data, scores: Tensor) -> pyarrow.Table:
         "prompt": [row.prompt for row in chosen],
         "response": [row.response for row in chosen],
         "reward": [row.reward for row in chosen],
-        "advantage": [float(data.batch.advantages[index, 0]) for index in order],
+        "advantage": [float(data.batch.need("advantages")[index, 0]) for index in order],
     }
     return pyarrow.table(columns)
 

@@ -246,8 +246,9 @@ def products(instrument, batch: RolloutBatch, step: int) -> Tensor:
     """[R]: products of autograd gradients of the definition, response by response, padded, no engine."""
     validation = instrument.source.at(step)[0].batch
     instrument.source._current = None
-    policy = instrument.policy
-    weights = list(instrument.selector._counted.values())
+    host = instrument.scorer
+    policy = host.policy
+    weights = list(host.selector._counted.values())
 
     def gradient(objective: Tensor) -> list[Tensor]:
         found = torch.autograd.grad(objective, weights, allow_unused=True)
@@ -259,12 +260,12 @@ def products(instrument, batch: RolloutBatch, step: int) -> Tensor:
         return (micro.unflatten(policy.statistics(micro)[0]) * own).sum()
 
     target = gradient(-weighted(validation, torch.arange(len(validation))) / len(validation))
-    state = instrument.optimizer.state_tensors()
-    if instrument.settings.preconditioner == "adam" and state:
-        optim = instrument.config.actor.optim
-        for index, name in enumerate(instrument.selector._counted):
-            corrected = state[f"exp_avg_sq/{name}"] / (1 - optim.betas[1] ** state[f"step/{name}"])
-            target[index] = target[index] / (corrected.sqrt() + optim.eps)
+    if instrument.settings.preconditioner == "adam" and host.optimizer.state:
+        optim = host.optimizer.defaults
+        for index, weight in enumerate(weights):
+            state = host.optimizer.state[weight]
+            corrected = state["exp_avg_sq"] / (1 - optim["betas"][1] ** state["step"])
+            target[index] = target[index] / (corrected.sqrt() + optim["eps"])
     tokens = float(batch.response_mask.sum())
     return torch.stack(
         [

@@ -36,14 +36,7 @@ def make_rollout(parts: Parts) -> tuple[RolloutBatch, Tensor]:
         raise GradtraceError(
             f"algorithm.advantage={config.algorithm.advantage} needs a critic: ablate with grpo, rloo or dr_grpo."
         )
-    params = SamplingParams(
-        n=config.rollout.n,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        stop_token_ids=parts.task.stop_token_ids,
-    )
+    params = SamplingParams.of(config.rollout, parts.task.stop_token_ids)
     experience = Experience(
         parts.task, parts.reward, parts.sampler, params, config.algorithm, config.data.train_batch_size
     )

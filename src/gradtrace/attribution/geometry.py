@@ -52,6 +52,10 @@ class Geometry:
     def name(self) -> str:
         return "none" if self.optimizer is None else type(self.optimizer).__name__
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the optimizer moves this parameter."""
+        return id(parameter) in self._groups
+
     def second_moment(self, parameter: Tensor, coming: Tensor | None = None) -> Tensor | None:
         """v̂ of one parameter, at least in float32 and sharded as the state is; None where nothing is known of it.
 

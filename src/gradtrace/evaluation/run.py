@@ -76,13 +76,7 @@ def evaluate(
         raise GradtraceError("there are no problems to evaluate on.")
     tokenizer = loaded.tokenizer
     sampler = Sampler(loaded.model, tokenizer.pad_token_id, max_batch_tokens)
-    params = SamplingParams(
-        n=settings.n,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        stop_token_ids=stop_token_ids(tokenizer),
-    )
+    params = SamplingParams.of(settings, stop_token_ids(tokenizer))
     at_once = max(1, VALUES_AT_ONCE // (params.n * params.max_new_tokens))
     lines: list[dict[str, Any]] = []
     for start in range(0, len(prompts), at_once):

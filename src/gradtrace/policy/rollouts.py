@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from gradtrace.algorithms import AdvantageInputs, AdvantageOutputs, Algorithm
 from gradtrace.batch import RolloutBatch
 from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.tasks.base import Prompt, Task
-from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.tasks.base import Item, Prompt
+
+Judge = Callable[[list[str], list[Item]], list[float]]
+"""(texts of responses, their items) → a reward for each; a `RewardFunction` is one."""
 
 
 def rollout(
@@ -21,13 +24,13 @@ def rollout(
     return sampler.generate(ids, params, generator=generator, items=items)
 
 
-def judge(batch: RolloutBatch, task: Task, reward: RewardFunction) -> RolloutBatch:
+def judge(batch: RolloutBatch, tokenizer: Any, reward: Judge) -> RolloutBatch:
     """The batch with texts and rewards."""
     ids = [
         row[:length]
         for row, length in zip(batch.responses.tolist(), batch.response_lengths.tolist(), strict=True)
     ]
-    texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     items = [batch.items[group] for group in batch.group.tolist()]
     return batch.replace(texts=texts, rewards=torch.tensor(reward(texts, items), dtype=torch.float32))
 
@@ -46,7 +49,6 @@ def add_advantages(
     batch: RolloutBatch, estimator: Algorithm[AdvantageInputs, AdvantageOutputs]
 ) -> RolloutBatch:
     """The batch with advantages, and with returns where the estimator has a critic."""
-    assert batch.rewards is not None
     columns: dict[str, Any] = {name: getattr(batch, name) for name in estimator.needs}
-    outputs = estimator(AdvantageInputs(batch.rewards, batch.group, batch.response_mask, **columns))
+    outputs = estimator(AdvantageInputs(batch.need("rewards"), batch.group, batch.response_mask, **columns))
     return batch.replace(advantages=outputs.advantages, returns=outputs.returns)

@@ -34,7 +34,7 @@ from gradtrace.probe import preflight
 from gradtrace.probe.config import ProbeConfig
 from gradtrace.probe.phases import PhaseStore, is_probe, load_batch
 from gradtrace.probe.results import Fresh, ProbeResults
-from gradtrace.rollout import SamplingParams
+from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.atomic import unseal
 from gradtrace.training.checkpoint import MARKER, check_complete
@@ -265,9 +265,8 @@ class _Session:
     # ------------------------------------------------------------ batches
 
     def _sample(self, name: str, prompts: list[Prompt], n: int, seed: int) -> RolloutBatch:
-        run = self.source.run
-        params = SamplingParams(
-            n=n, max_new_tokens=run.rollout.max_new_tokens, stop_token_ids=self.parts.task.stop_token_ids
+        params = SamplingParams.of(
+            self.source.run.rollout, self.parts.task.stop_token_ids, n=n, temperature=1.0, **EVERY_TOKEN
         )
         with self.display.phase(name) as progress:
             return self.parts.sampler.generate(
@@ -290,7 +289,7 @@ class _Session:
             batch, sampling = load_batch(Path(self.config.update_batch))
         else:
             batch = self._sample("sampling U", self._prompts()[1], self.config.update_n, seed=2)
-            batch, sampling = judge(batch, parts.task, parts.reward), SAMPLING
+            batch, sampling = judge(batch, parts.task.tokenizer, parts.reward), SAMPLING
         micro_batches = MicroBatches(batch, self.config.token_budget)
         rows = torch.arange(len(batch))
         with self.display.phase("log-probs of U"):

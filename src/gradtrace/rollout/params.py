@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from gradtrace.errors import GradtraceError
+
+EVERY_TOKEN: dict[str, Any] = {"top_p": 1.0, "top_k": 0}
+"""Of sampling from the full distribution."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,13 @@ class SamplingParams:
     """Sample from this many most likely tokens; 0 = from all."""
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these; it is part of the response."""
+
+    @staticmethod
+    def of(settings: Any, stop_token_ids: tuple[int, ...], **changes: Any) -> SamplingParams:
+        """From a section of a configuration that has fields of these names (`rollout`, say), with `changes`."""
+        names = [field.name for field in fields(SamplingParams)]
+        shared = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+        return SamplingParams(**{**shared, "stop_token_ids": stop_token_ids, **changes})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -59,7 +59,7 @@ class Experience:
         with timer("gen"):
             batch = rollout(self.sampler, prompts, self.params, generator)
         with timer("reward"):
-            batch = judge(batch, self.task, self.reward)
+            batch = judge(batch, self.task.tokenizer, self.reward)
             if self.flip_probability:
                 batch = flip_rewards(batch, self.flip_probability, generator)
         assert batch.rewards is not None

@@ -15,8 +15,11 @@ from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.influence.instrument import InfluenceSettings, InfluenceTraceInstrument
 from gradtrace.instruments.observer import Observers, StepObserver
 from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.losses import aggregated
+from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSource, validation_advantage, validation_pool
-from gradtrace.rollout import SamplingParams
+from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
 from gradtrace.trace.run_files import RunFiles
@@ -81,12 +84,7 @@ def entropy_probe(
         parts.optimizer,
         parts.sampler,
         parts.task.validation_prompts(settings.prompts),
-        SamplingParams(
-            n=settings.n,
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            stop_token_ids=parts.task.stop_token_ids,
-        ),
+        SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=settings.n, **EVERY_TOKEN),
         ProbeSettings(settings.every, config.trainer.seed, config.actor.token_budget, settings.on_error),
         writer,
         meta,
@@ -103,25 +101,25 @@ def tracin_instrument(
 ) -> TracinInstrument:
     config = parts.config
     settings = config.trainer.tracin
-    params = SamplingParams(
-        n=settings.val_n or config.rollout.n,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        stop_token_ids=parts.task.stop_token_ids,
-    )
+    n = settings.val_n or config.rollout.n
     source = ValidationSource(
         settings,
         validation_pool(config, parts.task, report),
-        parts.task,
+        parts.task.tokenizer,
         parts.reward,
         parts.sampler,
-        params,
+        SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=n),
         validation_advantage(config),
         config.trainer.seed,
     )
-    return TracinInstrument(config, parts.policy, parts.optimizer, source, writer, meta, truth, report)
+    host = ModelHost(
+        parts.policy,
+        TracInSelector(parts.policy.model, settings.method, settings.parameters),
+        config.actor.token_budget,
+        parts.optimizer.adamw if settings.preconditioner == "adam" else None,
+    )
+    weigh = aggregated(config.algorithm.aggregation, config.rollout.max_new_tokens)
+    return TracinInstrument(settings, host, weigh, source, writer, meta, truth, report)
 
 
 def open_writer(files: RunFiles, kind: str, config: Any, report: Callable[[str], None]) -> TraceWriter:

@@ -26,20 +26,13 @@ def validate(
 
     Always the same prompts and the same random numbers, so that differences come from the policy.
     """
-    params = SamplingParams(
-        n=config.n,
-        max_new_tokens=max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        stop_token_ids=task.stop_token_ids,
-    )
+    params = SamplingParams.of(config, task.stop_token_ids, max_new_tokens=max_new_tokens)
     generator = torch.Generator().manual_seed(seed)
     prompts = task.validation_prompts(config.prompts)
     if not prompts:
         return {}
-    batch = judge(rollout(sampler, prompts, params, generator), task, reward)
-    assert batch.rewards is not None
-    rewards = batch.rewards.view(len(prompts), config.n)
+    batch = judge(rollout(sampler, prompts, params, generator), task.tokenizer, reward)
+    rewards = batch.need("rewards").view(len(prompts), config.n)
     rows: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         rows[prompt.item["source"]].append(index)

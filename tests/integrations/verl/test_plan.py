@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.integrations.verl.driver.plan import PADDING, plan_selection, plan_update
+from gradtrace.integrations.verl.dealing import PADDING, plan_selection, plan_update
 
 
 def even(work: list[int], ranks: int) -> list[list[int]]:

@@ -195,13 +195,14 @@ def test_selection_weighs_tokens_as_verls_aggregation_does(verl: Any, mode: str)
 
 
 def test_every_response_is_scored_on_one_rank_and_ranks_have_equally_many(verl: Any) -> None:
+    from gradtrace.instruments.tracin.losses import Weighted
     from gradtrace.integrations.verl.driver.tracin import shares
 
     batch = harness.rollout(groups=3, n=5)
     weights = torch.rand(batch.responses.shape)
     for rows in (torch.arange(15), torch.tensor([3, 8, 9]), torch.empty(0, dtype=torch.long)):
         for ranks, multiple in ((1, 1), (2, 3), (4, 2)):
-            found = shares(batch, rows, weights, ranks, multiple)
+            found = shares(Weighted(batch, rows, weights), ranks, multiple)
             sizes = {len(share.rows) for share in found}
             assert len(found) == ranks and len(sizes) == 1 and sizes.pop() % multiple == 0
             dealt = torch.cat([share.rows for share in found])

@@ -13,6 +13,9 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, ModelConfig
 from gradtrace.instruments.tracin.columns import TracinStep
 from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.losses import aggregated
+from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import load_policy
 from tests.integrations.verl import tracin_ranks
@@ -23,8 +26,6 @@ def embedded(folder: Path, step: int) -> TracinStep:
     batch: RolloutBatch = torch.load(folder / "tracin_train.pt", weights_only=False)
     policy = load_policy(folder / "tied_model", ModelConfig(device="cpu"), 1.0)
     config = Config()
-    config.trainer.tracin = tracin_ranks.settings(step)
-    config.algorithm.aggregation = list(tracin_ranks.AGGREGATIONS.values())[step - 1]
     config.actor.optim.betas = [0.9, 0.999]
     optimizer = Optimizer(policy.trainable(), config.actor.optim, 10)
     if step == 2:
@@ -35,9 +36,13 @@ def embedded(folder: Path, step: int) -> TracinStep:
                 "exp_avg_sq": tracin_ranks.second_moments(name, parameter.shape),
             }
     source = tracin_ranks.Fixed(torch.load(folder / "tracin_val.pt", weights_only=False))
-    instrument = TracinInstrument(config, policy, optimizer, source, None)  # type: ignore[arg-type]
+    settings = tracin_ranks.settings(step)
+    selector = TracInSelector(policy.model, settings.method, settings.parameters)
+    host = ModelHost(policy, selector, config.actor.token_budget, optimizer.adamw)
+    weigh = aggregated(list(tracin_ranks.AGGREGATIONS.values())[step - 1], config.rollout.max_new_tokens)
+    instrument = TracinInstrument(settings, host, weigh, source, None)  # type: ignore[arg-type]
     instrument.before_update(batch, step)
-    assert instrument.selector.method == "tangent" and instrument._step is not None
+    assert host.method == "tangent" and instrument._step is not None
     return instrument._step
 
 
@@ -64,12 +69,12 @@ def test_scores_of_responses_are_those_of_the_embedded_loop(
     expected, ours = embedded(folder, step), found(folder, world, layout, step)
     assert relative(ours["scores"], expected.scores) < 2e-5
     assert torch.equal(ours["kept"], expected.selected.kept) and not bool(ours["kept"].all())
-    assert ours["val_loss"] == pytest.approx(expected.val_loss, rel=1e-5)
-    assert ours["val_norms"] == pytest.approx(expected.val_norms, rel=1e-4)
+    assert ours["val_loss"] == pytest.approx(expected.measures.val_loss, rel=1e-5)
+    assert ours["val_norms"] == pytest.approx(expected.measures.val_norms, rel=1e-4)
     if step == 1:  # the step with a diagnosis
         assert relative(ours["low"], expected.low) < 1e-4  # type: ignore[arg-type]
-        assert ours["train_norm"] == pytest.approx(expected.train_norm, rel=1e-5)
-        assert ours["cosine"] == pytest.approx(expected.cosine, rel=1e-4)
+        assert ours["train_norm"] == pytest.approx(expected.measures.train_norm, rel=1e-5)
+        assert ours["cosine"] == pytest.approx(expected.measures.cosine, rel=1e-4)
 
 
 @pytest.mark.parametrize(("world", "layout"), [case[:2] for case in CASES if case[2] == 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
+from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.validation import ValidationSet
 from tests.integrations.verl import harness
 
@@ -120,7 +122,7 @@ def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    from gradtrace.integrations.verl.driver.tracin import VerlTracin
+    from gradtrace.integrations.verl.driver.tracin import RankedScores, aggregation_weights
     from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, RankScorer
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -145,27 +147,30 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
             use_dynamic_bsz=options["use_dynamic_bsz"],
             ppo_micro_batch_size_per_gpu=options.get("micro_batch_size_per_gpu", 1),
         )
-        tracin = VerlTracin(settings(step), actor, 1.0, world, ask, Fixed(validation), None)  # type: ignore[arg-type]
+        knobs, weigh = settings(step), partial(aggregation_weights, actor=actor)
+        scorer_of_ranks = RankedScores(actor, knobs.preconditioner, 1.0, world, ask)
+        tracin = TracinInstrument(knobs, scorer_of_ranks, weigh, Fixed(validation), None)  # type: ignore[arg-type]
         before = state_of(engine)
         tracin.before_update(batch, step)
         after = state_of(engine)
         result = tracin._step
         assert result is not None
+        measures = result.measures
         found[step] = {
             "scores": result.scores,
             "low": result.low,
             "kept": result.selected.kept,
-            "val_loss": result.val_loss,
-            "val_norms": result.val_norms,
-            "train_norm": result.train_norm,
-            "cosine": result.cosine,
+            "val_loss": measures.val_loss,
+            "val_norms": measures.val_norms,
+            "train_norm": measures.train_norm,
+            "cosine": measures.cosine,
             "changed": [
                 name
                 for name, value in before.items()
                 if name not in after or not torch.equal(after[name], value)
             ],
             "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
-            "product": result.cosine * (result.train_norm or 0.0) * result.val_norm,
+            "product": measures.cosine * (measures.train_norm or 0.0) * measures.val_norm,
         }
     return found
 

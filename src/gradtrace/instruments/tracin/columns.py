@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +14,10 @@ from gradtrace.config import TracinConfig
 from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns
 from gradtrace.instruments.tracin.diagnosis import certain_share
 from gradtrace.instruments.tracin.rules import Selected
+from gradtrace.instruments.tracin.scores import Measures
 from gradtrace.instruments.tracin.selector import SIGN, UNIT
 from gradtrace.metrics import GENERATED
 from gradtrace.trace.schema import TracinReason
-
-LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.(\w+)")
 
 
 @dataclass(eq=False)
@@ -37,33 +33,22 @@ class TracinStep:
     scores: Tensor
     """float64[R]."""
     selected: Selected = None  # type: ignore[assignment]  # set once the scores are there
-    val_loss: float = 0.0
-    val_norm: float = 0.0
-    val_norms: dict[str, float] = field(default_factory=dict)
-    train_norm: float | None = None
-    direction_norm: float = 0.0
-    """Of the preconditioned validation gradient; measured together with train_norm and cosine."""
-    cosine: float = 0.0
-    """Of the whole batch's gradient and the validation gradient."""
+    measures: Measures = field(default_factory=Measures)
     low: Tensor | None = None
     high: Tensor | None = None
     diagnosis: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def meta(self) -> dict[str, Any]:
-        about = {
+        about = asdict(self.measures)
+        if self.measures.train_norm is None:
+            about = {name: about[name] for name in ("val_loss", "val_norm", "val_norms")}
+        return about | {
             "diagnosis": self.diagnosis,
-            "val_loss": self.val_loss,
-            "val_norm": self.val_norm,
-            "val_norms": self.val_norms,
             "validation_step": self.validation_step,
             "fallback": self.selected.fallback,
             "note": self.selected.note,
         }
-        if self.train_norm is None:
-            return about
-        measured = ("train_norm", "direction_norm", "cosine")
-        return about | {name: getattr(self, name) for name in measured}
 
 
 def describe(settings: TracinConfig, method: str) -> dict[str, Any]:
@@ -79,32 +64,8 @@ def describe(settings: TracinConfig, method: str) -> dict[str, Any]:
     }
 
 
-def layer_norms(gradient: Mapping[str, Tensor]) -> dict[str, float]:
-    """Norm of a gradient by layer group: embedding, layer_0_attention, layer_0_mlp …, head, other."""
-    squares: dict[str, float] = defaultdict(float)
-    for name, part in gradient.items():
-        squares[layer_group(name)] += float(part.double().square().sum())
-    return {group: value**0.5 for group, value in squares.items()}
-
-
-def layer_group(name: str) -> str:
-    found = LAYER.search(name)
-    if found:
-        kind = (
-            "attention"
-            if "attn" in found[2] or "attention" in found[2]
-            else "mlp"
-            if "mlp" in found[2]
-            else "norm"
-        )
-        return f"layer_{found[1]}_{kind}"
-    if "embed" in name or "wte" in name or "wpe" in name:
-        return "embedding"
-    return "head" if "lm_head" in name else "other"
-
-
 def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
-    scores, kept = result.scores, result.selected.kept
+    scores, kept, measures = result.scores, result.selected.kept, result.measures
     finite = scores[torch.isfinite(scores)]
     count = max(1, len(scores))
     values: dict[str, float] = {
@@ -122,19 +83,19 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
         "selected": float(kept.sum()),
         "selected_ratio": float(kept.sum()) / count,
         "fallback": float(result.selected.fallback),
-        "no_signal": float(result.val_norm == 0 or not bool((finite != 0).any())),
-        "val_loss": result.val_loss,
-        "val_grad_norm": result.val_norm,
+        "no_signal": float(measures.val_norm == 0 or not bool((finite != 0).any())),
+        "val_loss": measures.val_loss,
+        "val_grad_norm": measures.val_norm,
         "val_prompts": float(len(result.validation.prompts)),
         "val_overlap": float(result.overlap),
         "val_generated": float(result.generated),
     }
-    values |= {f"val_grad_norm/{group}": value for group, value in result.val_norms.items()}
+    values |= {f"val_grad_norm/{group}": value for group, value in measures.val_norms.items()}
     if len(result.validation):
-        values["val_reward"] = float(result.validation.rewards.mean())  # type: ignore[union-attr]
-    if result.train_norm is not None and result.low is not None and result.high is not None:
-        values["train_grad_norm"] = result.train_norm
-        values["cosine"] = result.cosine
+        values["val_reward"] = float(result.validation.need("rewards").mean())
+    if measures.train_norm is not None and result.low is not None and result.high is not None:
+        values["train_grad_norm"] = measures.train_norm
+        values["cosine"] = measures.cosine
         values["certain_share"] = certain_share(scores.numpy(), result.low.numpy(), result.high.numpy())
         values["warnings"] = float(len(result.diagnosis))
     if batch.flipped is not None:

@@ -1,7 +1,6 @@
-"""TracIn selection inside the training loop: scores from the model of this process.
+"""A step of TracIn selection: when to score, what to keep, log and store. Every host runs this one.
 
-Scores are taken once per training step, before its first update, at the weights that sampled the batch: one
-forward-mode pass (or one backward pass without weight gradients) over the responses that have an advantage. The update
+Scores are taken once per training step, before its first update, at the weights that sampled the batch. The update
 then runs forward and backward on the kept responses alone, so a dropped response costs its score and nothing more.
 
 A response's training loss is its own term −Σ_t w_t A_t ℓ_t of the policy gradient, w as the run aggregates tokens: at
@@ -11,149 +10,196 @@ rewards and are left out. The scores of a batch add up to ⟨∇L_val, ∇L_trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import Denominator, token_weights
-from gradtrace.attribution.tangent import norm
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config
+from gradtrace.config import TracinConfig
 from gradtrace.instruments.columns import Truth, no_truth
-from gradtrace.instruments.tracin.columns import TracinStep, layer_norms
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.tracin.columns import TracinStep, describe, tracin_columns, tracin_metrics
+from gradtrace.instruments.tracin.diagnosis import bootstrap_interval, diagnose
 from gradtrace.instruments.tracin.losses import (
-    best_layout,
-    pieces,
-    total_losses,
-    validation_weights,
-    with_advantage,
+    TokenWeights,
+    Weighted,
+    has_signal,
+    training_losses,
+    validation_losses,
 )
-from gradtrace.instruments.tracin.selector import Loss, TracInSelector
-from gradtrace.instruments.tracin.step import TracinSelection, logger
-from gradtrace.instruments.tracin.validation import ValidationSource
-from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import Policy
+from gradtrace.instruments.tracin.rules import RuleOptions, Selected, select
+from gradtrace.instruments.tracin.scores import Measures
+from gradtrace.instruments.tracin.validation import ValidationSource, without_prompts
 from gradtrace.trace.writer import TraceWriter
 
+logger = logging.getLogger(__name__)
 
-class TracinInstrument(TracinSelection):
+PREFIX = "tracin/"
+"""Of the names in a checkpoint."""
+VALIDATION_PARTS = 8
+"""Parts of the validation set that the bootstrap of a diagnosis draws from."""
+
+
+class Scorer(Protocol):
+    """Whoever computes the scores: `ModelHost` in this process, or a driver that asks its ranks."""
+
+    @property
+    def method(self) -> str:
+        """`tangent` or `ghost`."""
+
+    def __call__(
+        self, step: int, train: Weighted, parts: list[Weighted], measure: bool
+    ) -> tuple[Tensor, Measures]:
+        """Scores of `train.rows` at the current weights; see `scores.score_parts`."""
+
+
+class TracinInstrument(StepObserver):
     def __init__(
         self,
-        config: Config,
-        policy: Policy,
-        optimizer: Optimizer,
+        settings: TracinConfig,
+        scorer: Scorer,
+        weigh: TokenWeights,
         source: ValidationSource,
         writer: TraceWriter | None,
         meta: dict[str, Any] | None = None,
         truth: Truth = no_truth,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """`writer`: None stores nothing."""
-        self.config = config
-        self.policy = policy
-        self.optimizer = optimizer
-        settings = config.trainer.tracin
-        self.selector = TracInSelector(policy.model, settings.method, settings.parameters)
-        super().__init__(settings, self.selector.method, source, writer, meta, truth, report)
+        """`weigh`: how the run's loss weighs tokens; `writer`: None stores nothing."""
+        self.settings = settings
+        self.scorer = scorer
+        self.weigh = weigh
+        self.source = source
+        self.writer = writer
+        self.truth = truth
+        self.report = report
+        self.meta = (meta or {}) | describe(settings, scorer.method)
+        self.rule = RuleOptions(
+            settings.min_positive_ratio,
+            settings.fallback_fraction,
+            settings.top_fraction,
+            settings.drop_share,
+            settings.soft_temperature,
+        )
+        self._said: set[str] = set()
+        self._step: TracinStep | None = None
+
+    def start(self, last_step: int) -> None:
+        if self.writer is not None:
+            self.writer.truncate_after(last_step)
 
     def state(self) -> dict[str, Tensor]:
-        return {f"tracin/{name}": tensor for name, tensor in self.source.state().items()}
+        return {f"{PREFIX}{name}": tensor for name, tensor in self.source.state().items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        prefix = "tracin/"
-        self.source.load_state(
-            {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        own = {k.removeprefix(PREFIX): t for k, t in tensors.items() if k.startswith(PREFIX)}
+        self.source.load_state(own)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    # ------------------------------------------------------------ the step
+
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        begin = time.perf_counter()
+        validation, generated = self.source.at(step)
+        sampled = time.perf_counter()
+        val_batch, overlap = without_prompts(validation.batch, batch.prompts)
+        every = self.settings.diagnose_every
+        result = TracinStep(
+            validation=val_batch,
+            validation_step=validation.step,
+            generated=generated,
+            overlap=overlap,
+            scores=torch.zeros(len(batch), dtype=torch.float64),
         )
+        if overlap:
+            self._say_once(
+                "overlap",
+                f"step {step}: {overlap} validation prompts are in the training batch too and were left out: a "
+                "response must not be scored against its own prompt. (Shown once; tracin/val_overlap counts them.)",
+            )
+        if not has_signal(val_batch):
+            self._say(step, "the validation set has no prompt whose responses differ in reward")
+        elif not has_signal(batch):
+            self._say(step, "no response of the training batch has an advantage")
+        elif every and (step % every == 0 or step == 1):
+            self._score_and_diagnose(batch, result, step)
+        else:
+            result.scores = self._scores(batch, [validation_losses(val_batch)], result, step, measure=False)[
+                0
+            ]
+        result.selected = self._select(result, step)
+        result.seconds = {"tracin": time.perf_counter() - begin, "tracin_gen": sampled - begin}
+        self._step = result
+        return self._apply(batch, result.selected)
 
-    # ------------------------------------------------------------ scores
+    def _select(self, result: TracinStep, step: int) -> Selected:
+        """Overridden by baselines that choose otherwise."""
+        selected = select(result.scores, self.settings.selection, self.rule)
+        if selected.fallback:
+            self._say_once("fallback", f"step {step}: {selected.note}. (Shown once; tracin/fallback counts.)")
+        return selected
 
-    def _scores(self, batch: RolloutBatch, val_batch: RolloutBatch, result: TracinStep) -> Tensor:
-        self.selector.set_validation(self._validation_losses(val_batch, all_rows(val_batch)))
-        self._keep_gradient(result)
-        self._precondition()
-        return self._score(batch)
+    def _apply(self, batch: RolloutBatch, selected: Selected) -> RolloutBatch:
+        if self.settings.selection == "soft":
+            batch = batch.replace(advantages=batch.need("advantages") * selected.weight[:, None])
+        return batch.replace(kept=selected.kept)
 
-    def _scores_in_parts(
-        self, batch: RolloutBatch, val_batch: RolloutBatch, parts: list[Tensor], result: TracinStep
+    def _scores(
+        self, batch: RolloutBatch, parts: list[Weighted], result: TracinStep, step: int, measure: bool
     ) -> Tensor:
-        total: dict[str, Tensor] = {}
-        scores, loss = [], 0.0
-        for rows in parts:
-            self.selector.set_validation(self._validation_losses(val_batch, rows))
-            loss += self.selector.loss
-            for name, part in self.selector.gradient.items():
-                total[name] = total[name] + part if name in total else part
-            self._precondition()
-            scores.append(self._score(batch))
-        self.selector.set_validation_gradient(total)
-        self.selector.loss = loss
-        self._keep_gradient(result)
-        gradient, _ = self.selector.gradient_of(self._training_losses(batch))
-        result.train_norm = norm(gradient.values())
-        product = sum(
-            float((gradient[name] * part).sum()) for name, part in total.items() if name in gradient
+        """float64[K, R]: of each part of the validation set; a response without an advantage scores 0."""
+        train = training_losses(batch, self.weigh)
+        scores = torch.zeros(len(parts), len(batch), dtype=torch.float64)
+        scores[:, train.rows], result.measures = self.scorer(step, train, parts, measure)
+        return scores
+
+    def _score_and_diagnose(self, batch: RolloutBatch, result: TracinStep, step: int) -> None:
+        """Scores as a sum over parts of the validation set, and from their spread an interval of each."""
+        validation = result.validation
+        groups = torch.arange(len(validation.prompts)).chunk(VALIDATION_PARTS)
+        rows = [torch.isin(validation.group, part).nonzero().squeeze(-1) for part in groups]
+        losses = [validation_losses(validation, part) for part in rows]
+        parts = self._scores(batch, losses, result, step, measure=True)
+        result.scores = parts.sum(0)
+        low, high = bootstrap_interval(parts.nan_to_num().numpy(), step)
+        result.low, result.high = torch.from_numpy(low), torch.from_numpy(high)
+        result.diagnosis = diagnose(
+            result.scores.numpy(),
+            result.measures.direction_norm,
+            result.measures.train_norm,
+            low,
+            high,
+            len(validation.prompts),
+            result.measures.cosine,
         )
-        result.cosine = product / max(result.train_norm * result.val_norm, 1e-300)
-        self._precondition()
-        result.direction_norm = self.selector.norm
-        return torch.stack(scores)
+        for sentence in result.diagnosis:
+            self._say_once(sentence.split(":")[0].lstrip("0123456789 "), f"step {step}: {sentence}")
 
-    def _keep_gradient(self, result: TracinStep) -> None:
-        """Note down what is known of the validation gradient, before a preconditioner changes it."""
-        result.val_loss, result.val_norm = self.selector.loss, self.selector.norm
-        result.val_norms = layer_norms(self.selector.gradient)
+    # ------------------------------------------------------------ what the user sees
 
-    def _precondition(self) -> None:
-        """The validation gradient divided by Adam's √v̂ + ε, from the optimizer's state before this step."""
-        if self.settings.preconditioner == "none":
-            return
-        adamw, named = self.optimizer.adamw, self.optimizer.parameters
-        beta, epsilon = adamw.defaults["betas"][1], adamw.defaults["eps"]
-        scaled = {}
-        for name, gradient in self.selector.gradient.items():
-            state = adamw.state.get(named[name])
-            if not state:
-                continue  # it has never had a gradient, and no update moves it
-            second = state["exp_avg_sq"] / (1 - beta ** float(state["step"]))
-            scaled[name] = gradient / (second.sqrt() + epsilon)
-        if scaled:  # before the first update there is nothing to go by
-            self.selector.set_validation_gradient(scaled)
+    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        result, self._step = self._step, None
+        assert result is not None
+        metrics = tracin_metrics(result, batch)
+        if self.writer is not None:
+            if step % self.settings.write_every == 0:
+                self.writer.write(step, tracin_columns(batch, result, self.truth), self.meta | result.meta())
+            metrics["tracin/write_errors"] = float(self.writer.stats.failed)
+        return metrics
 
-    # ------------------------------------------------------------ losses
+    def _say(self, step: int, why: str) -> None:
+        self._say_once(
+            why, f"step {step} keeps every response: {why}. (Shown once; tracin/no_signal counts.)"
+        )
 
-    def _validation_losses(self, batch: RolloutBatch, rows: Tensor) -> Iterator[Loss]:
-        """L_val of the whole set, the share of `rows`, micro-batch by micro-batch."""
-        weights = validation_weights(batch)
-        counted = rows[(weights[rows] != 0).any(1)]
-        # A part of the set without a contrast has a zero gradient; that is no error.
-        return self._total(batch, counted if len(counted) else rows[:1], weights)
-
-    def _training_losses(self, batch: RolloutBatch) -> Iterator[Loss]:
-        return self._total(batch, with_advantage(batch), self._training_weights(batch))
-
-    def _total(self, batch: RolloutBatch, rows: Tensor, weights: Tensor) -> Iterator[Loss]:
-        layout = best_layout(self.policy, "tangent")
-        return total_losses(self.policy, batch, rows, weights, self.config.actor.token_budget, layout)
-
-    def _training_weights(self, batch: RolloutBatch) -> Tensor:
-        """float[R, T]: what multiplies each log-prob in the batch's policy gradient loss."""
-        assert batch.advantages is not None
-        mask = batch.response_mask
-        denominator = Denominator.of(mask, self.config.rollout.max_new_tokens)
-        return -batch.advantages * token_weights(mask, self.config.algorithm.aggregation, denominator)
-
-    def _score(self, batch: RolloutBatch) -> Tensor:
-        """float64[R]; a response without an advantage has no gradient and scores 0."""
-        rows, weights = with_advantage(batch), self._training_weights(batch)
-        layout = best_layout(self.policy, self.selector.method)
-        budget = self.config.actor.token_budget
-        scores = self.selector.score(pieces(self.policy, batch, rows, weights, budget, layout), len(batch))
-        unscored = torch.ones(len(batch), dtype=torch.bool)
-        unscored[rows] = False
-        return scores.masked_fill(unscored, 0.0)
-
-
-def all_rows(batch: RolloutBatch) -> Tensor:
-    return torch.arange(len(batch))
+    def _say_once(self, key: str, line: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            self.report(f"tracin: {line}")

@@ -1,25 +1,73 @@
-"""Losses of responses as functions that run the model, micro-batch by micro-batch, as TracIn scores need them."""
+"""Losses Σ w_t ℓ_t of responses (ℓ_t: a token's log-prob), and the functions that run the model for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gradtrace.algorithms import Denominator, token_weights
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.tracin.selector import Loss, Piece
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.packed_attention import is_supported
 from gradtrace.policy.policy import Policy
 
+TokenWeights = Callable[[Tensor], Tensor]
+"""Response mask bool[R, T] → float[R, T]: how much the loss of each token counts in the loss of the batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """Some responses of a batch, and the weight of every token's log-prob in their loss."""
+
+    batch: RolloutBatch
+    rows: Tensor
+    """long[b]: the responses that count."""
+    weights: Tensor
+    """float[R, T], for the whole batch."""
+
+
+def training_losses(batch: RolloutBatch, weigh: TokenWeights) -> Weighted:
+    """Every response's own term of the policy gradient; those without an advantage have none and are left out."""
+    return Weighted(batch, with_advantage(batch), -batch.need("advantages") * weigh(batch.response_mask))
+
+
+def validation_losses(batch: RolloutBatch, rows: Tensor | None = None) -> Weighted:
+    """L_val = −mean_r(A_r Σ_t ℓ_t) of the whole set, the share of `rows` (all of them by default)."""
+    weights = torch.where(batch.response_mask, batch.need("advantages"), 0.0) / -len(batch)
+    rows = torch.arange(len(batch)) if rows is None else rows
+    counted = rows[(weights[rows] != 0).any(1)]
+    # A part of the set without a contrast has a zero gradient; that is no error.
+    return Weighted(batch, counted if len(counted) else rows[:1], weights)
+
+
+def aggregated(aggregation: str, max_response_length: int) -> TokenWeights:
+    """The weights of tokens in a batch whose loss is aggregated this way."""
+    return lambda mask: token_weights(mask, aggregation, Denominator.of(mask, max_response_length))
+
+
+def with_advantage(batch: RolloutBatch) -> Tensor:
+    """long: the responses with an advantage that is not zero; the others have no gradient."""
+    return (batch.need("advantages") != 0).any(1).nonzero().squeeze(-1)
+
+
+def has_signal(batch: RolloutBatch) -> bool:
+    """Whether any response of the batch has a gradient."""
+    return len(batch) > 0 and len(with_advantage(batch)) > 0
+
+
+# ---------------------------------------------------------------- through the model
+
 
 def response_losses(
-    policy: Policy, batch: RolloutBatch, rows: Tensor, weights: Tensor, token_budget: int, layout: str
+    policy: Policy, responses: Weighted, token_budget: int, layout: str
 ) -> Iterator[tuple[Loss, MicroBatch]]:
-    """Functions that return Σ_t weights·ℓ_t of each response of a micro-batch, float[r]; `weights` is float[R, T]."""
-    for micro in MicroBatches(batch, token_budget, layout)(rows):
-        own = weights[micro.rows, : micro.mask.shape[1]].to(policy.device)
+    """For each micro-batch a function that returns the loss of each of its responses, float[r]."""
+    for micro in MicroBatches(responses.batch, token_budget, layout)(responses.rows):
+        own = responses.weights[micro.rows, : micro.mask.shape[1]].to(policy.device)
 
         def losses(micro: MicroBatch = micro, own: Tensor = own) -> Tensor:
             log_probs = micro.unflatten(policy.statistics(micro)[0])
@@ -28,21 +76,19 @@ def response_losses(
         yield losses, micro
 
 
-def total_losses(
-    policy: Policy, batch: RolloutBatch, rows: Tensor, weights: Tensor, token_budget: int, layout: str
-) -> Iterator[Loss]:
-    """The same, added up over the responses of each micro-batch."""
-    for losses, _ in response_losses(policy, batch, rows, weights, token_budget, layout):
+def total_losses(policy: Policy, responses: Weighted, token_budget: int) -> Iterator[Loss]:
+    """For each micro-batch a function that returns the sum of the losses of its responses."""
+    layout = best_layout(policy, "tangent")
+    for losses, _ in response_losses(policy, responses, token_budget, layout):
         yield lambda losses=losses: losses().sum()  # type: ignore[misc]
 
 
-def pieces(
-    policy: Policy, batch: RolloutBatch, rows: Tensor, weights: Tensor, token_budget: int, layout: str
-) -> Iterator[Piece]:
-    """The responses `rows`, ready to be scored by either method."""
+def pieces(policy: Policy, responses: Weighted, token_budget: int, method: str) -> Iterator[Piece]:
+    """The responses, ready to be scored by this method."""
     head = policy.model.get_output_embeddings()
     heads = [name for name, module in policy.model.named_modules() if module is head]
-    for losses, micro in response_losses(policy, batch, rows, weights, token_budget, layout):
+    layout = best_layout(policy, method)
+    for losses, micro in response_losses(policy, responses, token_budget, layout):
         positions = dict.fromkeys(heads, micro.logit_positions)
         yield Piece(micro.rows, losses, micro.response, micro.tokens, positions)
 
@@ -53,19 +99,3 @@ def best_layout(policy: Policy, method: str) -> str:
     # Gradient checkpointing runs the layers again in the backward pass, outside of our attention function.
     allowed = model.config._attn_implementation == "sdpa" and not model.is_gradient_checkpointing
     return "shared" if method == "tangent" and allowed and is_supported(model) else "padded"
-
-
-def with_advantage(batch: RolloutBatch) -> Tensor:
-    """long: the responses with an advantage that is not zero; the others have no gradient."""
-    assert batch.advantages is not None
-    return (batch.advantages != 0).any(1).nonzero().squeeze(-1)
-
-
-def has_signal(batch: RolloutBatch) -> bool:
-    return len(batch) > 0 and len(with_advantage(batch)) > 0
-
-
-def validation_weights(batch: RolloutBatch) -> Tensor:
-    """float[R, T]: of the log-probs in L_val = −mean_r(A_r Σ_t ℓ_t)."""
-    assert batch.advantages is not None
-    return torch.where(batch.response_mask, batch.advantages, 0.0) / -len(batch)

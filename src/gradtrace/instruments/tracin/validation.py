@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,11 @@ from gradtrace.algorithms.contrast import constant_groups
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.rollouts import add_advantages, judge, keep_groups, rollout
+from gradtrace.policy.rollouts import Judge, add_advantages, judge, keep_groups, rollout
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Prompt, Task
 from gradtrace.tasks.datasets import PromptReader
-from gradtrace.tasks.rewards import RewardFunction
 from gradtrace.tasks.sources import read_source
 
 POOL_BATCHES = 32
@@ -92,8 +92,8 @@ class ValidationSource:
         self,
         settings: TracinConfig,
         pool: list[Prompt],
-        task: Task,
-        reward: RewardFunction,
+        tokenizer: Any,
+        reward: Judge,
         sampler: Sampler,
         params: SamplingParams,
         estimator: Algorithm[AdvantageInputs, AdvantageOutputs],
@@ -101,7 +101,7 @@ class ValidationSource:
     ) -> None:
         self.settings = settings
         self.pool = pool
-        self.task = task
+        self.tokenizer = tokenizer
         self.reward = reward
         self.sampler = sampler
         self.params = params
@@ -125,7 +125,7 @@ class ValidationSource:
     def _sample(self, step: int) -> tuple[ValidationSet, int]:
         candidates, generator = self.draw(step)
         prompts = [self.pool[index] for index in candidates.tolist()]
-        batch = judge(rollout(self.sampler, prompts, self.params, generator), self.task, self.reward)
+        batch = judge(rollout(self.sampler, prompts, self.params, generator), self.tokenizer, self.reward)
         return self.chosen(batch, candidates, step), len(batch)
 
     def draw(self, step: int) -> tuple[Tensor, torch.Generator]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,16 +18,22 @@ from torch import Tensor
 from gradtrace.algorithms import advantage
 from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config, TracinConfig
+from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.losses import aggregated
+from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.scores import adam_geometry
+from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSet, ValidationSource
 from gradtrace.integrations.trl.policy import TrlPolicy
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.writer import TraceWriter
 
+TOKENS_PER_PASS = 16384
+"""In one forward pass of our own, padding counted."""
 AGGREGATION = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "fixed_length"}
 """How TRL's loss types weigh tokens; the others count every token alike."""
 
@@ -50,44 +54,19 @@ def tracin_instrument(
         raise GradtraceError(
             "TracIn selection scores completions against validation prompts: give GRPOTrainer one eval_dataset."
         )
-    config = Config()
-    config.trainer.tracin = dataclasses.replace(settings, enable=True)
-    config.algorithm.aggregation = AGGREGATION.get(trainer.loss_type, "token_mean")
-    config.rollout.max_new_tokens = trainer.max_completion_length
-    optimizer = _Optimizer(trainer, policy)
+    settings = dataclasses.replace(settings, enable=True)
+    optimizer = None
     if settings.preconditioner == "adam":
-        optimizer.require_adam()
-    source = TrlValidation(trainer, settings, policy)
-    try:
         # Until its first step the optimizer has nothing to weigh by.
-        return TracinInstrument(config, policy, optimizer, source, writer, meta, truth)  # type: ignore[arg-type]
+        optimizer = adam_geometry(trainer.optimizer, "selection.preconditioner").optimizer
+    try:
+        selector = TracInSelector(policy.model, settings.method, settings.parameters)
     except AttributionError as error:
         raise GradtraceError(f"selection: {error}") from error
-
-
-@dataclass
-class _Optimizer:
-    """What the instrument reads of our optimizer, from TRL's."""
-
-    trainer: Any
-    policy: TrlPolicy
-
-    @property
-    def adamw(self) -> Any:
-        optimizer = self.trainer.optimizer
-        return getattr(optimizer, "optimizer", optimizer)
-
-    def require_adam(self) -> None:
-        inner = self.adamw
-        if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-            raise GradtraceError(
-                f"selection.preconditioner='adam' needs Adam's moments, the optimizer is {type(inner).__name__}: "
-                "use TracinConfig(preconditioner='none')."
-            )
-
-    @property
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return self.policy.trainable()
+    host = ModelHost(policy, selector, TOKENS_PER_PASS, optimizer)
+    weigh = aggregated(AGGREGATION.get(trainer.loss_type, "token_mean"), trainer.max_completion_length)
+    source = TrlValidation(trainer, settings, policy)
+    return TracinInstrument(settings, host, weigh, source, writer, meta, truth)
 
 
 class TrlValidation(ValidationSource):
@@ -101,8 +80,8 @@ class TrlValidation(ValidationSource):
         super().__init__(
             settings,
             [Prompt(list(prompt), row) for prompt, row in zip(ids, rows, strict=True)],
-            SimpleNamespace(tokenizer=trainer._tokenizer),
-            self._rewards,  # type: ignore[arg-type]
+            trainer._tokenizer,
+            self._rewards,
             Sampler(policy.model, trainer._tokenizer.pad_token_id),
             SamplingParams(
                 n=settings.val_n or trainer.num_generations,
@@ -147,11 +126,11 @@ def masked(output: dict[str, Any], batch: RolloutBatch) -> dict[str, Any]:
     """TRL's rollout with what selection decided: dropped completions have no loss, kept ones their (soft) weight."""
     if batch.kept is None:
         return output
-    assert batch.advantages is not None
+    advantages_kept = batch.need("advantages")
     mask = output["completion_mask"]
     kept = batch.kept.to(mask.device)
     advantages = output["advantages"]
-    first = batch.advantages[:, 0] if advantages.dim() == 1 else batch.advantages
+    first = advantages_kept[:, 0] if advantages.dim() == 1 else advantages_kept
     changed = mask * kept[:, None].to(mask.dtype)
     return output | {
         "completion_mask": changed,

@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.integrations.verl.driver.plan import PADDING, SelectionPlan
+from gradtrace.integrations.verl.dealing import PADDING, SelectionPlan
 
 RESPONSE_FIELDS = (
     *("advantages", "returns", "old_log_probs", "entropy", "ref_log_prob", "values"),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,10 +16,15 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth
-from gradtrace.integrations.verl.driver.plan import plan_selection
+from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.integrations.verl.dealing import plan_selection
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.selected import mini_batches_of, put_advantages, selected_batch
-from gradtrace.integrations.verl.driver.tracin import VerlTracin, validation_estimator
+from gradtrace.integrations.verl.driver.tracin import (
+    RankedScores,
+    aggregation_weights,
+    validation_estimator,
+)
 from gradtrace.integrations.verl.driver.tracin_rollouts import PARTITION, VerlValidation, open_pool
 from gradtrace.integrations.verl.options import VerlOptions
 from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, score_on_worker
@@ -78,12 +84,10 @@ class TracinDriver:
             stop_token_ids(trainer.tokenizer),
         )
         self.actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        self.selection = VerlTracin(
+        self.selection = TracinInstrument(
             settings,
-            self.actor,
-            rollout.temperature,
-            ranks,
-            self._ask,
+            RankedScores(self.actor, settings.preconditioner, rollout.temperature, ranks, self._ask),
+            partial(aggregation_weights, actor=self.actor),
             self.source,
             writer,
             {"task": options.task, "temperature": rollout.temperature},

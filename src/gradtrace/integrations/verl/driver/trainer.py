@@ -19,9 +19,9 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from gradtrace.config import ArithmeticConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
+from gradtrace.integrations.verl.dealing import Plan, plan_update
 from gradtrace.integrations.verl.driver import status
 from gradtrace.integrations.verl.driver.batches import group_of_key, read_batch
-from gradtrace.integrations.verl.driver.plan import Plan, plan_update
 from gradtrace.integrations.verl.driver.probe_sampling import EvaluationSampler, check_probe_job
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.tracin_setup import TracinDriver, Training

@@ -24,9 +24,9 @@ from gradtrace.attribution import (
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.labels import LABELS, ROW, StepLabels
 from gradtrace.integrations.verl.parts import RankScores, write_part
-from gradtrace.integrations.verl.rank.layout import response_layout, token_weight
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
+from gradtrace.integrations.verl.rank.sequences import response_layout, token_weight
 from gradtrace.integrations.verl.rank.sharded import ShardedTracer
 from gradtrace.training.instruments import tracer_config
 

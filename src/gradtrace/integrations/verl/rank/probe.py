@@ -35,13 +35,13 @@ from gradtrace.instruments.entropy_probe.padding_row import (
     padding_row_stays,
 )
 from gradtrace.instruments.entropy_probe.update_direction import ParameterUpdate, parameter_updates
-from gradtrace.integrations.verl.labels import ROW
+from gradtrace.integrations.verl.dealing import PADDING, deal
 from gradtrace.integrations.verl.probe_parts import PROBE, ProbeInputs, ProbePart, write_probe_part
 from gradtrace.integrations.verl.rank.full_precision import full_precision
 from gradtrace.integrations.verl.rank.influence import plain, rows_of
-from gradtrace.integrations.verl.rank.layout import token_weight
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.rank.process_group import Meeting
+from gradtrace.integrations.verl.rank.sequences import sequences, token_weight
 from gradtrace.rollout.sampler import evaluation_mode
 
 PASS_SETTINGS = (
@@ -263,12 +263,11 @@ class RankProbe:
         multiple = 1 if settings.get("use_dynamic_bsz", True) else int(settings["micro_batch_size_per_gpu"])
         lengths = [len(p) + len(r) for p, r in zip(inputs.prompts, inputs.responses, strict=True)]
         place = dist.get_rank(self.engine.get_data_parallel_group())
-        mine, filling = deal(lengths, self.ranks.size, place, multiple)
-        chosen = mine + filling
+        rows = deal(lengths, self.ranks.size, multiple)[place]
+        shortest = min(range(len(lengths)), key=lengths.__getitem__)
+        chosen = [shortest if row == PADDING else row for row in rows]
         data = sequences(
-            [inputs.prompts[row] for row in chosen],
-            [inputs.responses[row] for row in chosen],
-            [*mine, *[-1] * len(filling)],
+            [inputs.prompts[row] for row in chosen], [inputs.responses[row] for row in chosen], rows
         )
         tu.assign_non_tensor(data, calculate_entropy=True, global_batch_size=len(lengths), **settings)
         return data
@@ -311,37 +310,6 @@ def mask_of(data: Any) -> Tensor:
     """bool[b, T]."""
     lengths = data["responses"].offsets().diff()
     return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-
-
-def deal(lengths: list[int], ranks: int, rank: int, multiple: int) -> tuple[list[int], list[int]]:
-    """Of sequences of these lengths: those of `rank`, and such as fill up so that every rank has equally many, a
-    multiple of `multiple`."""
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    mine = order[rank::ranks]
-    count = -(-len(lengths) // ranks)
-    count = -(-count // multiple) * multiple
-    return mine, [order[-1]] * (count - len(mine))
-
-
-def sequences(prompts: list[list[int]], responses: list[list[int]], rows: list[int]) -> Any:
-    """As verl's V1 trainer hands them to a rank."""
-
-    def nested(values: list[Tensor]) -> Tensor:
-        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
-
-    inputs = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
-    masks = nested([torch.ones(len(response), dtype=torch.long) for response in responses])
-    return tu.get_tensordict(
-        {
-            "prompts": nested([torch.tensor(prompt) for prompt in prompts]),
-            "responses": nested([torch.tensor(response) for response in responses]),
-            "input_ids": nested(inputs),
-            "position_ids": nested([torch.arange(len(ids)) for ids in inputs]),
-            "response_mask": masks,
-            "loss_mask": masks,
-            ROW: torch.tensor(rows),
-        }
-    )
 
 
 def flat(found: dict[int, Tensor], empty: tuple[int, ...]) -> Tensor:

@@ -9,27 +9,28 @@ in bf16, with recomputation, offload, packed and dynamic batches, and for adapte
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution import AttributionError, GhostProduct
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.tracin.columns import layer_group
+from gradtrace.instruments.host import Gradient
+from gradtrace.instruments.tracin.scores import Measures, by_adam, score_parts
 from gradtrace.instruments.tracin.selector import VALUE_HEADS, countable
-from gradtrace.integrations.verl.rank.layout import response_layout
+from gradtrace.integrations.verl.rank.influence import rows_of
 from gradtrace.integrations.verl.rank.process_group import Meeting
+from gradtrace.integrations.verl.rank.sequences import response_layout, sequences
 from gradtrace.integrations.verl.refusals import check_hooks
 
-PLACE = "gradtrace_place"
 WEIGHTS = "gradtrace_weights"
-Gradient = dict[str, Tensor]
+"""Field with the weight of every response token's log-prob."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +41,7 @@ class Share:
     rows: Tensor
     """long[b]: their rows in the batch; −1 to fill up."""
     prompts: list[list[int]]
-    responses: list[Tensor]
-    """long[T_r] each."""
+    responses: list[list[int]]
     weights: list[Tensor]
     """float[T_r] each."""
 
@@ -64,13 +64,7 @@ class RankAnswer:
     """long[b]: of `RankRequest.train`, without what fills up."""
     scores: Tensor
     """float64[K, b]: for each part of the validation set."""
-    val_loss: float
-    val_norm: float
-    val_norms: dict[str, float]
-    """By layer group."""
-    train_norm: float = 0.0
-    direction_norm: float = 0.0
-    cosine: float = 0.0
+    measures: Measures
 
 
 def score_on_worker(process: Any, request: RankRequest) -> RankAnswer:
@@ -83,141 +77,42 @@ def score_on_worker(process: Any, request: RankRequest) -> RankAnswer:
     return scorer.answer(request)
 
 
-@dataclass(eq=False)
 class RankScorer:
-    engine: Any
-    _open: ExitStack = field(default_factory=ExitStack)
-    _ghost: GhostProduct | None = None
+    """A `TracinHost` over verl's engine; every method is called by all ranks together."""
 
-    def __post_init__(self) -> None:
-        check_selection(self.engine)
+    def __init__(self, engine: Any) -> None:
+        check_selection(engine)
+        self.engine = engine
         try:
-            counted = countable(self.engine.module, "linear", VALUE_HEADS)
+            self.counted = countable(engine.module, "linear", VALUE_HEADS)
         except AttributionError as error:
             raise GradtraceError(f"gradtrace.tracin: {error}") from error
-        self.counted: dict[str, torch.nn.Parameter] = counted
-        self.ranks: int = self.engine.get_data_parallel_size()
+        group = engine.get_data_parallel_group()
+        self.ranks = Ranks(group if dist.get_world_size(group) > 1 else None)
         self.meeting = Meeting()
+        self._request: RankRequest | None = None
+        self._ghost: GhostProduct | None = None
+        self._open = ExitStack()
 
     def answer(self, request: RankRequest) -> RankAnswer:
         self.meeting.wait(f"step {request.step}, TracIn scores")
+        self._request = request
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             try:
-                return self._answer(request)
+                scores, measures = score_parts(self, request.train, request.validation, request.measure)
             finally:
                 self.engine.optimizer_zero_grad()
-
-    def _answer(self, request: RankRequest) -> RankAnswer:
-        total: Gradient = {}
-        scores, loss, training = [], 0.0, {}
-        for share in request.validation:
-            loss += self._pass(share, request.temperature)
-            part = self._take_gradient()
-            total = {name: total[name] + value if name in total else value for name, value in part.items()}
-            direction = self._preconditioned(part, request.preconditioner)
-            scores.append(self._ghost_pass(request.train, direction, request.temperature))
-            training = self._take_gradient()
         real = request.train.rows >= 0
-        squares = self._products(total, total)
-        norms: dict[str, float] = {}
-        for name, square in squares.items():
-            group = layer_group(name)
-            norms[group] = (norms.get(group, 0.0) ** 2 + square) ** 0.5
-        val_norm = sum(squares.values()) ** 0.5
-        found = RankAnswer(
-            request.train.rows[real], torch.stack(scores)[:, real], self._sum(loss), val_norm, norms
-        )
-        if not request.measure:
-            return found
-        train_norm = sum(self._products(training, training).values()) ** 0.5
-        product = sum(self._products(training, total).values())
-        direction = self._preconditioned(total, request.preconditioner)
-        return RankAnswer(
-            found.rows,
-            found.scores,
-            found.val_loss,
-            val_norm,
-            norms,
-            train_norm,
-            sum(self._products(direction, direction).values()) ** 0.5,
-            product / max(train_norm * val_norm, 1e-300),
-        )
+        return RankAnswer(request.train.rows[real], scores[:, real], measures)
 
-    # ------------------------------------------------------------ passes
+    # ------------------------------------------------------------ the contract
 
-    def _pass(self, share: Share, temperature: float) -> float:
-        """Forward and backward of Σ w_t ℓ_t over the share of every rank; its value on this one."""
-        self._value = 0.0
-        self.engine.forward_backward_batch(self._data(share, temperature), self._objective)
-        return self._value
-
-    def _objective(
-        self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """A loss function for verl. The backward pass of this micro-batch comes right after it."""
-        log_probs = no_padding_2_padding(model_output["log_probs"], data)
-        weights = data[WEIGHTS].to_padded_tensor(0.0)
-        value = (log_probs * weights.to(log_probs)).sum()
-        self._value += float(value.detach())
-        if self._ghost is not None:
-            self._open.close()
-            packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
-            bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
-            places = data[PLACE].reshape(-1).cpu()
-            response, tokens = response_layout(data, places, packed, bucket)
-            self._open.enter_context(self._ghost.capture(response=response, tokens=tokens))
-        return value, {}
-
-    def _ghost_pass(self, share: Share, direction: Gradient, temperature: float) -> Tensor:
-        """float64[b]: ⟨direction, ∇loss⟩ of every response of this rank. Leaves the gradient of all in `.grad`."""
-        self._ghost = GhostProduct(self.engine.module, direction)
-        try:
-            self._pass(share, temperature)
-            self._open.close()
-            return self._ghost.scores(len(share.rows)).cpu()
-        finally:
-            self._open.close()
-            self._ghost.close()
-            self._ghost = None
-
-    def _data(self, share: Share, temperature: float) -> Any:
-        """As verl's trainer hands a mini-batch to a rank."""
-        settings = self.engine.engine_config
-        prompts = [torch.tensor(prompt) for prompt in share.prompts]
-        inputs = [torch.cat(parts) for parts in zip(prompts, share.responses, strict=True)]
-        masks = nested([torch.ones(len(response), dtype=torch.long) for response in share.responses])
-        data = tu.get_tensordict(
-            {
-                "prompts": nested(prompts),
-                "responses": nested(share.responses),
-                "input_ids": nested(inputs),
-                "position_ids": nested([torch.arange(len(ids)) for ids in inputs]),
-                "response_mask": masks,
-                "loss_mask": masks,
-                WEIGHTS: nested(share.weights),
-                PLACE: torch.arange(len(share.rows)),
-            }
-        )
-        tu.assign_non_tensor(
-            data,
-            temperature=temperature,
-            global_batch_size=len(share.rows) * self.ranks,
-            use_remove_padding=settings.use_remove_padding,
-            use_dynamic_bsz=settings.use_dynamic_bsz,
-            max_token_len_per_gpu=settings.max_token_len_per_gpu,
-            micro_batch_size_per_gpu=settings.micro_batch_size_per_gpu,
-            use_fused_kernels=False,
-            calculate_entropy=False,
-        )
-        return data
-
-    # ------------------------------------------------------------ gradients, as shards
-
-    def _take_gradient(self) -> Gradient:
+    def gradient(self, responses: Share) -> tuple[Gradient, float]:
         """Of the sum over ranks (FSDP leaves their mean), of the parameters that count; `.grad` is empty afterwards."""
+        value = sum(self.ranks.gather(self._pass(responses)))
         gradient = {
-            name: parameter.grad.detach() * self.ranks
+            name: parameter.grad.detach() * self.engine.get_data_parallel_size()
             for name, parameter in self.counted.items()
             if parameter.grad is not None
         }
@@ -227,52 +122,73 @@ class RankScorer:
                 "gradtrace.tracin: the backward pass left no gradient in any of the "
                 f"{len(self.counted)} parameters that count, such as {next(iter(self.counted))}"
             )
-        return gradient
+        return gradient, value
 
-    def _preconditioned(self, gradient: Gradient, preconditioner: str) -> Gradient:
-        """Divided by Adam's √v̂ + ε, from the optimizer's state before this step; shard by shard."""
-        if preconditioner == "none":
+    def scores(self, responses: Share, direction: Gradient) -> Tensor:
+        self._ghost = GhostProduct(self.engine.module, direction)
+        try:
+            self._pass(responses)
+            self._open.close()
+            return self._ghost.scores(len(responses.rows)).cpu()
+        finally:
+            self._open.close()
+            self._ghost.close()
+            self._ghost = None
+            self.engine.optimizer_zero_grad()
+
+    def preconditioned(self, gradient: Gradient) -> Gradient:
+        assert self._request is not None
+        if self._request.preconditioner == "none":
             return gradient
-        optimizer = self.engine.optimizer
-        states = {name: optimizer.state.get(self.counted[name]) for name in gradient}
-        known = {name: state for name, state in states.items() if state}
-        if not known:  # before the first update there is nothing to go by
-            return gradient
-        if any("exp_avg_sq" not in state for state in known.values()):
-            raise GradtraceError(
-                f"gradtrace.tracin.preconditioner=adam needs Adam's moments, the optimizer is "
-                f"{type(optimizer).__name__}: use preconditioner=none"
-            )
-        beta, epsilon = optimizer.defaults["betas"][1], optimizer.defaults["eps"]
-        scaled = {}
-        for name, state in known.items():  # the others have never had a gradient, and no update moves them
-            second = state["exp_avg_sq"] / (1 - beta ** float(state["step"]))
-            scaled[name] = gradient[name] / (second.sqrt() + epsilon)
-        return scaled
+        return by_adam(self.engine.optimizer, self.counted, gradient, "gradtrace.tracin.preconditioner")
 
-    def _products(self, first: Gradient, second: Gradient) -> dict[str, float]:
-        """⟨first, second⟩ of each parameter, over the shards of all ranks."""
-        names = [name for name in first if name in second]
-        local = [
-            (own_part(first[name]).double() * own_part(second[name]).double()).sum() / copies(first[name])
-            for name in names
-        ]
-        values = torch.stack(local)
-        if self.ranks > 1:
-            values = values.to(self._device)
-            dist.all_reduce(values, group=self.engine.get_data_parallel_group())
-        return dict(zip(names, values.tolist(), strict=True))
+    # ------------------------------------------------------------ passes
 
-    def _sum(self, value: float) -> float:
-        """Over ranks."""
-        total = torch.tensor(value, dtype=torch.float64, device=self._device)
-        if self.ranks > 1:
-            dist.all_reduce(total, group=self.engine.get_data_parallel_group())
-        return float(total)
+    def _pass(self, responses: Share) -> float:
+        """Forward and backward of Σ w_t ℓ_t over the share of every rank; its value on this one."""
+        value = 0.0
 
-    @property
-    def _device(self) -> torch.device:
-        return torch.device(self.engine.device_mesh.device_type)
+        def objective(
+            model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
+        ) -> tuple[Tensor, dict[str, Any]]:
+            """A loss function for verl. The backward pass of this micro-batch comes right after it."""
+            nonlocal value
+            log_probs = no_padding_2_padding(model_output["log_probs"], data)
+            loss = (log_probs * data[WEIGHTS].to_padded_tensor(0.0).to(log_probs)).sum()
+            value += float(loss.detach())
+            if self._ghost is not None:
+                self._capture(self._ghost, data)
+            return loss, {}
+
+        self.engine.forward_backward_batch(self._data(responses), objective)
+        return value
+
+    def _capture(self, ghost: GhostProduct, data: Any) -> None:
+        """Tell the hooks which response the positions of the coming backward pass belong to."""
+        self._open.close()
+        packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
+        bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
+        response, tokens = response_layout(data, rows_of(data), packed, bucket)
+        self._open.enter_context(ghost.capture(response=response, tokens=tokens))
+
+    def _data(self, share: Share) -> Any:
+        """The share as verl's trainer hands a mini-batch to a rank; `ROW` is the place in the share."""
+        assert self._request is not None
+        settings = self.engine.engine_config
+        places = list(range(len(share.rows)))
+        data = sequences(share.prompts, share.responses, places, **{WEIGHTS: share.weights})
+        tu.assign_non_tensor(
+            data,
+            temperature=self._request.temperature,
+            global_batch_size=len(share.rows) * self.ranks.size,
+            use_remove_padding=settings.use_remove_padding,
+            use_dynamic_bsz=settings.use_dynamic_bsz,
+            max_token_len_per_gpu=settings.max_token_len_per_gpu,
+            micro_batch_size_per_gpu=settings.micro_batch_size_per_gpu,
+            use_fused_kernels=False,
+            calculate_entropy=False,
+        )
+        return data
 
 
 def count_real_responses(engine: Any, data: Any) -> None:
@@ -283,29 +199,8 @@ def count_real_responses(engine: Any, data: Any) -> None:
     tu.assign_non_tensor(data, global_batch_size=max(1, int(count)))
 
 
-def nested(values: list[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def copies(tensor: Tensor) -> int:
-    """How many ranks hold the same part: all of them, or those of other shards' replicas."""
-    if not isinstance(tensor, DTensor):
-        return dist.get_world_size()
-    sizes = [
-        tensor.device_mesh.size(dim)
-        for dim, placement in enumerate(tensor.placements)
-        if not isinstance(placement, Shard)
-    ]
-    return int(torch.tensor(sizes).prod()) if sizes else 1
-
-
 def check_selection(engine: Any) -> None:
-    """What would give wrong scores is refused."""
+    """Settings that would give wrong scores are refused."""
     check_hooks(engine, "tracin")
     problems = {
         "use_fused_kernels=true hides the output layer from the hooks; use false": (

@@ -1,4 +1,4 @@
-"""Which response trains when, and on which rank: groups stay whole, ranks get equal work."""
+"""Which response goes to which rank, and when: groups stay whole where they train, and ranks get equal work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,22 @@ from torch import Tensor
 Balance = Callable[[list[int], int], list[list[int]]]
 """(work of each item, ranks) → the items of each rank, equally many."""
 PADDING = -1
-"""In a `SelectionPlan`: what fills a mini-batch up."""
+"""Stands for a row that only fills up, so that all ranks have equally many."""
+
+
+def deal(work: Sequence[int], ranks: int, multiple: int = 1) -> list[list[int]]:
+    """The items of each rank, dealt by size, to and fro: 0 1 2 2 1 0 0 1 2 … Ranks with fewer are filled up with
+    PADDING: all have equally many, at least one and a multiple of `multiple`."""
+    order = sorted(range(len(work)), key=lambda item: (-work[item], item))
+    size = max(1, -(-len(order) // (ranks * multiple))) * multiple
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for place, item in enumerate(order):
+        lap, seat = divmod(place, ranks)
+        parts[seat if lap % 2 == 0 else ranks - 1 - seat].append(item)
+    return [[*part, *[PADDING] * (size - len(part))] for part in parts]
+
+
+# ---------------------------------------------------------------- an update
 
 
 @dataclass(frozen=True)

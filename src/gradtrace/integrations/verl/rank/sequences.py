@@ -1,4 +1,4 @@
-"""Where responses sit in the model inputs that verl makes of a micro-batch."""
+"""Sequences as verl's engine takes them, and where their responses sit in the model inputs that it makes of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 
 from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.labels import ROW
+
+
+def sequences(
+    prompts: list[list[int]], responses: list[list[int]], rows: list[int], **more: list[Tensor]
+) -> Any:
+    """A TensorDict as verl's V1 trainer hands one to a rank. `rows`: under `ROW`, −1 for what only fills up; `more`:
+    further fields with one tensor per sequence."""
+    inputs = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    masks = nested([torch.ones(len(response), dtype=torch.long) for response in responses])
+    return tu.get_tensordict(
+        {
+            "prompts": nested([torch.tensor(prompt) for prompt in prompts]),
+            "responses": nested([torch.tensor(response) for response in responses]),
+            "input_ids": nested(inputs),
+            "position_ids": nested([torch.arange(len(ids)) for ids in inputs]),
+            "response_mask": masks,
+            "loss_mask": masks,
+            ROW: torch.tensor(rows),
+            **{name: nested(values) for name, values in more.items()},
+        }
+    )
+
+
+def nested(values: list[Tensor]) -> Tensor:
+    """Tensors of different lengths as one jagged tensor."""
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
 
 
 def response_layout(micro_batch: Any, ids: Tensor, packed: bool, bucket: int = 0) -> tuple[Tensor, Tensor]:
