@@ -97,8 +97,8 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     import verl  # noqa: F401  (registers platform and engine)
     from verl.utils.distributed import initialize_global_process_group_ray
 
-    from gradtrace.integrations.verl.labels import StepLabels
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
+    from gradtrace.integrations.verl.step_labels import StepLabels
     from tests.integrations.verl import harness
 
     torch.set_num_threads(1)

@@ -9,8 +9,9 @@ from torch import nn
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.influence.columns import Scored, describe, influence_columns
-from gradtrace.instruments.influence.instrument import group_status
+from gradtrace.instruments.influence.capture import Scored
+from gradtrace.instruments.influence.columns import describe, influence_columns
+from gradtrace.instruments.influence.plan import group_status
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.token_text import Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter

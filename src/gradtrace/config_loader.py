@@ -16,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gradtrace.attribution.errors import AttributionError
 from gradtrace.config import ClusterConfig, Config
 from gradtrace.errors import GradtraceError
 
@@ -46,6 +47,10 @@ def load_config(overrides: list[str]) -> Config:
     if config.trainer.traces:
         config.trainer.entropy_trace.enable = config.trainer.influence_trace.enable = True
     check_fields(config)
+    try:
+        config.trainer.influence_trace.check()
+    except AttributionError as error:
+        raise GradtraceError(f"trainer.influence_trace: {error}.") from None
     check_together(config)
     return config
 

@@ -101,3 +101,15 @@ def test_the_package_imports_without_the_rest_of_gradtrace() -> None:
     names = ast.literal_eval(loaded)
     allowed = ("gradtrace.algorithms", "gradtrace.errors")
     assert [name for name in names if not name.startswith(allowed)] == []
+
+
+def test_a_loss_is_not_plain_at_ratio_one_unless_it_says_so() -> None:
+    """A trace may ride on the training pass of a plain loss only, so a contributed loss must claim it."""
+
+    @register_policy_loss("half_of_the_tokens")
+    def half(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(-inputs.advantages * inputs.log_probs)
+
+    assert not policy_loss("half_of_the_tokens").plain_at_ratio_one
+    assert all(policy_loss(name).plain_at_ratio_one for name in ("ppo", "gspo", "cispo", "archer"))
+    assert policy_loss("archer").own_kl and not policy_loss("archer", kl_low_entropy=0.0).own_kl

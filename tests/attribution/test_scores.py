@@ -242,7 +242,8 @@ def test_counters_say_what_was_traced() -> None:
     assert metrics["influence_trace/uid_mixed"] == 2
     assert metrics["influence_trace/selected_responses"] == 6
     assert metrics["influence_trace/selected_prompts"] == 2
-    assert metrics["influence_trace/rows_emitted"] == sum(batch.lengths()[3:])
+    assert metrics["influence_trace/rows_emitted"] == len(batch.lengths()[3:])
+    assert metrics["influence_trace/tokens_emitted"] == sum(batch.lengths()[3:])
     assert (
         metrics["influence_trace/debug_solver_gram"] + metrics.get("influence_trace/debug_solver_dense", 0)
         == 30

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from gradtrace import open_run
-from gradtrace.algorithms import accepted
+from gradtrace.algorithms import LossInputs, LossOutputs, accepted, high_entropy_tokens, register_policy_loss
+from gradtrace.algorithms.registry import policy_losses
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
@@ -150,7 +151,7 @@ def test_both_credits_add_up_to_the_same_total(tmp_path: Path, output: str, extr
 
 def test_riding_objectives_equal_their_own_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On policy `log_prob` rides on the training backward; a pass of its own must give the same scores."""
-    from gradtrace.instruments.influence import instrument as module
+    from gradtrace.instruments.influence import capture as module
 
     knobs = influence("output_function=log_prob", "credit=both", "hessian_mode=identity")
     riding = columns(run(tmp_path, *EXACT, *ONE_STEP, *knobs))
@@ -160,6 +161,32 @@ def test_riding_objectives_equal_their_own_pass(tmp_path: Path, monkeypatch: pyt
     assert asked
     for name in ("influence_position", "influence_loss_term", "prompt_influence"):
         np.testing.assert_allclose(riding[name], own[name], rtol=2e-3, atol=2e-3 * np.abs(own[name]).max())
+
+
+def test_a_loss_that_does_not_claim_to_be_plain_gets_a_pass_of_its_own(tmp_path: Path) -> None:
+    """A loss on the tokens of high entropy alone is not −A∇ℓ at ratio 1: riding on it would score wrongly."""
+
+    @register_policy_loss("entropy_masked", needs=("entropies",))
+    def entropy_masked(inputs: LossInputs, *, quantile: float = 0.8) -> LossOutputs:
+        assert inputs.entropies is not None
+        high = high_entropy_tokens(inputs.entropies, inputs.mask, quantile)
+        return LossOutputs(torch.where(high, -inputs.advantages * inputs.log_probs, 0.0))
+
+    try:
+        knobs = [
+            *EXACT,
+            *ONE_STEP,
+            *influence("output_function=log_prob_advantage"),
+            "actor.mini_batch_size=0",
+        ]
+        plain = columns(run(tmp_path, *knobs))
+        masked = columns(run(tmp_path, *knobs, "algorithm.policy_loss=entropy_masked"))
+    finally:
+        del policy_losses._entries["entropy_masked"]
+    expected = plain["influence_position"]
+    np.testing.assert_allclose(
+        masked["influence_position"], expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max()
+    )
 
 
 def test_output_functions_differ_off_policy_and_agree_on_policy(tmp_path: Path) -> None:

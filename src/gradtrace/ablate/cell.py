@@ -16,11 +16,12 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
 from gradtrace.instruments.influence.columns import influence_columns
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
+from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import OptimizerStep, StepObserver
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.policy import Policy
-from gradtrace.training.instruments import influence_settings, tracer_config
+from gradtrace.training.instruments import loss_traits
 from gradtrace.training.parts import Parts
 from gradtrace.training.update import PolicyUpdate
 
@@ -48,15 +49,17 @@ class ScoreKeeper(InfluenceTraceInstrument):
     """The influence trace as in a run, with its columns kept instead of written."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        settings = influence_settings(config)
-        super().__init__(policy, tracer_config(config.trainer.influence_trace), settings, writer=None)  # type: ignore[arg-type]
+        record = InfluenceRecord(config.trainer.influence_trace, writer=None)  # type: ignore[arg-type]
+        super().__init__(policy, record, loss_traits(config.algorithm))
         self.columns: dict[str, Any] = {}
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        self._drop_unscored(batch)
+        self.capture.drop_unscored()
         self.tracer.close()
-        self.columns, _ = influence_columns(batch, self._scored, self._status, self.config, pairwise_max_mb=0)
-        return self._metrics()
+        self.columns, _ = influence_columns(
+            batch, self.capture.scored, self.capture.status, self.config, pairwise_max_mb=0
+        )
+        return {}
 
 
 def training_pass(parts: Parts, batch: RolloutBatch, config: Config, observer: StepObserver) -> RolloutBatch:

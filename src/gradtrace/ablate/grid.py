@@ -11,7 +11,6 @@ from gradtrace.attribution import AttributionError
 from gradtrace.config import Config, InfluenceTraceConfig
 from gradtrace.config_loader import closest, load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.training.instruments import tracer_config
 
 SWEEP = "sweep.influence."
 NOT_SWEPT = ("enable", "write_every", "fsync", "on_error", "profile_timing")
@@ -90,7 +89,7 @@ def _cell(overrides: list[str], axes: dict[str, list[str]], chosen: tuple[str, .
     words = [f"trainer.influence_trace.{knob}={value}" for knob, value in settings.items()]
     try:
         config = load_config([*overrides, *ALWAYS, *words])
-        tracer_config(config.trainer.influence_trace)
+        config.trainer.influence_trace.check()
     except (GradtraceError, AttributionError) as error:
         raise GradtraceError(f"cell {name}: {error}") from error
     return Cell(name, settings, config)

@@ -10,7 +10,6 @@ import numpy as np
 
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import objective_sign
-from gradtrace.attribution.config import OutputFunction
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import response_advantages
 
@@ -21,7 +20,7 @@ def likelihood_scores(
     lengths: np.ndarray,
     scores: np.ndarray,
     captured: np.ndarray,
-    output: OutputFunction,
+    output: str,
 ) -> np.ndarray:
     """float64[R, T] from the flat scores of the responses `rows`."""
     assert batch.rewards is not None

@@ -42,6 +42,10 @@ class Algorithm(Generic[Inputs, Outputs]):
     """Every option the function takes, defaults included."""
     needs: frozenset[str]
     """Optional input columns to compute for it, with these options (values, ref_log_probs, entropies …)."""
+    own_kl: bool = False
+    """A policy loss that has a KL term of its own, with these options."""
+    plain_at_ratio_one: bool = False
+    """A policy loss whose gradient at ratio 1 is −A ∇ℓ for every token; an influence trace may then ride on it."""
 
     def __call__(self, inputs: Inputs) -> Outputs:
         return self.function(inputs, **self.options)
@@ -51,18 +55,34 @@ def identity(function: Callable[..., Any]) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
+@dataclass(frozen=True)
+class Entry(Generic[Outputs]):
+    """A registered function and its traits, as functions of its options."""
+
+    function: Callable[..., Outputs]
+    needs: Needs
+    own_kl: Callable[[dict[str, Any]], bool] | bool
+    plain_at_ratio_one: bool
+
+
 class Registry(Generic[Inputs, Outputs]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._entries: dict[str, tuple[Callable[..., Outputs], Needs]] = {}
+        self._entries: dict[str, Entry[Outputs]] = {}
 
     def names(self) -> list[str]:
         return sorted(self._entries)
 
     def register(
-        self, name: str, needs: Needs | Iterable[str] = ()
+        self,
+        name: str,
+        needs: Needs | Iterable[str] = (),
+        own_kl: Callable[[dict[str, Any]], bool] | bool = False,
+        plain_at_ratio_one: bool = False,
     ) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
-        """`needs`: the optional columns the function reads, or a function from its options to them."""
+        """`needs`: the optional columns the function reads, or a function from its options to them. `own_kl` and
+        `plain_at_ratio_one`: see `Algorithm`; leave them out where they do not hold, and traces take a pass of their
+        own instead of scoring wrongly."""
         columns: Needs
         if callable(needs):
             columns = needs
@@ -75,9 +95,9 @@ class Registry(Generic[Inputs, Outputs]):
         def decorate(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
             known = self._entries.get(name)
             # A user's file that is imported a second time replaces what it registered.
-            if known and identity(known[0]) != identity(function):
+            if known and identity(known.function) != identity(function):
                 raise GradtraceError(f"The {self.kind} '{name}' is registered already: choose another name.")
-            self._entries[name] = (function, columns)
+            self._entries[name] = Entry(function, columns, own_kl, plain_at_ratio_one)
             return function
 
         return decorate
@@ -85,7 +105,8 @@ class Registry(Generic[Inputs, Outputs]):
     def get(self, name: str, **options: Any) -> Algorithm[Inputs, Outputs]:
         if name not in self._entries:
             raise GradtraceError(f"There is no {self.kind} '{name}': {nearest(name, self._entries)}")
-        function, needs = self._entries[name]
+        entry = self._entries[name]
+        function = entry.function
         parameters = list(inspect.signature(function).parameters.values())[1:]
         bound = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         for option, value in options.items():
@@ -99,7 +120,10 @@ class Registry(Generic[Inputs, Outputs]):
             raise GradtraceError(
                 f"{self.kind} '{name}' needs the option '{missing[0]}', which has no default."
             )
-        return Algorithm(name, function, bound, frozenset(needs(bound)))
+        own_kl = entry.own_kl(bound) if callable(entry.own_kl) else entry.own_kl
+        return Algorithm(
+            name, function, bound, frozenset(entry.needs(bound)), own_kl, entry.plain_at_ratio_one
+        )
 
 
 policy_losses: Registry[LossInputs, LossOutputs] = Registry("policy loss")

@@ -4,21 +4,24 @@
 responses against a given gradient, `directional_derivative` gives forward-mode derivatives of anything.
 """
 
-from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.geometry import Factored, Geometry
-from gradtrace.attribution.ghost import GhostProduct
-from gradtrace.attribution.objectives import (
-    TrainingPass,
-    needs_own_backward,
-    objective,
-    objective_sign,
-    objective_weights,
-    riding_scale,
-)
-from gradtrace.attribution.result import SIGN, UNIT, InfluenceTrace
-from gradtrace.attribution.tangent import directional_derivative
-from gradtrace.attribution.tracer import InfluenceTracer
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradtrace.attribution.config import InfluenceConfig
+    from gradtrace.attribution.errors import AttributionError
+    from gradtrace.attribution.geometry import Factored, Geometry
+    from gradtrace.attribution.ghost import GhostProduct
+    from gradtrace.attribution.objectives import (
+        TrainingPass,
+        needs_own_backward,
+        objective,
+        objective_sign,
+        objective_weights,
+        riding_scale,
+    )
+    from gradtrace.attribution.result import SIGN, UNIT, InfluenceTrace
+    from gradtrace.attribution.tangent import directional_derivative
+    from gradtrace.attribution.tracer import InfluenceTracer
 
 __all__ = [
     "SIGN",
@@ -38,3 +41,30 @@ __all__ = [
     "objective_weights",
     "riding_scale",
 ]
+_MODULE_OF = {
+    "Factored": "geometry",
+    "Geometry": "geometry",
+    "AttributionError": "errors",
+    "GhostProduct": "ghost",
+    "InfluenceConfig": "config",
+    "InfluenceTrace": "result",
+    "InfluenceTracer": "tracer",
+    "SIGN": "result",
+    "TrainingPass": "objectives",
+    "UNIT": "result",
+    "directional_derivative": "tangent",
+    "needs_own_backward": "objectives",
+    "objective": "objectives",
+    "objective_sign": "objectives",
+    "objective_weights": "objectives",
+    "riding_scale": "objectives",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported on first use, so that reading the configuration does not import torch."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'gradtrace.attribution' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"gradtrace.attribution.{_MODULE_OF[name]}"), name)

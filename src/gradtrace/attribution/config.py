@@ -2,70 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any
 
 from gradtrace.attribution.errors import AttributionError
 
-HessianMode = Literal["inverse", "identity"]
-HessianSource = Literal["response", "token"]
-OutputFunction = Literal["training_loss", "log_prob_advantage", "log_prob_reward", "log_prob"]
-Scope = Literal["per_prompt", "all_selected"]
-ContrastiveAgg = Literal["sum", "mean", "advantage"]
-ResponseReduction = Literal["mean", "sum"]
-Credit = Literal["position", "loss_term", "both"]
-Solver = Literal["auto", "response", "gram", "cg", "dense"]
 
-CHOICES = {
-    "hessian_mode": get_args(HessianMode),
-    "hessian_source": get_args(HessianSource),
-    "output_function": get_args(OutputFunction),
-    "accepted_rejected_scope": get_args(Scope),
-    "contrastive_agg": get_args(ContrastiveAgg),
-    "response_reduction": get_args(ResponseReduction),
-    "credit": get_args(Credit),
-    "solver": get_args(Solver),
-}
+def choice(default: str, *others: str) -> Any:
+    """A string field that accepts its default and `others`."""
+    return dataclasses.field(default=default, metadata={"choices": (default, *others)})
 
 
-@dataclass(frozen=True)
+def number(default: float, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """An int or float field with inclusive bounds."""
+    return dataclasses.field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+
+
+@dataclass
 class InfluenceConfig:
-    hessian_mode: HessianMode = "inverse"
+    hessian_mode: str = choice("inverse", "identity")
     """`inverse`: infl(t→r) = g_tᵀ H⁻¹ g_r with the regularised Gauss-Newton H below. `identity`: H = I."""
-    hessian_source: HessianSource = "response"
+    hessian_source: str = choice("response", "token")
     """H = Σ_r g_r g_rᵀ + λI over responses, or Σ_t g_t g_tᵀ + λI over response tokens (`position` credit)."""
-    output_function: OutputFunction = "training_loss"
+    output_function: str = choice("training_loss", "log_prob_advantage", "log_prob_reward", "log_prob")
     """The objective whose gradients are traced. The tracer rides on whatever backward pass it is shown;
     `gradtrace.attribution.objectives` says when that is the training pass and builds the others."""
-    accepted_rejected_scope: Scope = "per_prompt"
+    accepted_rejected_scope: str = choice("per_prompt", "all_selected")
     """Contrast and curvature over the responses of the token's own prompt, or over all selected ones."""
-    contrastive_agg: ContrastiveAgg = "mean"
+    contrastive_agg: str = choice("mean", "sum", "advantage")
     """Weight of response r in a token's score: ±1, ±1/n_accepted and ∓1/n_rejected, or its advantage."""
     exclude_self_response: bool = False
     """Leave the token's own response out of its score (and out of the means)."""
     reg_lambda: float = 0.0
     """λ of H, per module; ≤ 0 means 0.1 · trace(unregularised H) / D."""
-    response_reduction: ResponseReduction = "mean"
+    response_reduction: str = choice("mean", "sum")
     """A response's gradient is the mean over its tokens, or the sum."""
     module_name_filter: tuple[str, ...] = ()
     """Regular expressions searched in module names. Empty: every trainable linear layer but the output head."""
-    max_modules: int = 0
+    max_modules: int = number(0, minimum=0)
     """At most this many modules, evenly spaced over the depth of the model (0 = all)."""
-    projection_dim_factor: int = 32
+    projection_dim_factor: int = number(32, minimum=0)
     """Project each side of a layer from d to max(1, d // factor) dimensions. 0 = no projection, exact."""
-    max_proj_vector_sum: int = 0
+    max_proj_vector_sum: int = number(0, minimum=-1)
     """Shrink the projection until k_in + k_out fits (0 or −1 = no cap)."""
-    max_hessian_dim: int = 0
+    max_hessian_dim: int = number(0, minimum=-1)
     """Shrink the projection until k_in · k_out fits (0 or −1 = no cap)."""
-    max_tokens_per_response: int = 0
+    max_tokens_per_response: int = number(0, minimum=0)
     """Score only the first so many tokens of a response (0 = all). Its gradient still uses all of them."""
     grad_offload_to_cpu: bool = False
     """Keep stored factors in host memory."""
     force_gpu_compute: bool = False
     """Move offloaded factors back to the model's device for scoring."""
-    credit: Credit = "position"
+    credit: str = choice("position", "loss_term", "both")
     """`position`: what flows through the token's position. `loss_term`: the token's own term. Or both."""
-    solver: Solver = "auto"
+    solver: str = choice("auto", "response", "gram", "cg", "dense")
     """How H⁻¹ is applied; `auto` takes the cheapest."""
     pairwise: bool = True
     """Keep infl(t→r) for every token and every response of its scope."""
@@ -75,18 +66,20 @@ class InfluenceConfig:
     """Seed of the projections; each also depends on its module's name, never on call order."""
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise AttributionError(f"{name} is {value!r}; it can be {', '.join(map(repr, choices))}")
-        for name in ("projection_dim_factor", "max_modules", "max_tokens_per_response"):
-            if getattr(self, name) < 0:
-                raise AttributionError(
-                    f"{name} is {getattr(self, name)}; it cannot be negative (0 = no limit)"
-                )
         if isinstance(self.module_name_filter, str):
-            object.__setattr__(self, "module_name_filter", (self.module_name_filter,))
-        object.__setattr__(self, "module_name_filter", tuple(self.module_name_filter))
+            self.module_name_filter = (self.module_name_filter,)
+        self.module_name_filter = tuple(self.module_name_filter)
+        self.check()
+
+    def check(self) -> None:
+        """Raise for a value that a knob cannot have, and for knobs that contradict each other."""
+        for field in dataclasses.fields(self):
+            value, limits = getattr(self, field.name), field.metadata
+            if value not in limits.get("choices", (value,)):
+                choices = ", ".join(map(repr, limits["choices"]))
+                raise AttributionError(f"{field.name} is {value!r}; it can be {choices}")
+            if limits.get("minimum") is not None and value < limits["minimum"]:
+                raise AttributionError(f"{field.name} is {value}; it cannot be negative (0 = no limit)")
         self._check_solver()
 
     def _check_solver(self) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.config import ContrastiveAgg
 from gradtrace.attribution.errors import AttributionError
 
 
-def contrast(
-    accepted: Tensor, agg: ContrastiveAgg, exclude_self: bool, advantages: Tensor | None = None
-) -> Tensor:
+def contrast(accepted: Tensor, agg: str, exclude_self: bool, advantages: Tensor | None = None) -> Tensor:
     """[n, n]: row o holds the weights c_r of the responses in the score of a token that belongs to response o.
 
     Without `exclude_self` all rows are equal. With it the own response has weight 0 and, for `mean`, the

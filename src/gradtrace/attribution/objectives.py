@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.config import OutputFunction
 from gradtrace.attribution.errors import AttributionError
 
 
@@ -16,7 +15,7 @@ from gradtrace.attribution.errors import AttributionError
 class TrainingPass:
     """What is true of the backward pass that training is about to do."""
 
-    on_policy: bool
+    on_policy: bool = False
     """Every ratio is 1: no optimizer step since the old log-probs were taken."""
     policy_gradient_at_ratio_one: bool = True
     """At ratio 1 the loss has the gradient −A ∇ℓ for every token, up to one common factor."""
@@ -38,7 +37,7 @@ class TrainingPass:
         )
 
 
-def needs_own_backward(output_function: OutputFunction, training: TrainingPass) -> bool:
+def needs_own_backward(output_function: str, training: TrainingPass) -> bool:
     """False when the hooks can ride on the training backward: response by response it is proportional to this
     objective, by a factor that `scale` of the capture makes good (see `riding_scale`)."""
     if output_function == "training_loss":
@@ -48,9 +47,7 @@ def needs_own_backward(output_function: OutputFunction, training: TrainingPass) 
     return not (training.proportional_to_advantage and training.one_advantage_per_response)
 
 
-def riding_scale(
-    output_function: OutputFunction, token_weight: Tensor, advantages: Tensor, rewards: Tensor
-) -> Tensor:
+def riding_scale(output_function: str, token_weight: Tensor, advantages: Tensor, rewards: Tensor) -> Tensor:
     """[R]: what turns the gradient of the training loss, where it rides, into that of the objective F.
 
     `token_weight` [R]: what aggregation multiplied each response's tokens by. `training_loss` stays a loss; the
@@ -63,7 +60,7 @@ def riding_scale(
     return -(rewards if output_function == "log_prob_reward" else 1.0) / (token_weight * advantages)
 
 
-def objective_sign(output_function: OutputFunction, advantages: Tensor, rewards: Tensor) -> Tensor:
+def objective_sign(output_function: str, advantages: Tensor, rewards: Tensor) -> Tensor:
     """[R] of ±1: with which sign the objective counts each response's log-prob; +1 where the weight is 0."""
     weight = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(
         output_function, advantages
@@ -72,7 +69,7 @@ def objective_sign(output_function: OutputFunction, advantages: Tensor, rewards:
 
 
 def objective_weights(
-    output_function: OutputFunction,
+    output_function: str,
     mask: Tensor,
     advantages: Tensor | None = None,
     rewards: Tensor | None = None,

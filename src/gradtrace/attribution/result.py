@@ -137,7 +137,8 @@ def counters(batches: list[ScopeBatch], labels: Labels, skipped: Mapping[int, st
         "influence_trace/uid_total": total,
         "influence_trace/uid_constant": total - mixed,
         "influence_trace/uid_mixed": mixed,
-        "influence_trace/rows_emitted": sum(sum(counts.values()) for _, counts in scored),
+        "influence_trace/rows_emitted": sum(len(counts) for _, counts in scored),
+        "influence_trace/tokens_emitted": sum(sum(counts.values()) for _, counts in scored),
         "influence_trace/debug_groups_not_captured": reasons.count("not_captured"),
         "influence_trace/debug_groups_non_finite": reasons.count("non_finite"),
     }

@@ -10,36 +10,36 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gradtrace.config import _choice, _number
+from gradtrace.attribution.config import choice, number
 from gradtrace.config_loader import check_fields, closest, schema_keys
 from gradtrace.errors import GradtraceError
 
 
 @dataclass
 class ProbeConfig:
-    evaluation_prompts: int = _number(128, minimum=2)
+    evaluation_prompts: int = number(128, minimum=2)
     """Prompts of E, the batch that entropy is measured on: held-out prompts of the task."""
-    evaluation_n: int = _number(1, minimum=1)
+    evaluation_n: int = number(1, minimum=1)
     """Responses per prompt of E. More prompts tell more than more responses."""
-    update_prompts: int = _number(16, minimum=1)
+    update_prompts: int = number(16, minimum=1)
     """Prompts of U, the batch of the update: the next training prompts of the run."""
-    update_n: int = _number(8, minimum=1)
+    update_n: int = number(8, minimum=1)
     """Responses per prompt of U."""
     evaluation_batch: str = ""
     """A file with E instead of sampling it (`evaluation.safetensors` of another probe); sampled by this policy."""
     update_batch: str = ""
     """A file with U instead of sampling it (`update.safetensors` of another probe)."""
-    optimizer: str = _choice("checkpoint", "adamw", "sgd")
+    optimizer: str = choice("checkpoint", "adamw", "sgd")
     """Whose update: of the checkpoint's optimizer from its saved state, or of a new AdamW or plain SGD."""
-    lr: float = _number(0.0, minimum=0)
+    lr: float = number(0.0, minimum=0)
     """Learning rate of the update; 0: the one that the run's schedule has for the next step."""
     eta: list[float] = field(default_factory=lambda: [0.01, 0.03, 0.1, 0.3, 1.0, 3.0])
     """Step sizes to measure at, in units of the learning rate. 1 is always measured."""
     fresh: bool = True
     """Measure by sampling anew from the moved policy as well (the same random numbers, so that noise cancels)."""
-    precision: str = _choice("auto", "float32", "float64")
+    precision: str = choice("auto", "float32", "float64")
     """Of the whole probe; auto is float64 for models below 50 million parameters."""
-    token_budget: int = _number(16384, minimum=1)
+    token_budget: int = number(16384, minimum=1)
     """Tokens (padding counted) in one pass. Memory depends on it, results do not."""
     seed: int = 0
     """Seed of the sampling."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from gradtrace.attribution import AttributionError, InfluenceConfig
-from gradtrace.config import Config, InfluenceTraceConfig
+from gradtrace.algorithms import policy_loss
+from gradtrace.attribution import AttributionError, TrainingPass
+from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument, ProbeSettings
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
-from gradtrace.instruments.influence.instrument import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
+from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Observers, StepObserver
 from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import aggregated
@@ -50,17 +51,9 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     if trainer.influence_trace.enable:
         writer = open_writer(files, INFLUENCE_TRACE, trainer.influence_trace, report)
         try:
-            observers.append(
-                InfluenceTraceInstrument(
-                    parts.policy,
-                    tracer_config(trainer.influence_trace),
-                    influence_settings(parts.config),
-                    writer,
-                    meta,
-                    truth,
-                    report,
-                )
-            )
+            record = InfluenceRecord(trainer.influence_trace, writer, meta, truth)
+            loss = loss_traits(parts.config.algorithm)
+            observers.append(InfluenceTraceInstrument(parts.policy, record, loss, report))
         except AttributionError as error:
             raise GradtraceError(f"trainer.influence_trace: {error}") from error
     if trainer.entropy_probe.every:
@@ -126,23 +119,12 @@ def open_writer(files: RunFiles, kind: str, config: Any, report: Callable[[str],
     return TraceWriter(files.path, kind, fsync=config.fsync, on_error=config.on_error, on_report=report)
 
 
-def tracer_config(config: InfluenceTraceConfig) -> InfluenceConfig:
-    """The knobs that both share, under the same names; pairwise scores are kept if they may be stored."""
-    shared = {field.name for field in dataclasses.fields(InfluenceConfig)} - {"pairwise"}
-    knobs = {name: getattr(config, name) for name in shared}
-    knobs["module_name_filter"] = tuple(config.module_name_filter)
-    return InfluenceConfig(**knobs, pairwise=config.pairwise_max_mb > 0)
-
-
-def influence_settings(config: Config) -> InfluenceSettings:
-    trace, algorithm = config.trainer.influence_trace, config.algorithm
-    return InfluenceSettings(
-        write_every=trace.write_every,
-        max_prompts_per_step=trace.max_prompts_per_step,
-        pairwise_max_mb=trace.pairwise_max_mb,
-        on_error=trace.on_error,
-        kl_in_loss=algorithm.kl_coef > 0
-        or algorithm.policy_loss == "archer",  # archer has a KL term of its own
+def loss_traits(algorithm: AlgorithmConfig) -> TrainingPass:
+    """What is true of every backward pass of this algorithm's loss."""
+    loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
+    return TrainingPass(
+        policy_gradient_at_ratio_one=loss.plain_at_ratio_one,
+        kl_in_loss=algorithm.kl_coef > 0 or loss.own_kl,
         entropy_bonus=algorithm.entropy_coef != 0,
     )
 

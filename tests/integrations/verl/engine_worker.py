@@ -27,7 +27,7 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
     for block, stored in engine.tracer.tracer._stored.items():
         total = torch.zeros(block.d_out, block.d_in)
         for response, factors in stored.items():
-            total += factors.gradient * weights[int(engine.tracer.rows[response])]
+            total += factors.gradient * weights[int(engine.tracer.capture.current.rows[response])]
         dist.all_reduce(total)
         expected = full(gradients[block.parameter_name].grad)
         total /= dist.get_world_size()
@@ -36,15 +36,19 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
 
 
 def run_case(name: str, folder: Path) -> Any:
-    from gradtrace.integrations.verl.labels import StepLabels
+    from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
+    from gradtrace.integrations.verl.step_labels import StepLabels
+    from gradtrace.trace.schema import GroupStatus
 
     case = cases.CASES[name]
     rank, world = dist.get_rank(), dist.get_world_size()
     batch = torch.load(folder / "batch.pt", weights_only=False)
     plan = torch.tensor(cases.PLAN)
     selected = plan == 0 if case.first_only else torch.ones(len(batch), dtype=torch.bool)
-    labels = StepLabels.of(batch, 1, selected, plan)
+    step_plan = StepPlan.of(batch, 1, 0)
+    step_plan.status[batch.group[~selected]] = int(GroupStatus.OVER_PROMPT_CAP)
+    labels = StepLabels(step_plan, plan)
     engine = harness.make_engine(str(folder / "model"), **case.engine)
     parts_dir = folder / f"{name}.{world}"
     parts_dir.mkdir(exist_ok=True)

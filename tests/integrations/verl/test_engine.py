@@ -13,13 +13,14 @@ import torch
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig, InfluenceTraceConfig, OptimConfig
 from gradtrace.instruments.influence.columns import influence_columns
-from gradtrace.instruments.influence.instrument import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
+from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import OptimizerStep
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import load_policy
-from gradtrace.training.instruments import tracer_config
+from gradtrace.training.instruments import loss_traits
 from gradtrace.training.update import PolicyUpdate
 from tests.integrations.verl import cases, harness, probe_reference, tracin_ranks
 from tests.integrations.verl.tracin_checks import (  # noqa: F401  (tests of TracIn selection, on the same ranks)
@@ -41,7 +42,9 @@ class Kept(InfluenceTraceInstrument):
     """Does not write files, and keeps what it would have written."""
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        self.columns, _ = influence_columns(batch, self._scored, self._status, self.config, 64.0)
+        self.columns, _ = influence_columns(
+            batch, self.capture.scored, self.capture.status, self.config, 64.0
+        )
         return {}
 
 
@@ -84,7 +87,9 @@ def embedded(folder: Path, case: cases.Case) -> dict[str, np.ndarray]:
     optimizer = Optimizer(policy.trainable(), settings, 10)
     optimizer.begin_step(1)
     update = PolicyUpdate(PolicyLoss(policy, algorithm, 16), optimizer)
-    observer = Kept(policy, tracer_config(knobs), InfluenceSettings(on_error="raise"), writer=None)  # type: ignore[arg-type]
+    knobs.on_error = "raise"
+    record = InfluenceRecord(knobs, writer=None)  # type: ignore[arg-type]
+    observer = Kept(policy, record, loss_traits(algorithm))
     observer.before_update(batch, 1)
     plan = torch.tensor(cases.PLAN)
     steps = [OptimizerStep(1, 0, i, i, (plan == i).nonzero().squeeze(-1)) for i in range(2)]
@@ -95,7 +100,7 @@ def embedded(folder: Path, case: cases.Case) -> dict[str, np.ndarray]:
 
 def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
     """The columns that the driver makes of the ranks' parts."""
-    from gradtrace.integrations.verl.parts import join_parts
+    from gradtrace.integrations.verl.influence_parts import join_parts
 
     batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
     plan = torch.tensor(cases.PLAN)
@@ -103,7 +108,7 @@ def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
     step = join_parts(folder / f"{name}.{world}", 1, list(range(world)), rows)
     assert not step.failures
     status = torch.zeros(len(batch.prompts), dtype=torch.long)
-    config = tracer_config(InfluenceTraceConfig(**{**cases.EXACT, **cases.CASES[name].knobs}))
+    config = InfluenceTraceConfig(**{**cases.EXACT, **cases.CASES[name].knobs})
     return influence_columns(batch, step.scored, status, config, 64.0)[0]
 
 
@@ -144,7 +149,7 @@ def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: i
 
 def test_a_last_mini_batch_without_scores_does_not_cost_the_others(folder: Path) -> None:
     """All its groups have equal rewards, say."""
-    from gradtrace.integrations.verl.parts import join_parts
+    from gradtrace.integrations.verl.influence_parts import join_parts
 
     plan = torch.tensor(cases.PLAN)
     rows = [(plan == 0).nonzero().squeeze(-1), torch.empty(0, dtype=torch.long)]

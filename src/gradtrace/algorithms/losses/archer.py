@@ -44,12 +44,15 @@ def _by_entropy(high: Tensor, if_high: float, if_low: float, like: Tensor) -> Te
     return torch.where(high, like.new_tensor(if_high), like.new_tensor(if_low))
 
 
+def _has_kl(options: dict[str, Any]) -> bool:
+    return bool(options["kl_low_entropy"] or options["kl_high_entropy"])
+
+
 def _needs(options: dict[str, Any]) -> Iterable[str]:
-    held = options["kl_low_entropy"] or options["kl_high_entropy"]
-    return ("entropies", "ref_log_probs") if held else ("entropies",)
+    return ("entropies", "ref_log_probs") if _has_kl(options) else ("entropies",)
 
 
-@register_policy_loss("archer", needs=_needs)
+@register_policy_loss("archer", needs=_needs, own_kl=_has_kl, plain_at_ratio_one=True)
 def archer(
     inputs: LossInputs,
     *,

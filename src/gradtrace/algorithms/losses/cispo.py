@@ -6,7 +6,7 @@ from gradtrace.algorithms.registry import register_policy_loss
 from gradtrace.algorithms.types import LossInputs, LossOutputs
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", plain_at_ratio_one=True)
 def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossOutputs:
     """Loss, to be minimised: −sg(clip(r, 1−clip_low, 1+clip_high))·A·log π, with sg = no gradient.
 

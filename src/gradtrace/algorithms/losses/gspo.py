@@ -8,7 +8,7 @@ from gradtrace.algorithms.registry import register_policy_loss
 from gradtrace.algorithms.types import LossInputs, LossOutputs
 
 
-@register_policy_loss("gspo")
+@register_policy_loss("gspo", plain_at_ratio_one=True)
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutputs:
     """Loss, to be minimised: PPO's with s = (π(y)/π_old(y))^{1/|y|}, the geometric mean of the token ratios.
 

@@ -17,7 +17,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-@register_policy_loss("ppo")
+@register_policy_loss("ppo", plain_at_ratio_one=True)
 def ppo(
     inputs: LossInputs,
     *,

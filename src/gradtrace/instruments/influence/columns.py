@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import accepted
-from gradtrace.attribution import SIGN, UNIT, InfluenceConfig, InfluenceTrace
+from gradtrace.attribution import SIGN, UNIT, InfluenceConfig
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
+from gradtrace.instruments.influence.capture import Scored
 from gradtrace.trace.schema import GroupStatus, Selection, ragged
 
 STATUS_OF_REASON = {
@@ -20,17 +20,6 @@ STATUS_OF_REASON = {
     "not_captured": GroupStatus.NOT_CAPTURED,
     "non_finite": GroupStatus.NON_FINITE,
 }
-
-
-@dataclass(eq=False)
-class Scored:
-    """The scores of one mini-batch."""
-
-    rows: Tensor
-    """long[r]: `RolloutBatch` rows, in the order of the trace's responses."""
-    optimizer_step: Tensor
-    """long[r]: steps taken on this rollout before each of them was captured."""
-    trace: InfluenceTrace
 
 
 def describe(config: InfluenceConfig) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.attribution import AttributionError
+from gradtrace.attribution import AttributionError, TrainingPass
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
-from gradtrace.instruments.influence.instrument import InfluenceSettings, InfluenceTraceInstrument
+from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
+from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, StepObserver
 from gradtrace.integrations.trl.batches import (
     ROW,
@@ -102,22 +103,16 @@ class TraceSession:
             writer = self._writer(ENTROPY_TRACE)
             observers.append(EntropyTrace(writer, settings.write_every, meta, settings.truth))
         if settings.influence is not None:
-            more = InfluenceSettings(
-                write_every=settings.write_every,
-                max_prompts_per_step=settings.max_prompts_per_step,
-                pairwise_max_mb=settings.pairwise_max_mb,
-                on_error=settings.on_error,
+            record = InfluenceRecord(
+                settings.influence_trace, self._writer(INFLUENCE_TRACE), meta, settings.truth
+            )
+            loss = TrainingPass(
+                policy_gradient_at_ratio_one=is_plain_policy_gradient(trainer),
                 kl_in_loss=trainer.beta != 0.0,
                 entropy_bonus=trainer._entropy_bonus_enabled,
-                policy_gradient=is_plain_policy_gradient(trainer),
             )
-            writer = self._writer(INFLUENCE_TRACE)
             try:
-                observers.append(
-                    InfluenceTraceInstrument(
-                        self._policy, settings.influence, more, writer, meta, settings.truth
-                    )
-                )
+                observers.append(InfluenceTraceInstrument(self._policy, record, loss))
             except AttributionError as error:
                 raise GradtraceError(f"influence trace: {error}") from error
         return Observers(observers)

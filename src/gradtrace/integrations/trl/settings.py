@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.config import TracinConfig
+from gradtrace.config import InfluenceTraceConfig, TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.integrations.trl.batches import LOSS_TYPES
@@ -36,6 +37,20 @@ class TraceSettings:
     """Force every trace file to the disk before it counts as written."""
     truth: Truth = no_truth
     """(dataset row, completion ids) → (ids of the right answer, index of the first wrong token), where known."""
+
+    @property
+    def influence_trace(self) -> InfluenceTraceConfig:
+        """The tracer's knobs together with what these settings say about its files."""
+        assert self.influence is not None
+        return InfluenceTraceConfig(
+            **dataclasses.asdict(self.influence),
+            enable=True,
+            max_prompts_per_step=self.max_prompts_per_step,
+            write_every=self.write_every,
+            fsync=self.fsync,
+            on_error=self.on_error,
+            pairwise_max_mb=self.pairwise_max_mb,
+        )
 
     @property
     def path(self) -> Path:

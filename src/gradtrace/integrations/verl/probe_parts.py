@@ -14,7 +14,7 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import Prediction, Shares, Tokens
-from gradtrace.integrations.verl.parts import part_file
+from gradtrace.integrations.verl.influence_parts import part_file
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.safe_npz import dump_npz
 from gradtrace.trace.schema import ragged

@@ -14,18 +14,18 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
-from gradtrace.instruments.influence.columns import describe, influence_columns
-from gradtrace.instruments.influence.instrument import group_status
+from gradtrace.instruments.influence.plan import StepPlan
+from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
-from gradtrace.integrations.verl.labels import StepLabels
+from gradtrace.integrations.verl.influence_parts import join_parts
 from gradtrace.integrations.verl.options import VerlOptions
-from gradtrace.integrations.verl.parts import join_parts
+from gradtrace.integrations.verl.step_labels import StepLabels
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.instruments import open_writer, tracer_config
+from gradtrace.training.instruments import open_writer
 
 PENDING = "pending_metrics.json"
 
@@ -52,18 +52,17 @@ class Recorder:
             self.entropy = EntropyTrace(writer, options.entropy_trace.write_every, meta, truth)
         self.more_writers: list[TraceWriter] = []
         """Of instruments that write by themselves."""
-        self.influence_writer = None
+        self.influence: InfluenceRecord | None = None
         if options.influence_trace.enable:
-            self.influence_config = tracer_config(options.influence_trace)
-            self.influence_writer = open_writer(self.files, INFLUENCE_TRACE, options.influence_trace, report)
-            self.influence_meta = meta | describe(self.influence_config)
+            writer = open_writer(self.files, INFLUENCE_TRACE, options.influence_trace, report)
+            self.influence = InfluenceRecord(options.influence_trace, writer, meta, truth)
             self.parts_dir.mkdir(parents=True, exist_ok=True)
         self.probe: ProbeRecorder | None = None
         if options.entropy_probe.every:
             writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
             folder = Path(options.run_dir).absolute() / ENTROPY_PROBE / "parts"
             self.probe = ProbeRecorder(options.entropy_probe, writer, folder, ranks, meta, report)
-        if self.entropy or self.influence_writer or self.probe:
+        if self.entropy or self.influence or self.probe:
             self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
 
     @property
@@ -78,13 +77,13 @@ class Recorder:
             writer.truncate_after(last_step)
         if self.probe is not None:
             self.probe.start()
-        if self.influence_writer is not None:
+        if self.influence is not None:
             for part in self.parts_dir.glob("step_*.npz"):
                 part.unlink()
 
     def _writers(self) -> list[Any]:
         probe = self.probe and self.probe.writer
-        writers = (self.entropy and self.entropy.writer, self.influence_writer, probe)
+        writers = (self.entropy and self.entropy.writer, self.influence and self.influence.writer, probe)
         return [*(writer for writer in writers if writer is not None), *self.more_writers]
 
     def close(self) -> None:
@@ -98,17 +97,16 @@ class Recorder:
         knobs = self.options.influence_trace
         if not knobs.enable or step % knobs.write_every:
             return None
-        self.status = group_status(batch, knobs.max_prompts_per_step)
-        split = torch.zeros(len(self.status), dtype=torch.bool)
+        plan = StepPlan.of(batch, step, knobs.max_prompts_per_step)
+        split = torch.zeros(len(plan.status), dtype=torch.bool)
         split[batch.group[~whole]] = True
         if bool(split.any()):
             self.report(
                 f"influence trace: {int(split.sum())} groups of step {step} have no scores: verl's batch has holes or "
                 "padding, so that they do not lie in one mini-batch"
             )
-            self.status[split & (self.status == int(GroupStatus.SCORED))] = int(GroupStatus.NOT_CAPTURED)
-        selected = self.status[batch.group] == int(GroupStatus.SCORED)
-        return StepLabels.of(batch, step, selected, mini_batch)
+            plan.status[split & (plan.status == int(GroupStatus.SCORED))] = int(GroupStatus.NOT_CAPTURED)
+        return StepLabels(plan, mini_batch)
 
     def record(self, batch: RolloutBatch, step: int, labels: StepLabels | None) -> dict[str, float]:
         """After the update: one file per trace, from what the driver has and the ranks' parts. Returns metrics."""
@@ -120,53 +118,18 @@ class Recorder:
         return metrics
 
     def _record_influence(self, batch: RolloutBatch, step: int, labels: StepLabels) -> dict[str, float]:
-        assert self.influence_writer is not None
+        assert self.influence is not None
+        status = labels.plan.status
         rows = [labels.rows(number) for number in range(labels.last_mini_batch + 1)]
-        metrics = dict.fromkeys(
-            (
-                f"influence_trace/{name}"
-                for name in ("selected_responses", "selected_prompts", "rows_emitted")
-            ),
-            0.0,
-        )
-        constant = int((self.status == int(GroupStatus.CONSTANT_REWARD)).sum())
-        metrics["influence_trace/uid_total"] = float(len(self.status))
-        metrics["influence_trace/uid_constant"] = float(constant)
-        metrics["influence_trace/uid_mixed"] = float(len(self.status) - constant)
         if not any(len(part) for part in rows):
-            self._write(
-                step, *influence_columns(batch, [], self.status, self.influence_config, 0, self.truth)
-            )
-            return metrics
+            return self.influence.write(batch, [], status, step)
         joined = join_parts(self.parts_dir, step, list(range(self.ranks)), rows)
         if joined.failures:
-            message = f"influence trace: step {step} is not traced: {next(iter(joined.failures.values()))}"
+            reason = next(iter(joined.failures.values()))
             if self.options.influence_trace.on_error == "raise":
-                raise GradtraceError(message)
-            self.report(message)
-            return metrics | {"influence_trace/debug_errors": 1.0}
-        knobs = self.options.influence_trace
-        columns, meta = influence_columns(
-            batch, joined.scored, self.status, self.influence_config, knobs.pairwise_max_mb, self.truth
-        )
-        self._write(step, columns, meta)
-        scored_groups = set(columns["group"].tolist())
-        kept = {
-            name: value
-            for name, value in joined.metrics.items()
-            if "/uid_" not in name and "/selected_" not in name
-        }
-        metrics |= kept
-        metrics["influence_trace/selected_responses"] = float(len(columns["group"]))
-        metrics["influence_trace/selected_prompts"] = float(len(scored_groups))
-        metrics["influence_trace/rows_emitted"] = float(columns["captured"].sum())
-        metrics["influence_trace/debug_errors"] = 0.0
-        metrics["influence_trace/debug_write_errors"] = float(self.influence_writer.stats.failed)
-        return metrics
-
-    def _write(self, step: int, columns: dict[str, Any], meta: dict[str, Any]) -> None:
-        assert self.influence_writer is not None
-        self.influence_writer.write(step, columns, self.influence_meta | meta)
+                raise GradtraceError(f"influence trace: step {step} is not traced: {reason}")
+            return self.influence.failed(reason, status, step, self.report)
+        return self.influence.write(batch, joined.scored, status, step)
 
     # ------------------------------------------------------------ metrics
 

@@ -26,12 +26,12 @@ from gradtrace.integrations.verl.driver.probe_sampling import EvaluationSampler,
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.tracin_setup import TracinDriver, Training
 from gradtrace.integrations.verl.driver.watch import Watch, process_id
-from gradtrace.integrations.verl.labels import LABELS, ROW
 from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.probe_parts import PROBE
 from gradtrace.integrations.verl.rank import losses
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.refusals import check_selection_settings
+from gradtrace.integrations.verl.step_labels import LABELS, ROW
 from gradtrace.metrics import batch_metrics
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.datasets import stop_token_ids
@@ -99,7 +99,6 @@ class GradtraceTrainer(PPOTrainerSync):
         self.recorder.start(self.global_steps)
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         influence = self.options.influence_trace
-        mode = actor.policy_loss.get("loss_mode", "vanilla")
         self.actor_rollout_wg.set_loss_fn(
             GradtraceLoss(
                 actor,
@@ -107,7 +106,6 @@ class GradtraceTrainer(PPOTrainerSync):
                 influence=influence if influence.enable else None,
                 parts_dir=str(self.recorder.parts_dir),
                 probe=self.recorder.probe is not None,
-                kl_in_loss=bool(actor.use_kl_loss) or mode == "archer",
                 selecting=self.tracin is not None,
             )
         )

@@ -42,10 +42,10 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         if tracer is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
         if tracer.needs_own_pass:
-            with tracer.capture():
+            with tracer.capturing():
                 super().forward_backward_batch(data, tracer.objective)
             self.optimizer_zero_grad()  # gradients of the objective are nobody's but the trace's
-        with nullcontext() if tracer.needs_own_pass else tracer.capture():
+        with nullcontext() if tracer.needs_own_pass else tracer.capturing():
             return super().forward_backward_batch(data, loss_function)
 
     def _tracer_for(self, data: Any, loss_function: Any) -> RankTracer | None:
@@ -72,7 +72,7 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         return self.probe if self.probe.begin(data) else None
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        if self._traced is not None and self._traced.capturing:
+        if self._traced is not None and self._traced.is_capturing:
             self._traced.micro_batch(micro_batch)
         return super().forward_step(micro_batch, loss_function, forward_only)
 

@@ -1,9 +1,10 @@
-"""The influence trace of one rank: captures the mini-batches of an update and scores them together with other ranks."""
+"""The influence trace on a rank of verl: its passes, micro-batch by micro-batch, and scoring with the other ranks."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +14,38 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-from gradtrace.attribution import (
-    AttributionError,
-    TrainingPass,
-    needs_own_backward,
-    objective_sign,
-    objective_weights,
-    riding_scale,
-)
+from gradtrace.attribution import AttributionError
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.labels import LABELS, ROW, StepLabels
-from gradtrace.integrations.verl.parts import RankScores, write_part
+from gradtrace.instruments.influence.capture import InfluenceCapture, TracedPass
+from gradtrace.integrations.verl.influence_parts import write_part
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import response_layout, token_weight
 from gradtrace.integrations.verl.rank.sharded import ShardedTracer
-from gradtrace.training.instruments import tracer_config
+from gradtrace.integrations.verl.step_labels import LABELS, ROW, StepLabels
+
+
+@dataclass(eq=False)
+class RankStep:
+    """What a rank knows of the training step that it traces."""
+
+    labels: StepLabels
+    data: Any = None
+    """verl's data of the mini-batch."""
+    mini_batch: int = -1
+    done: set[int] = field(default_factory=set)
+    """Mini-batches that were traced: a later epoch is not traced again."""
+    failure: str = ""
 
 
 class RankTracer:
-    """Lives in the engine of a rank. Per mini-batch: `begin`, `capture` around its passes, `score` before the step."""
+    """Lives in a rank's engine. Per mini-batch: `begin`, `capturing` around its passes, `score` before the step."""
 
     def __init__(self, engine: Any, loss: GradtraceLoss) -> None:
         assert loss.influence is not None
         self.engine = engine
         self.loss = loss
-        self.knobs = loss.influence
-        self.config = tracer_config(loss.influence)
+        self.config = loss.influence
         self.rank = dist.get_rank()
         try:
             self.tracer = ShardedTracer(
@@ -48,9 +54,11 @@ class RankTracer:
         except AttributionError as error:
             raise GradtraceError(f"gradtrace.influence_trace: {error}") from error
         self.tracer.close()  # hooks are on the model during traced passes only
+        self.capture = InfluenceCapture(self.tracer, loss.training_pass)
         self.meeting = Meeting()
-        self.step = -1
-        self.capturing = False
+        self.step: RankStep | None = None
+        self.is_capturing = False
+        self._open = contextlib.ExitStack()
         print(
             f"gradtrace: influence trace active on rank {self.rank} of {dist.get_world_size()}: "
             f"{len(self.tracer.blocks)} layers, {self.config.output_function}, parts in {loss.parts_dir}",
@@ -64,14 +72,11 @@ class RankTracer:
         labels: StepLabels | None = plain(data, LABELS)
         if labels is None:
             return False
-        if labels.step != self.step:
-            self.step = labels.step
-            self.scores: list[RankScores] = []
-            self.failure = ""
-            self.done: set[int] = set()
-            self.tracer.reset()
-        self.labels = labels
-        self.data = data
+        if self.step is None or labels.plan.step != self.step.labels.plan.step:
+            self.step = RankStep(labels)
+            self.capture.start(labels.plan)
+        step = self.step
+        step.data = data
         rows = rows_of(data)
         numbers = labels.mini_batch[rows[rows >= 0]].unique().tolist()
         if len(numbers) > 1:
@@ -80,31 +85,27 @@ class RankTracer:
                 "was changed after gradtrace had dealt groups to mini-batches"
             )
         # A rank that has nothing but padding in this mini-batch still takes part in its collectives.
-        ahead = sorted(set(range(labels.last_mini_batch + 1)) - self.done)
-        if not ahead or (numbers and numbers[0] in self.done):  # a later epoch over the same rollout
+        ahead = sorted(set(range(labels.last_mini_batch + 1)) - step.done)
+        if not ahead or (numbers and numbers[0] in step.done):  # a later epoch over the same rollout
             return False
-        self.mini_batch = numbers[0] if numbers else ahead[0]
-        self.done.add(self.mini_batch)
-        self.rows = labels.rows(self.mini_batch)
-        self.local = torch.full((len(labels.group) + 1,), -1, dtype=torch.long)  # the last answers for row −1
-        self.local[self.rows] = torch.arange(len(self.rows))
-        self.needs_own_pass = needs_own_backward(self.config.output_function, self._training_pass())
-        return len(self.rows) > 0
+        step.mini_batch = numbers[0] if numbers else ahead[0]
+        step.done.add(step.mini_batch)
+        return self.capture.begin(labels.rows(step.mini_batch), step.mini_batch)
 
-    def _training_pass(self) -> TrainingPass:
-        return TrainingPass(
-            on_policy=self.mini_batch == 0,
-            policy_gradient_at_ratio_one=self.loss.plain_gradient,
-            kl_in_loss=self.loss.kl_in_loss,
-            entropy_bonus=self.loss.actor.entropy_coeff != 0,
-            one_advantage_per_response=bool(self.labels.one_advantage[self.rows].all()),
-        )
+    @property
+    def needs_own_pass(self) -> bool:
+        return self.capture.needs_own_pass(self._step.mini_batch)
+
+    @property
+    def _step(self) -> RankStep:
+        assert self.step is not None, "begin() comes first"
+        return self.step
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Backward passes in here are captured, micro-batch by micro-batch, as `micro_batch` announces them."""
         self.tracer.attach()
-        self.capturing = True
+        self.is_capturing = True
         self._open = contextlib.ExitStack()
         try:
             yield
@@ -113,7 +114,7 @@ class RankTracer:
             self.tracer.reset()
             raise
         finally:
-            self.capturing = False
+            self.is_capturing = False
             with contextlib.suppress(AttributionError):
                 self._open.close()
             self.tracer.close()
@@ -122,68 +123,52 @@ class RankTracer:
         """The forward pass of this micro-batch comes next; the passes of the one before are over."""
         self._close()
         try:
-            self._open.enter_context(self._capture_of(micro_batch))
+            traced = self._traced(micro_batch)
+            self._open.enter_context(self.capture.around(traced, is_own_pass=self.needs_own_pass))
         except (AttributionError, GradtraceError) as error:
-            self.failure = self.failure or f"rank {self.rank}: {error}"
+            self._fail(error)
 
     def _close(self) -> None:
         try:
             self._open.close()
         except (AttributionError, GradtraceError) as error:
-            self.failure = self.failure or f"rank {self.rank}: {error}"
+            self._fail(error)
         self._open = contextlib.ExitStack()
 
-    def _capture_of(self, micro_batch: Any) -> contextlib.AbstractContextManager[None]:
+    def _fail(self, error: Exception) -> None:
+        self._step.failure = self._step.failure or f"rank {self.rank}: {error}"
+
+    def _traced(self, micro_batch: Any) -> TracedPass:
         rows = rows_of(micro_batch)
-        ids = self.local[rows]
         packed = plain(micro_batch, "use_remove_padding", True)
         bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
-        response, tokens = response_layout(micro_batch, ids, packed, bucket)
-        scale: float | Tensor = 1.0
-        if not self.needs_own_pass:
-            chosen = ids >= 0
-            scale = torch.zeros(len(self.rows))
-            scale[ids[chosen]] = riding_scale(
-                self.config.output_function,
-                token_weight(self.loss.actor, micro_batch)[chosen],
-                self.labels.advantages[rows[chosen]],
-                self.labels.rewards[rows[chosen]],
-            )
-        advantages, rewards = self.labels.advantages[self.rows], self.labels.rewards[self.rows]
-        return self.tracer.capture(
-            response=response,
-            tokens=tokens,
-            accepted=self.labels.accepted[self.rows],
-            group=self.labels.group[self.rows],
-            advantages=advantages,
-            sign=objective_sign(self.config.output_function, advantages, rewards),
-            scale=scale,
-        )
+        response, tokens = response_layout(micro_batch, rows, packed, bucket)
+        weight = torch.ones(len(rows)) if self.needs_own_pass else token_weight(self.loss.actor, micro_batch)
+        return TracedPass(rows, response, tokens, weight, self._step.mini_batch)
 
     def objective(
         self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         """A loss function for verl: Σ w_t ℓ_t of the log-prob objective, where it needs a pass of its own."""
-        log_probs = no_padding_2_padding(model_output["log_probs"], data)
-        return (self._weights(data, log_probs) * log_probs).sum(), {}
+        return self._weighted_log_probs(model_output, data).sum(), {}
 
-    def _weights(self, data: Any, log_probs: Tensor) -> Tensor:
-        """[b, T]: w_t."""
+    def _weighted_log_probs(self, model_output: Any, data: Any) -> Tensor:
+        """[b, T]: every token's own term of a log-prob objective."""
+        log_probs = no_padding_2_padding(model_output["log_probs"], data)
         mask = dense(data, "response_mask", log_probs).bool()
-        rows = rows_of(data)
-        rewards = torch.where(rows >= 0, self.labels.rewards[rows], 0.0).to(log_probs.device)
-        advantages = dense(data, "advantages", log_probs)
-        return objective_weights(self.config.output_function, mask, advantages=advantages, rewards=rewards)
+        weights = self.capture.weights(mask, rows_of(data), dense(data, "advantages", log_probs))
+        return weights * log_probs
 
     # ------------------------------------------------------------ scoring, on all ranks together
 
     def score(self) -> None:
         """After the backward passes, before the weights move."""
+        step = self._step
         self._meet()
-        failures = [failure for failure in self.tracer.ranks.gather(self.failure) if failure]
+        failures = [failure for failure in self.tracer.ranks.gather(step.failure) if failure]
         if failures:
             # One rank alone cannot score: the others would wait for it. So none does.
-            self.failure = failures[0]
+            step.failure = failures[0]
             self.tracer.reset()
             return
         before = self.tracer.ranks.bytes_moved
@@ -192,26 +177,21 @@ class RankTracer:
             self.tracer.round_terms = self._round_terms
             terms = no_terms
         # What goes wrong here goes wrong on every rank alike, or the process group's time-out ends the run.
-        labels = self.labels
-        advantages, rewards = labels.advantages[self.rows], labels.rewards[self.rows]
-        trace = self.tracer.score(
-            accepted=labels.accepted[self.rows],
-            group=labels.group[self.rows],
-            advantages=advantages,
-            sign=objective_sign(self.config.output_function, advantages, rewards),
-            terms=terms,
-            method="finite_difference",
-        )
-        trace.metrics["influence_trace/debug_bytes_moved"] = float(self.tracer.ranks.bytes_moved - before)
-        self.scores.append(RankScores(self.mini_batch, self.rows, trace))
+        self.capture.score(terms=terms, method="finite_difference")
+        moved = float(self.tracer.ranks.bytes_moved - before)
+        self.capture.scored[-1].trace.metrics["influence_trace/debug_bytes_moved"] = moved
 
     def _meet(self) -> None:
-        self.meeting.wait(f"step {self.step}, scoring of mini-batch {self.mini_batch}")
+        step = self._step
+        self.meeting.wait(f"step {step.labels.plan.step}, scoring of mini-batch {step.mini_batch}")
 
     def _round_terms(self, response: int | None) -> Tensor:
         """One forward pass of this rank: the own terms of a response's tokens, or (None) of any response."""
-        rows = rows_of(self.data)
-        place = 0 if response is None else int((rows == self.rows[response]).nonzero()[0])
+        data = self._step.data
+        place = 0
+        if response is not None:
+            assert self.capture.current is not None
+            place = int((rows_of(data) == self.capture.current.rows[response]).nonzero()[0])
         found: list[Tensor] = []
 
         def keep(model_output: Any, data: Any, dp_group: Any = None, **ignored: Any) -> Any:
@@ -220,29 +200,30 @@ class RankTracer:
             return values.sum(), {}
 
         with torch.no_grad():
-            micro_batch = tu.index_select_tensor_dict(self.data, [place])
-            self.engine.forward_step(micro_batch, keep, forward_only=True)
+            self.engine.forward_step(tu.index_select_tensor_dict(data, [place]), keep, forward_only=True)
         return found[0]
 
     def _token_terms(self, model_output: Any, data: Any) -> Tensor:
         """[b, T]: every token's term of the captured objective, before aggregation."""
-        log_probs = no_padding_2_padding(model_output["log_probs"], data)
-        if self.config.output_function != "training_loss":
-            return self._weights(data, log_probs) * log_probs
-        return self.loss.token_losses(model_output, data)
+        if self.config.output_function == "training_loss":
+            return self.loss.token_losses(model_output, data)
+        return self._weighted_log_probs(model_output, data)
 
     def finish_mini_batch(self, grad_norm: float) -> None:
         """The weights have moved, or not if the gradient was not finite: then its scores mean nothing."""
-        if self.scores and self.scores[-1].mini_batch == self.mini_batch and grad_norm - grad_norm != 0.0:
-            trace = self.scores[-1].trace
-            trace.skipped = dict.fromkeys(self.labels.group[self.rows].tolist(), "non_finite")
-            trace.position_scores = [torch.empty(0) for _ in trace.position_scores]
-        if self.mini_batch == self.labels.last_scored:
-            write_part(Path(self.loss.parts_dir), self.step, self.rank, self.scores, self.failure)
+        step, capture = self._step, self.capture
+        if capture.current is not None and capture.current.is_scored and grad_norm - grad_norm != 0.0:
+            part = capture.scored[-1]
+            part.trace.skipped = dict.fromkeys(step.labels.plan.group[part.rows].tolist(), "non_finite")
+            part.trace.position_scores = [torch.empty(0) for _ in part.trace.position_scores]
+        capture.current = None
+        if step.mini_batch == step.labels.last_scored:
+            folder = Path(self.loss.parts_dir)
+            write_part(folder, step.labels.plan.step, self.rank, capture.scored, step.failure)
 
 
 def no_terms(responses: list[int]) -> Tensor:
-    """`ShardedTracer` asks `round_terms` instead."""
+    """Stands where a tracer wants `terms`: `ShardedTracer` asks `round_terms` instead."""
     raise AssertionError("terms of sharded parameters are computed in rounds")
 
 

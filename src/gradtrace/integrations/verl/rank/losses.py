@@ -24,6 +24,7 @@ from gradtrace.algorithms import (
     policy_loss,
     policy_loss_names,
 )
+from gradtrace.attribution import TrainingPass
 from gradtrace.config import InfluenceTraceConfig
 from gradtrace.errors import GradtraceError
 
@@ -62,15 +63,24 @@ class GradtraceLoss:
     """Where each rank puts its part of a step's trace."""
     probe: bool = False
     """The entropy probe is on; which steps it probes is said in their data."""
-    kl_in_loss: bool = False
     selecting: bool = False
     """TracIn selection is on: mini-batches are filled up, and a mean over responses counts those that are real."""
     engine_attached: bool = field(default=False, init=False)
 
     @property
-    def plain_gradient(self) -> bool:
+    def training_pass(self) -> TrainingPass:
+        """What is true of every backward pass of this loss."""
         mode = self.actor.policy_loss.get("loss_mode", "vanilla")
-        return mode in VERL_LOSSES_WITH_PLAIN_GRADIENT or mode.removeprefix(PREFIX) in policy_loss_names()
+        name = mode.removeprefix(PREFIX)
+        plain, own_kl = mode in VERL_LOSSES_WITH_PLAIN_GRADIENT, False
+        if not plain and name in policy_loss_names():
+            ours = policy_loss(name, **self.options)
+            plain, own_kl = ours.plain_at_ratio_one, ours.own_kl
+        return TrainingPass(
+            policy_gradient_at_ratio_one=plain,
+            kl_in_loss=bool(self.actor.use_kl_loss) or own_kl,
+            entropy_bonus=self.actor.entropy_coeff != 0,
+        )
 
     def __call__(
         self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtrace.attribution import InfluenceTrace
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.influence.columns import Scored
+from gradtrace.instruments.influence.capture import Scored
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.safe_npz import dump_npz
 from gradtrace.trace.schema import ragged
@@ -27,21 +27,11 @@ MAXIMA = ("timing_s/", "influence_trace/debug_modules")
 """Metrics that are the same on all ranks, or run side by side: the largest counts. The others are added up."""
 
 
-@dataclass(eq=False)
-class RankScores:
-    """What one rank knows after one mini-batch."""
-
-    mini_batch: int
-    rows: Tensor
-    """long[r]: the mini-batch's rows, on all ranks; a response's place in here is its id in the trace."""
-    trace: InfluenceTrace
-
-
 def part_file(folder: Path, step: int, rank: int) -> Path:
     return folder / f"step_{step:06d}.rank_{rank:05d}.npz"
 
 
-def write_part(folder: Path, step: int, rank: int, scores: list[RankScores], failure: str = "") -> None:
+def write_part(folder: Path, step: int, rank: int, scores: list[Scored], failure: str = "") -> None:
     """Scores of the responses that this rank trained on."""
     entries = [
         (part, local)
@@ -56,7 +46,7 @@ def write_part(folder: Path, step: int, rank: int, scores: list[RankScores], fai
     ]
     pairwise = [part.trace.pairwise_of(local) for part, local in entries]
     arrays: dict[str, np.ndarray] = {
-        "mini_batch": np.array([part.mini_batch for part, _ in entries], np.int64),
+        "mini_batch": np.array([int(part.optimizer_step[local]) for part, local in entries], np.int64),
         "row": np.array([int(part.rows[local]) for part, local in entries], np.int64),
         "rest": np.array([float(part.trace.rest_scores[local]) for part, local in entries], np.float32),
     }
@@ -70,7 +60,7 @@ def write_part(folder: Path, step: int, rank: int, scores: list[RankScores], fai
     arrays["pairs"], arrays["pairs_offsets"] = ragged([numpy(b).reshape(-1) for _, b in pairwise], "float32")
     about = {
         "failure": failure,
-        "metrics": [part.trace.metrics for part in scores],
+        "metrics": {str(int(part.optimizer_step[0])): part.trace.metrics for part in scores},
         "skipped": {
             str(group): reason
             for part in scores
@@ -89,7 +79,6 @@ def numpy(tensor: Tensor) -> np.ndarray:
 @dataclass(eq=False)
 class JoinedStep:
     scored: list[Scored]
-    metrics: dict[str, float]
     failures: dict[int, str]
     """Rank → why it has no part."""
 
@@ -98,7 +87,7 @@ def join_parts(folder: Path, step: int, ranks: list[int], rows_of: list[Tensor])
     """The step's scores from the parts of all `ranks`. `rows_of`: per mini-batch the rows that were to be scored.
     Parts that were joined are removed."""
     found: dict[int, dict[int, tuple[np.ndarray, np.ndarray, float, list[int], np.ndarray]]] = {}
-    metrics: dict[str, float] = {}
+    metrics: dict[int, dict[str, float]] = {}
     skipped: dict[int, str] = {}
     failures: dict[int, str] = {}
     for rank in ranks:
@@ -114,7 +103,8 @@ def join_parts(folder: Path, step: int, ranks: list[int], rows_of: list[Tensor])
         if about["failure"]:
             failures[rank] = about["failure"]
         skipped |= {int(group): reason for group, reason in about["skipped"].items()}
-        add_metrics(metrics, about["metrics"])
+        for mini_batch, own in about["metrics"].items():
+            add_metrics(metrics.setdefault(int(mini_batch), {}), own)
         for index, (mini_batch, row) in enumerate(zip(arrays["mini_batch"], arrays["row"], strict=True)):
             position, terms, members, pairs = (
                 cut(arrays, name, index) for name in ("position", "terms", "members", "pairs")
@@ -127,13 +117,17 @@ def join_parts(folder: Path, step: int, ranks: list[int], rows_of: list[Tensor])
                 pairs,
             )
     scored = [
-        Scored(rows, torch.full_like(rows, index), joined_trace(rows, found.get(index, {}), skipped))
+        Scored(
+            rows,
+            torch.full_like(rows, index),
+            joined_trace(rows, found.get(index, {}), skipped, metrics.get(index, {})),
+        )
         for index, rows in enumerate(rows_of)
         if len(rows)
     ]
     for rank in ranks:
         part_file(folder, step, rank).unlink()
-    return JoinedStep(scored, metrics, failures)
+    return JoinedStep(scored, failures)
 
 
 def cut(arrays: dict[str, np.ndarray], name: str, index: int) -> np.ndarray:
@@ -141,7 +135,9 @@ def cut(arrays: dict[str, np.ndarray], name: str, index: int) -> np.ndarray:
     return arrays[name][begin:end]
 
 
-def joined_trace(rows: Tensor, found: dict[int, Any], skipped: dict[int, str]) -> InfluenceTrace:
+def joined_trace(
+    rows: Tensor, found: dict[int, Any], skipped: dict[int, str], metrics: dict[str, float]
+) -> InfluenceTrace:
     """One trace of a mini-batch, as a single rank would have made it."""
     local_of = {row: local for local, row in enumerate(rows.tolist())}
     position = [torch.empty(0) for _ in local_of]
@@ -162,19 +158,13 @@ def joined_trace(rows: Tensor, found: dict[int, Any], skipped: dict[int, str]) -
         rest_scores=rest,
         response_kernel=torch.empty(0, 0),
         skipped=skipped,
+        metrics=metrics,
         _pairwise=pairwise,
     )
 
 
-def add_metrics(total: dict[str, float], parts: list[dict[str, float]]) -> None:
-    """One rank's: its mini-batches one after the other; then among ranks."""
-    own: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            own[name] = (
-                max(own.get(name, 0.0), value) if name.startswith(MAXIMA[1]) else own.get(name, 0.0) + value
-            )
+def add_metrics(total: dict[str, float], own: dict[str, float]) -> None:
+    """Add one rank's numbers of a mini-batch to those of the ranks before it."""
     for name, value in own.items():
-        total[name] = (
-            max(total.get(name, 0.0), value) if name.startswith(MAXIMA) else total.get(name, 0.0) + value
-        )
+        known = total.get(name, 0.0)
+        total[name] = max(known, value) if name.startswith(MAXIMA) else known + value

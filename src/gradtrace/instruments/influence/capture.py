@@ -1,0 +1,188 @@
+"""The influence trace of one process: capture the passes of a mini-batch, score it before the weights move.
+
+Every host runs this class: the embedded loop and TRL inside their one process, verl on each of its ranks. A host says
+how its passes lie in memory (`TracedPass`), what is true of its loss (`TrainingPass`) and how to compute a token's own
+term; what is captured, with which scale and sign, and what is scored is decided here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.attribution import (
+    InfluenceTrace,
+    InfluenceTracer,
+    TrainingPass,
+    needs_own_backward,
+    objective_sign,
+    objective_weights,
+    riding_scale,
+)
+from gradtrace.instruments.influence.plan import StepPlan
+from gradtrace.trace.schema import GroupStatus
+
+
+@dataclass(frozen=True, eq=False)
+class TracedPass:
+    """One forward and backward pass, as the host lays it out."""
+
+    rows: Tensor
+    """long[b]: the `RolloutBatch` row of each sequence; −1 for padding."""
+    response: Tensor
+    """long[B] or long[B, S]: the same for each batch row, or for each position where sequences are packed."""
+    tokens: Tensor
+    """bool[B, S]: True where the input holds a response token."""
+    token_weight: Tensor
+    """float[b]: what aggregation multiplies the token losses of each sequence by."""
+    optimizer_step: int
+    """Optimizer steps taken on this rollout before the pass."""
+    positions: Mapping[str, Tensor] = field(default_factory=dict)
+    """Module → flat positions that it sees, where it does not see all."""
+
+
+@dataclass(eq=False)
+class Scored:
+    """The scores of one mini-batch."""
+
+    rows: Tensor
+    """long[r]: `RolloutBatch` rows, in the order of the trace's responses."""
+    optimizer_step: Tensor
+    """long[r]: steps taken on this rollout before each of them was captured."""
+    trace: InfluenceTrace
+
+
+@dataclass(eq=False)
+class MiniBatch:
+    """The mini-batch that is being captured. A response's place in `rows` is its id in the tracer."""
+
+    rows: Tensor
+    place: Tensor
+    """long[R + 1]: row → place, −1 for rows that are not scored; the last entry answers for row −1."""
+    optimizer_step: Tensor
+    """long[r]"""
+    is_scored: bool = False
+
+
+class InfluenceCapture:
+    def __init__(self, tracer: InfluenceTracer, loss: TrainingPass) -> None:
+        """`loss` holds what is true of every pass; whether a pass is on policy is added for each."""
+        self.tracer = tracer
+        self.config = tracer.config
+        self.loss = loss
+        self.plan: StepPlan | None = None
+        self.status = torch.empty(0, dtype=torch.long)
+        """long[G]: the plan's status, with what went wrong since."""
+        self.scored: list[Scored] = []
+        self.current: MiniBatch | None = None
+
+    def start(self, plan: StepPlan) -> None:
+        """A training step begins."""
+        self.plan = plan
+        self.status = plan.status.clone()
+        self.scored = []
+        self.current = None
+        self.tracer.reset()
+
+    def begin(self, rows: Tensor, optimizer_step: int) -> bool:
+        """A mini-batch of these rows begins. False if none of its groups is to be scored."""
+        self.drop_unscored()
+        plan = self._plan
+        rows = rows[plan.selected[rows]]
+        place = torch.full((len(plan.group) + 1,), -1, dtype=torch.long)
+        place[rows] = torch.arange(len(rows))
+        self.current = MiniBatch(rows, place, torch.full((len(rows),), optimizer_step))
+        return len(rows) > 0
+
+    def drop_unscored(self) -> None:
+        """A mini-batch that began and was never scored had no optimizer step: its gradients were not finite."""
+        if self.current is not None and not self.current.is_scored:
+            self.tracer.reset()
+            self.status[self._plan.group[self.current.rows]] = int(GroupStatus.NON_FINITE)
+        self.current = None
+
+    @property
+    def _plan(self) -> StepPlan:
+        assert self.plan is not None, "start() comes first"
+        return self.plan
+
+    @property
+    def _mini_batch(self) -> MiniBatch:
+        assert self.current is not None, "begin() comes first"
+        return self.current
+
+    # ------------------------------------------------------------ passes
+
+    def needs_own_pass(self, optimizer_step: int) -> bool:
+        """The objective is not proportional to the training loss at this point, so it needs a pass of its own."""
+        plan, rows = self._plan, self._mini_batch.rows
+        training = dataclasses.replace(
+            self.loss,
+            on_policy=optimizer_step == 0,
+            one_advantage_per_response=bool(plan.one_advantage[rows].all()),
+        )
+        return needs_own_backward(self.config.output_function, training)
+
+    @contextmanager
+    def around(self, traced: TracedPass, is_own_pass: bool) -> Iterator[None]:
+        """The backward pass inside is captured: that of training, or with `is_own_pass` the objective's own."""
+        mini_batch, plan = self._mini_batch, self._plan
+        ids = mini_batch.place[traced.rows]
+        chosen = ids >= 0
+        response = mini_batch.place[traced.response]
+        tokens = (
+            traced.tokens & (response >= 0).to(traced.tokens.device) if response.dim() == 2 else traced.tokens
+        )
+        mini_batch.optimizer_step[ids[chosen]] = traced.optimizer_step
+        scale: float | Tensor = 1.0
+        if not is_own_pass:
+            rows = traced.rows[chosen]
+            scale = torch.zeros(len(mini_batch.rows))
+            scale[ids[chosen]] = riding_scale(
+                self.config.output_function,
+                traced.token_weight[chosen].float().cpu(),
+                plan.advantages[rows],
+                plan.rewards[rows],
+            )
+        with self.tracer.capture(
+            response=response, tokens=tokens, scale=scale, positions=traced.positions, **self._labels()
+        ):
+            yield
+
+    def holds(self, traced: TracedPass) -> bool:
+        """The pass has a response that is to be scored."""
+        return bool((self._mini_batch.place[traced.rows] >= 0).any())
+
+    def weights(self, mask: Tensor, rows: Tensor, advantages: Tensor) -> Tensor:
+        """[b, T]: w_t of a log-prob objective for the sequences `rows`; `advantages` is [b, T]."""
+        rewards = torch.where(rows >= 0, self._plan.rewards[rows], 0.0).to(mask.device)
+        return objective_weights(self.config.output_function, mask, advantages=advantages, rewards=rewards)
+
+    def _labels(self) -> dict[str, Any]:
+        """The labels of the mini-batch's responses, as the tracer takes them."""
+        plan, rows = self._plan, self._mini_batch.rows
+        advantages = plan.advantages[rows]
+        return {
+            "accepted": plan.accepted[rows],
+            "group": plan.group[rows],
+            "advantages": advantages,
+            "sign": objective_sign(self.config.output_function, advantages, plan.rewards[rows]),
+        }
+
+    # ------------------------------------------------------------ scores
+
+    def score(self, **options: Any) -> None:
+        """Score the mini-batch, with the `options` of `InfluenceTracer.score`: after its backward passes, before the
+        weights move."""
+        mini_batch = self._mini_batch
+        if not len(mini_batch.rows):
+            return
+        trace = self.tracer.score(**self._labels(), **options)
+        self.scored.append(Scored(mini_batch.rows, mini_batch.optimizer_step, trace))
+        mini_batch.is_scored = True

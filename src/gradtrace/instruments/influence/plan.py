@@ -1,0 +1,63 @@
+"""What a training step's influence trace is about: which groups are scored, who was accepted, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtrace.algorithms import accepted, constant_groups
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.columns import response_advantages
+from gradtrace.trace.schema import GroupStatus
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Labels of all R responses and G groups of a step. It is plain data, so that it can travel to other processes."""
+
+    step: int
+    group: Tensor
+    """long[R]"""
+    accepted: Tensor
+    """bool[R]"""
+    rewards: Tensor
+    """float[R]"""
+    advantages: Tensor
+    """float[R]: the mean over each response's tokens."""
+    one_advantage: Tensor
+    """bool[R]: all tokens of the response have the same advantage, and it is not 0."""
+    status: Tensor
+    """long[G]: a `GroupStatus` of every group; SCORED means that it is to be scored."""
+
+    @staticmethod
+    def of(batch: RolloutBatch, step: int, max_prompts: int) -> StepPlan:
+        assert batch.rewards is not None and batch.advantages is not None
+        advantages = response_advantages(batch)
+        spread = torch.where(batch.response_mask, batch.advantages - advantages[:, None], 0.0).abs().amax(1)
+        return StepPlan(
+            step=step,
+            group=batch.group,
+            accepted=accepted(batch.rewards, batch.group),
+            rewards=batch.rewards.clone(),
+            advantages=advantages,
+            one_advantage=(spread <= 1e-6 * advantages.abs()) & (advantages != 0),
+            status=group_status(batch, max_prompts),
+        )
+
+    @property
+    def selected(self) -> Tensor:
+        """bool[R]: the response's group is to be scored."""
+        return self.status[self.group] == int(GroupStatus.SCORED)
+
+
+def group_status(batch: RolloutBatch, max_prompts: int) -> Tensor:
+    """long[G]: which groups will be traced, and why the others will not."""
+    assert batch.rewards is not None
+    status = torch.full((len(batch.prompts),), int(GroupStatus.SCORED))
+    status[batch.group[constant_groups(batch.rewards, batch.group)]] = int(GroupStatus.CONSTANT_REWARD)
+    if max_prompts:
+        mixed = (status == int(GroupStatus.SCORED)).nonzero().squeeze(-1)
+        status[mixed[max_prompts:]] = int(GroupStatus.OVER_PROMPT_CAP)
+    return status

@@ -1,0 +1,71 @@
+"""The influence trace of a run on disk: from the scores of a step to its file and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.columns import Truth, no_truth
+from gradtrace.instruments.influence.capture import Scored
+from gradtrace.instruments.influence.columns import describe, influence_columns
+from gradtrace.trace.schema import GroupStatus
+from gradtrace.trace.writer import TraceWriter
+
+NOT_ADDED = ("debug_modules", "debug_modules_fired")
+"""Metrics that every mini-batch has alike; the others are added up over the mini-batches of a step."""
+
+
+class InfluenceRecord:
+    def __init__(
+        self, config: Any, writer: TraceWriter, meta: dict[str, Any] | None = None, truth: Truth = no_truth
+    ) -> None:
+        """`config` is an `InfluenceTraceConfig`; `meta` goes into every file beside the meaning of the scores."""
+        self.config = config
+        self.writer = writer
+        self.meta = (meta or {}) | describe(config)
+        self.truth = truth
+        self.errors = 0
+        """Steps that could not be traced."""
+
+    def write(self, batch: RolloutBatch, scored: list[Scored], status: Tensor, step: int) -> dict[str, float]:
+        """Write the step's file; returns its metrics."""
+        columns, meta = influence_columns(
+            batch, scored, status, self.config, self.config.pairwise_max_mb, self.truth
+        )
+        self.writer.write(step, columns, self.meta | meta)
+        return self.metrics(status, scored, columns)
+
+    def failed(
+        self, reason: object, status: Tensor, step: int, report: Callable[[str], None]
+    ) -> dict[str, float]:
+        """A failing trace is shown and counted, and costs this step's trace; it does not cost the run."""
+        self.errors += 1
+        report(f"influence trace: step {step} is not traced: {reason}")
+        return self.metrics(status, [], {})
+
+    def metrics(self, status: Tensor, scored: list[Scored], columns: dict[str, Any]) -> dict[str, float]:
+        """Counts of the whole step under the names of the logs, and what the tracer counted in its mini-batches."""
+        metrics: dict[str, float] = {}
+        for part in scored:
+            for name, value in part.trace.metrics.items():
+                alike = name.removeprefix("influence_trace/") in NOT_ADDED
+                metrics[name] = (
+                    max(metrics.get(name, 0.0), value) if alike else metrics.get(name, 0.0) + value
+                )
+        constant = int((status == int(GroupStatus.CONSTANT_REWARD)).sum())
+        counts = {
+            "uid_total": len(status),
+            "uid_constant": constant,
+            "uid_mixed": len(status) - constant,
+            "selected_responses": len(columns.get("group", ())),
+            "selected_prompts": len(set(columns["group"].tolist())) if columns else 0,
+            "rows_emitted": len(columns.get("group", ())),
+            "tokens_emitted": int(columns["captured"].sum()) if columns else 0,
+            "debug_groups_over_cap": int((status == int(GroupStatus.OVER_PROMPT_CAP)).sum()),
+            "debug_errors": self.errors,
+            "debug_write_errors": self.writer.stats.failed,
+        }
+        return metrics | {f"influence_trace/{name}": float(value) for name, value in counts.items()}

@@ -1,0 +1,36 @@
+"""What the driver knows about a step and every rank needs: the plan of its trace, and who trains when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradtrace.instruments.influence.plan import StepPlan
+
+LABELS = "gradtrace_labels"
+"""Key of a `StepLabels` in the data of an update."""
+ROW = "gradtrace_row"
+"""Field with each sample's row in the step's `RolloutBatch`; −1 for padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepLabels:
+    """Labels of all R responses of a step, the same on all ranks."""
+
+    plan: StepPlan
+    mini_batch: Tensor
+    """long[R]: the optimizer step of an epoch that it belongs to; whole groups."""
+
+    def rows(self, mini_batch: int) -> Tensor:
+        """long[r]: the rows to score in this mini-batch, ascending; their places are the tracer's response ids."""
+        return (self.plan.selected & (self.mini_batch == mini_batch)).nonzero().squeeze(-1)
+
+    @property
+    def last_scored(self) -> int:
+        """The last mini-batch that has rows to score: others pass by unseen."""
+        return int(self.mini_batch[self.plan.selected].max())
+
+    @property
+    def last_mini_batch(self) -> int:
+        return int(self.mini_batch.max())
