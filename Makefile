@@ -44,6 +44,7 @@ lint: $(VENV)/.full
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 docs: $(VENV)/.full
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

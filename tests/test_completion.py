@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from gradtrace.cli import COMMANDS
-from gradtrace.completion import script
+from gradtrace.commands.completion import script
 
 
 def complete(*words: str) -> list[str]:

@@ -11,7 +11,7 @@ from gradtrace import __version__
 
 # name: (module with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
 COMMANDS = {
-    "train": ("gradtrace.training.command", "train a policy; without arguments, the demo"),
+    "train": ("gradtrace.commands.train", "train a policy; without arguments, the demo"),
     "view": ("gradtrace.viewer.view", "look at runs in the browser: curves, groups, token heat maps"),
     "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
     "trace": ("gradtrace.trace.command", "list, show, export or import the traces of a run"),
@@ -29,12 +29,15 @@ COMMANDS = {
         "what the next update will do to entropy, predicted, measured, and by whom",
     ),
     "select": (
-        "gradtrace.select_command",
+        "gradtrace.commands.select",
         "rank a data set or saved rollouts by how much they help a validation set",
     ),
     "ablate": ("gradtrace.ablate.command", "one rollout scored with every combination of influence settings"),
-    "doctor": ("gradtrace.doctor", "check the installation, a run, or the gradient flow of a model"),
-    "completion": ("gradtrace.completion", "print a script that completes commands and keys in your shell"),
+    "doctor": ("gradtrace.commands.doctor", "check the installation, a run, or the gradient flow of a model"),
+    "completion": (
+        "gradtrace.commands.completion",
+        "print a script that completes commands and keys in your shell",
+    ),
 }
 
 EPILOG = """\
