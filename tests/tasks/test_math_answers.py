@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.answers import boxed_spans, marked_answer
+from gradtrace.tasks.answers import boxed_spans, code_of, is_hedged, marked_answer
 from gradtrace.tasks.rewards import named_reward
 from gradtrace.tasks.rewards.math_answers import JUDGE
 from gradtrace.tasks.verification.pool import WorkerPool, shared_pool
 
 GSM8K = Path(os.environ.get("GRADTRACE_DATA", "/work/shared/data")) / "gsm8k" / "train.jsonl"
 WORKERS = 2
+FORMATS = ("think_format", "answer_format", "boxed_format", "marker_format", "code_format")
 OPTIONS = {"workers": WORKERS, "timeout": 20.0}
 TOWER = r"\boxed{9^{9^{9^{9}}}}"
 HOSTILE = [TOWER, "9**9**9**9", r"\boxed{(100000000!)!}", "{" * 50_000]
@@ -66,6 +67,19 @@ def children(pid: int) -> list[int]:
         ("Answer: x = 5", "5"),
         ("#### 1+2i", "1 + 2i"),
         ("\\boxed{5} no, #### 6", "6"),
+        (r"\boxed{9+9=18}", "18"),
+        (r"\boxed{x=18}", "18"),
+        ("#### 18%", "18"),
+        (r"\boxed{18\%}", "18"),
+        ("#### 18%", r"18\%"),
+        ("#### 18", "18%"),
+        ("#### 0.18", "18%"),
+        ("#### 18%", "0.18"),
+        ("#### 100%", "1"),
+        (r"\boxed{x \ge 18}", r"x \geq 18"),
+        (r"\boxed{\pm 3}", r"\pm 3"),
+        ("#### 18 (not counting Tom)", "18"),
+        ("Answer: The least possible value is 18", "18"),
     ],
 )
 def test_equal_answers_score_one(response: str, answer: str) -> None:
@@ -89,6 +103,22 @@ def test_equal_answers_score_one(response: str, answer: str) -> None:
         ("####", "72"),
         (r"\boxed{72", "71"),
         ("\ud800 \x00 {{{{ \\boxed{\\frac{}{}}", "72"),
+        (r"\boxed{19=18}", "18"),
+        (r"\boxed{18=19}", "18"),
+        (r"\boxed{not 18}", "18"),
+        ("#### not 18", "18"),
+        ("so it is not 18", "18"),
+        ("#### 17 to 18", "18"),
+        ("it is 17 to 18", "18"),
+        ("#### 17 or 18", "18"),
+        ("#### 17–18", "18"),
+        ("Answer: at least 18", "18"),
+        (r"\boxed{\ge 18}", "18"),
+        (r"\boxed{\neq 18}", "18"),
+        (r"\boxed{>18}", "18"),
+        ("#### 1800%", "18"),
+        (r"\boxed{1800\%}", "18"),
+        ("#### 1%", "1"),
     ],
 )
 def test_other_answers_score_zero(response: str, answer: str) -> None:
@@ -102,6 +132,17 @@ def test_required_form_alone_is_accepted(require: str, accepted: str) -> None:
     others = [text for text in (r"\boxed{72}", "#### 72", "Answer: 72", "72") if text != accepted]
     assert score([(accepted, "72")], require=require) == [1.0]
     assert score([(text, "72") for text in others], require=require) == [0.0] * len(others)
+
+
+def test_nested_brackets_are_no_answer_and_cost_nothing() -> None:
+    """Twenty of them keep math-verify busy for minutes; a warning would tell of a deadline."""
+    deep = [r"\boxed{" + "{" * k + "18" + "}" * k + "}" for k in (20, 400)]
+    deep += [
+        "( " * 900,
+        r"\boxed{" + "( " * 900 + "}",
+    ]
+    requests = [{"response": text, "answer": "18", "require": "any", "timeout": 60.0} for text in deep]
+    assert shared_pool(JUDGE, WORKERS).map(requests) == [{"score": 0.0}] * len(deep)
 
 
 def test_unknown_form_is_refused() -> None:
@@ -268,6 +309,27 @@ def test_every_gsm8k_answer_verifies_against_itself_and_near_misses_do_not() -> 
 )
 def test_marked_answer(text: str, expected: tuple[str, str]) -> None:
     assert marked_answer(text) == expected
+
+
+HUGE = 200_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```" * HUGE, "```x " * HUGE, "```\n" * HUGE + "`", "<answer>" * HUGE, "( " * HUGE, "(" * HUGE, "1 +" * HUGE,
+     "####" * HUGE, "answer:" * HUGE, "answer: \n" * HUGE, "$ " * HUGE + "x", "1," * HUGE + "x", "<think>" * HUGE,
+     r"\boxed{" * HUGE, "not " * HUGE, "at least" * HUGE, "1 to " * HUGE, "#### " + " " * HUGE + "x", "\\" * HUGE],
+)  # fmt: skip
+def test_no_response_makes_a_reward_slow(text: str) -> None:
+    """A search that began again at every place would take hours on any of these, and pytest's own limit end it."""
+    item = {"answer": {"numbers": [1, 2], "target": 3}}
+    for name in ("countdown", "countdown_plain"):
+        named_reward(name)([text], [item])
+    for name in ("gsm8k", "last_number", *FORMATS):
+        named_reward(name)([text], [{"answer": "18"}])
+    code_of(text)
+    marked_answer(text)
+    is_hedged(text, "18")
 
 
 def test_boxes_are_found_in_linear_time() -> None:

@@ -205,3 +205,29 @@ def test_formats(name: str, good: list[str], bad: list[str]) -> None:
     reward = named_reward(name)
     assert reward(good, [{}] * len(good)) == [1.0] * len(good)
     assert reward(bad, [{}] * len(bad)) == [0.0] * len(bad)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "last_number"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("18", 1.0), ("$18.00", 1.0), ("18 dollars", 1.0), ("18%", 1.0), ("x = 18", 1.0), ("18 (9 + 9)", 1.0),
+     ("not 18", 0.0), ("18 to 20", 0.0), ("17 to 18", 0.0), (r"\\ge 18", 0.0), ("at least 18", 0.0), ("18=19", 0.0),
+     ("18 or 19", 0.0), ("1800%", 0.0), ("> 18", 0.0)],
+)  # fmt: skip
+def test_numbers_that_are_denied_bounded_or_left_open_are_no_answer(
+    name: str, text: str, expected: float
+) -> None:
+    response = f"#### {text}" if name == "gsm8k" else f"Answer: {text}"
+    assert named_reward(name)([response], [{"answer": "18" if name == "last_number" else "#### 18"}]) == [
+        expected
+    ]
+
+
+def test_answer_in_nested_tags_is_the_innermost() -> None:
+    item = {"answer": {"numbers": [1, 2], "target": 3}}
+    reward = named_reward("countdown")
+    assert reward(["<answer><answer>1+2</answer>", "<answer>1+2", "1+2</answer>"], [item] * 3) == [
+        1.0,
+        0.0,
+        0.0,
+    ]

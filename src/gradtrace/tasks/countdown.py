@@ -23,8 +23,8 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
     ast.Mult: lambda a, b: a * b,
     ast.Div: lambda a, b: a / b,
 }
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-EXPRESSION = re.compile(r"[\d(][\d\s()+*/×÷−–-]*[\d)]")
+CALCULATION = re.compile(r"[\d\s()+*/×÷−–-]+")
+BEGINNING, END, OPERATOR = re.compile(r"[\d(]"), re.compile(r"[\d)]"), re.compile(r"[-+*/×÷−–]")
 LONGEST_EXPRESSION = 200
 """Characters; an honest answer to a handful of numbers is far shorter."""
 TYPOGRAPHY = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-"})
@@ -97,17 +97,25 @@ def _value(node: ast.expr) -> Fraction:
 
 def answer_of(response: str) -> str | None:
     """The expression in the last `<answer>…</answer>`; of an equation `1 + 2 = 3` the left side."""
-    found = ANSWER.findall(response)
-    return found[-1].split("=")[0].strip() if found else None
+    before, closed, _ = response.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    return content.split("=")[0].strip() if closed and opened else None
 
 
 def last_expression(response: str) -> str | None:
     """The last expression with an operator, left of any `=`, whether or not it is marked as the answer."""
     for line in reversed(response.replace("<answer>", "\n").replace("</answer>", "\n").splitlines()):
-        found = [text for text in EXPRESSION.findall(line.split("=")[0]) if re.search(r"[-+*/×÷−–]", text)]
-        if found:
-            return found[-1].strip()
+        found = [expression_in(run) for run in CALCULATION.findall(line.split("=")[0])]
+        if with_operator := [text for text in found if OPERATOR.search(text)]:
+            return with_operator[-1]
     return None
+
+
+def expression_in(run: str) -> str:
+    """From the first number or parenthesis to the last; an expression that looked for both would do so again and
+    again from every place of `( ( ( (`."""
+    first, last = BEGINNING.search(run), END.search(run[::-1])
+    return run[first.start() : len(run) - last.start()] if first and last else ""
 
 
 def is_solution(expression: str, numbers: Sequence[int], target: int) -> bool:

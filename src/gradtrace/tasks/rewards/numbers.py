@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from gradtrace.tasks.answers import is_hedged
 from gradtrace.tasks.rewards.registry import register_reward
 
 if TYPE_CHECKING:
@@ -28,14 +29,19 @@ def last_number(response: str, item: Item) -> float:
 
 
 def number_after_marker(text: str) -> float | None:
-    """The number after the last `####`, or of the whole text if that is nothing but a number."""
+    """The number in the line after the last `####`, or of the whole text if that is nothing but a number."""
     _, marker, tail = text.rpartition("####")
     if not marker and not NUMBER.fullmatch(text.strip()):
         return None
-    return as_number(tail)
+    return as_number(tail.strip().partition("\n")[0])
 
 
 def as_number(text: str) -> float | None:
-    """The first number in the text, thousands separators and a currency sign removed."""
-    match = NUMBER.search(text)
-    return float(re.sub(r"[,$]", "", match.group())) if match else None
+    """The first number in the text, thousands separators and a currency sign removed.
+
+    None if the text denies or bounds it (`not 18`), or is an equation between numbers.
+    """
+    found = NUMBER.findall(text)
+    if not found or is_hedged(text, "") or (len(found) > 1 and "=" in text):
+        return None
+    return float(re.sub(r"[,$]", "", found[0]))
