@@ -148,7 +148,7 @@ def test_a_report_holds_the_pages_of_tracin_and_the_probe(page: Page, runs_dir: 
 def test_what_a_report_leaves_out_is_said_on_its_page(
     page: Page, runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradtrace.viewer.report_scores.RESPONSES", 1)
+    monkeypatch.setattr("gradtrace.viewer.instrument_pages.RESPONSES", 1)
     output = tmp_path / "report.html"
     output.write_text(make_report([runs_dir / "chains"], steps=[2]).page, encoding="utf-8")
     page.goto(output.as_uri() + "#/tracin")

@@ -52,10 +52,11 @@ def export_tokens(run: Run, kind: str, steps: Iterable[int], target: Path) -> in
 
 
 def _all_columns(steps: Iterable[Step]) -> list[str] | None:
-    """Columns of any of the steps, in the order of the schema; None if there is no step."""
+    """Columns of any of the steps, what there is one of per token last; None if there is no step."""
     found = [set(step.columns) for step in steps]
     present = set().union(*found)
-    return [name for name in schema.COLUMNS if name in present] if found else None
+    known = [name for name in schema.COLUMNS if name in present]
+    return sorted(known, key=lambda name: schema.COLUMNS[name].level == "token") if found else None
 
 
 def _layout(columns: list[str], has_text: bool) -> Any:

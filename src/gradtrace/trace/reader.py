@@ -24,6 +24,7 @@ from gradtrace.trace import manifest, schema
 from gradtrace.trace.atomic import DamagedError, unseal
 from gradtrace.trace.config_file import load_config
 from gradtrace.trace.confined import RefusedError, read_confined, size_confined
+from gradtrace.trace.record import record_of
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 from gradtrace.trace.step import Step
 from gradtrace.trace.token_text import TokenBytes
@@ -136,8 +137,7 @@ class Run:
 
     def entries(self, kind: str) -> dict[int, manifest.Entry]:
         """Manifest entries by step, in order: bytes, counts and time of every step."""
-        if kind not in schema.KINDS:
-            raise GradtraceError(f"no trace kind {kind!r}; there are {', '.join(schema.KINDS)}")
+        record_of(kind)
         name = f"{kind}/manifest.jsonl"
         counted = self._counted_steps(
             kind

@@ -15,16 +15,17 @@ from gradtrace.trace import schema
 from gradtrace.trace.step import Response, Step
 from gradtrace.trace.token_text import TokenBytes
 
-SIGNED = ("influence_position", "influence_loss_term", "entropy_change")
-
-HEADINGS = {"influence_position": "infl. (pos.)", "influence_loss_term": "infl. (term)"}
-"""Of columns whose names are wider than their numbers."""
-
 
 def score_columns(step: Step) -> list[str]:
-    """Token columns that can colour a text, the most telling first."""
-    preference = (*SIGNED, "entropy", "log_prob")
-    return [name for name in preference if name in step]
+    """Token columns that can colour a text, the most telling first: those with a sign, then the others."""
+    names = [name for name in step.columns if _is_score(schema.COLUMNS[name])]
+    return sorted(
+        names, key=lambda name: (not schema.COLUMNS[name].is_signed, list(schema.COLUMNS).index(name))
+    )
+
+
+def _is_score(column: schema.Column) -> bool:
+    return column.level == "token" and column.dtype == "float32"
 
 
 def visible(text: str) -> str:
@@ -108,7 +109,9 @@ def _coloured(shown: list[str], tokens: dict[str, Any], column: str, scale: floa
         if (captured is not None and not captured[i]) or not np.isfinite(value):
             line.append(piece, style="dim strike")
             continue
-        line.append(piece, style=f"black on {_background(value / scale, signed=column in SIGNED)}")
+        line.append(
+            piece, style=f"black on {_background(value / scale, signed=schema.COLUMNS[column].is_signed)}"
+        )
     return line
 
 
@@ -125,7 +128,7 @@ def _background(value: float, signed: bool) -> str:
 def _print_lines(console: Console, shown: list[str], tokens: dict[str, Any], column: str) -> None:
     names = [column] + [name for name in ("entropy", "log_prob") if name in tokens and name != column]
     captured = tokens.get("captured")
-    headings = "  ".join(f"{HEADINGS.get(name, name)[-12:]:>12}" for name in names)
+    headings = "  ".join(f"{(schema.COLUMNS[name].heading or name)[-12:]:>12}" for name in names)
     console.print(Text(f"  {'':4}  {headings}  token", style="dim"), soft_wrap=True)
     for i, piece in enumerate(shown):
         values = "  ".join(f"{tokens[name][i]:+12.5g}" for name in names)

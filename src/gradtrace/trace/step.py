@@ -47,7 +47,7 @@ class Response:
     prompt_influence: float | None = None
     first_wrong: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
-    """Columns of this kind alone: score, kept, reason (tracin); batch, share (entropy_probe)."""
+    """The columns of this kind alone, such as the score of a TracIn step."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import numpy as np
 from gradtrace.errors import GradtraceError
 from gradtrace.trace import manifest, schema
 from gradtrace.trace.atomic import JsonLines, atomic_write, make_folder, plain_number, remove_leftovers, seal
+from gradtrace.trace.record import record_of
 from gradtrace.trace.safe_npz import dump_npz
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,7 @@ class TraceWriter:
     ) -> None:
         """`on_error="warn"`: what goes wrong is logged, counted in `stats`, given to `on_report`, not raised.
         `"raise"`: bad columns raise at once, a failed write raises at the next `write` or `close`."""
-        if kind not in schema.KINDS:
-            raise GradtraceError(f"no trace kind {kind!r}; there are {', '.join(schema.KINDS)}")
+        record_of(kind)
         if on_error not in ("warn", "raise"):
             raise GradtraceError(f"on_error is {on_error!r}; it is 'warn' or 'raise'")
         self.kind = kind

@@ -15,20 +15,22 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.manifest import Entry
 from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, KINDS
 from gradtrace.trace.step import Step
 from gradtrace.viewer.step_view import StepView, load_step_view
 from gradtrace.viewer.vocabulary import TOKEN_BYTES, Vocabulary, load_vocabulary
 
 STEPS_IN_MEMORY = 6
 ABLATION = "ablation.json"
-_TRACES = (ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, ENTROPY_PROBE)
-_RUN_FILES = ("config.yaml", "metrics.jsonl", ABLATION, *_TRACES)
-"""A folder with one of these can be looked at: a run, a probe, an ablation."""
+
+
+def run_files() -> tuple[str, ...]:
+    """A folder with one of these can be looked at: a run, a probe, an ablation."""
+    return ("config.yaml", "metrics.jsonl", ABLATION, *KINDS)
 
 
 def is_run(folder: Path) -> bool:
-    return folder.is_dir() and any((folder / name).exists() for name in _RUN_FILES)
+    return folder.is_dir() and any((folder / name).exists() for name in run_files())
 
 
 def last_activity(folder: Path) -> float:
@@ -38,7 +40,7 @@ def last_activity(folder: Path) -> float:
         "summary.json",
         "config.yaml",
         ABLATION,
-        *(f"{kind}/manifest.jsonl" for kind in _TRACES),
+        *(f"{kind}/manifest.jsonl" for kind in KINDS),
     )
     times = []
     for name in names:
@@ -101,7 +103,7 @@ class RunCatalog:
         self._traces: OrderedDict[tuple[int, str, str], Step] = OrderedDict()
         for path in runs:
             if not is_run(path):
-                raise GradtraceError(f"no run at {path}: it has none of {', '.join(_RUN_FILES)}")
+                raise GradtraceError(f"no run at {path}: it has none of {', '.join(run_files())}")
             self._add(path.resolve())
         self.given = len(self._served)
         self.refresh()

@@ -96,12 +96,9 @@ def _total_steps(config: Mapping[str, Any]) -> int | None:
 
 
 def _enabled(config: Mapping[str, Any], kind: str) -> bool | None:
-    """What the configuration says; None if it says nothing."""
-    every = _dig(config, f"trainer.{kind}.every")
-    if isinstance(every, int) and not isinstance(every, bool):
-        return every > 0
-    enabled = _dig(config, f"trainer.{kind}.enable")
-    return enabled if isinstance(enabled, bool) else None
+    """What the configuration says about the setting that turns the instrument on; None if it says nothing."""
+    value = _dig(config, KINDS[kind].switch.split("=")[0])
+    return bool(value) if isinstance(value, bool | int) else None
 
 
 def describe(config: Mapping[str, Any]) -> str:

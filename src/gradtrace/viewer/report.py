@@ -23,6 +23,7 @@ from gradtrace.viewer import payload
 from gradtrace.viewer.ablation_payload import ablation_payload
 from gradtrace.viewer.bundle import single_page
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, is_run
+from gradtrace.viewer.instrument_pages import navigation
 from gradtrace.viewer.news import run_news
 from gradtrace.viewer.report_scores import score_pages
 from gradtrace.viewer.step_view import StepView
@@ -135,6 +136,7 @@ def make_report(
         "runs": [_listed(each, collected) for each in served],
         "default": [each.id for each in served],
         "skipped": [],
+        "instruments": navigation(),
     }
     data = payload.json_bytes({"json": collected.json, "floats": collected.floats})
     page = single_page(data, f"{first.name} · gradtrace report")

@@ -13,6 +13,8 @@ from gradtrace.viewer.vocabulary import Vocabulary
 
 PREVIEW = 240
 """Characters of a response in a list."""
+SHOWN_ALWAYS = ("group", "row", "reward", "length", "accepted", "advantage")
+"""Columns that every list of responses has."""
 
 
 def response_payload(step: Step, r: int, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def response_payload(step: Step, r: int, vocabulary: Vocabulary) -> dict[str, An
 def response_rows(step: Step, vocabulary: Vocabulary, more: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What lists show of every response; indices are those of the file. `more`: further columns, None where missing."""
     offsets, tokens = step["token_offsets"].tolist(), step["token_id"]
-    names = ("group", "row", "reward", "length", "accepted", "advantage", *more)
+    names = (*SHOWN_ALWAYS, *more)
     columns = {name: step[name].tolist() if name in step else [None] * step.n_responses for name in names}
     rows = []
     for r in range(step.n_responses):

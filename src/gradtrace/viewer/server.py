@@ -19,17 +19,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gradtrace.trace.reader import StepUnreadableError
-from gradtrace.trace.schema import ENTROPY_PROBE, KINDS, TRACIN
+from gradtrace.trace.schema import KINDS
 from gradtrace.trace.step import Step
 from gradtrace.viewer import payload
 from gradtrace.viewer.ablation_payload import AblationUnreadableError, ablation_payload
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, last_activity
+from gradtrace.viewer.instrument_pages import instrument_page, kind_of, navigation
 from gradtrace.viewer.news import run_news, state_of
-from gradtrace.viewer.probe_payload import probe_payload
 from gradtrace.viewer.response_payload import response_payload
 from gradtrace.viewer.security import Access, Gate
 from gradtrace.viewer.step_view import CREDITS, StepView
-from gradtrace.viewer.tracin_payload import tracin_payload
 
 SMALLEST_COMPRESSED = 1400
 """Answers that fit into one packet are not worth compressing."""
@@ -181,8 +180,12 @@ def _response(catalog: RunCatalog, request: Request) -> tuple[StepView, int, int
     return view, group, response
 
 
-def _trace(catalog: RunCatalog, request: Request, kind: str) -> tuple[ServedRun, Step]:
+def _trace(catalog: RunCatalog, request: Request) -> tuple[ServedRun, Step]:
+    """The step of the instrument whose page is named in the path."""
     served, number = _run(catalog, request), request.path_params["step"]
+    kind = kind_of(request.path_params["page"])
+    if kind is None:
+        raise HTTPException(404, "no such page")
     try:
         found = catalog.trace_step(served, kind, number)
     except StepUnreadableError as error:
@@ -207,7 +210,9 @@ def runs(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
             }
         )
     default = [served.id for served in listed if served.id < catalog.given] or [s.id for s in listed[:1]]
-    return as_json({"runs": items, "default": sorted(default), "skipped": catalog.skipped})
+    return as_json(
+        {"runs": items, "default": sorted(default), "skipped": catalog.skipped, "instruments": navigation()}
+    )
 
 
 def news(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
@@ -254,9 +259,10 @@ def pairwise_column(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
     return as_floats(payload.pairwise_column(*_response(catalog, request)))
 
 
-def tracin(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, found = _trace(catalog, request, TRACIN)
-    return as_json(tracin_payload(found, served.vocabulary, traced_groups(catalog, served, found.step)))
+def instrument(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
+    served, found = _trace(catalog, request)
+    groups = traced_groups(catalog, served, found.step)
+    return as_json(instrument_page(found.kind).payload(found, served.vocabulary, groups))
 
 
 def traced_groups(catalog: RunCatalog, served: ServedRun, step: int) -> dict[int, int]:
@@ -266,11 +272,6 @@ def traced_groups(catalog: RunCatalog, served: ServedRun, step: int) -> dict[int
     except StepUnreadableError:
         return {}
     return {} if view is None else {int(g): index for index, g in enumerate(view.layout["group_id"])}
-
-
-def probe(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, found = _trace(catalog, request, ENTROPY_PROBE)
-    return as_json(probe_payload(found, served.vocabulary))
 
 
 def ablation(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
@@ -283,15 +284,12 @@ def ablation(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
     return as_json(table)
 
 
-def _one_response(kind: str) -> Handler:
-    def handler(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-        served, found = _trace(catalog, request, kind)
-        response = request.path_params["response"]
-        if response >= found.n_responses:
-            raise HTTPException(404, f"step {found.step} has {found.n_responses} responses")
-        return as_json(response_payload(found, response, served.vocabulary))
-
-    return handler
+def instrument_response(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
+    served, found = _trace(catalog, request)
+    response = request.path_params["response"]
+    if response >= found.n_responses:
+        raise HTTPException(404, f"step {found.step} has {found.n_responses} responses")
+    return as_json(response_payload(found, response, served.vocabulary))
 
 
 API: dict[str, Handler] = {
@@ -302,12 +300,10 @@ API: dict[str, Handler] = {
     "runs/{run:int}/steps/{step:int}/miniatures": miniatures,
     "runs/{run:int}/steps/{step:int}/tokens": points_structure,
     "runs/{run:int}/steps/{step:int}/points": points,
-    "runs/{run:int}/steps/{step:int}/tracin": tracin,
-    "runs/{run:int}/steps/{step:int}/tracin/responses/{response:int}": _one_response(TRACIN),
-    "runs/{run:int}/steps/{step:int}/probe": probe,
-    "runs/{run:int}/steps/{step:int}/probe/responses/{response:int}": _one_response(ENTROPY_PROBE),
     "runs/{run:int}/steps/{step:int}/groups/{group:int}": group,
     "runs/{run:int}/steps/{step:int}/groups/{group:int}/tokens": group_tokens,
     "runs/{run:int}/steps/{step:int}/groups/{group:int}/pairwise/{response:int}": pairwise_block,
     "runs/{run:int}/steps/{step:int}/groups/{group:int}/pairwise/on/{response:int}": pairwise_column,
+    "runs/{run:int}/steps/{step:int}/{page}": instrument,
+    "runs/{run:int}/steps/{step:int}/{page}/responses/{response:int}": instrument_response,
 }

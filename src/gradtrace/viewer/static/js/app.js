@@ -4,12 +4,13 @@ import { Chrome } from "./chrome.js";
 import { element, emptyState } from "./dom.js";
 import { openAblationPage } from "./pages/ablation.js";
 import { openGroupPage } from "./pages/group.js";
+import { openInstrumentPage } from "./pages/instrument.js";
 import { openProbePage } from "./pages/probe.js";
 import { openRunPage } from "./pages/run.js";
 import { openStepPage } from "./pages/step.js";
 import { openTokensPage } from "./pages/tokens.js";
 import { openTracinPage } from "./pages/tracin.js";
-import { RunHistory, TOKEN_TRACES } from "./run_history.js";
+import { RunHistory } from "./run_history.js";
 import { applyTheme, flipTheme } from "./theme.js";
 import { UrlState } from "./url_state.js";
 
@@ -22,17 +23,6 @@ const PAGES = {
   probe: openProbePage,
   ablation: openAblationPage,
 };
-/** Pages that show one instrument's steps: its trace, what its tab says, and how it is turned on. */
-const INSTRUMENTS = {
-  tracin: { kind: "tracin", label: "TracIn", off: "TracIn selection was off", key: "trainer.tracin.enable=true" },
-  probe: {
-    kind: "entropy_probe",
-    label: "Entropy probe",
-    off: "The entropy probe was off",
-    key: "trainer.entropy_probe.every=1",
-  },
-};
-const kindsOf = (page) => (INSTRUMENTS[page] ? [INSTRUMENTS[page].kind] : TOKEN_TRACES);
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
 const CARRIED = [
   "run",
@@ -55,14 +45,28 @@ const LIVE_POLL = 2000;
 const QUIET_POLL = 10000;
 const SLOW_LOAD = 200;
 
+/**
+ * What a page gets to know: where it is, and how to go elsewhere.
+ * @typedef {{
+ *   page: string, run: RunHistory, overlays: RunHistory[], step: number | null, group: number | null,
+ *   groups: number[] | null, source: any, url: UrlState, instruments: import("./run_history.js").Instrument[],
+ *   announce(text: string): void, fail(error: Error): void,
+ *   go(page: string, changes?: object): void, href(page: string, changes?: object): string,
+ * }} Context
+ */
+
 export class App {
   constructor(source) {
     this.source = source;
     this.url = new UrlState();
     this.histories = new Map();
     this.runs = [];
+    this.defaultRuns = [];
+    /** @type {import("./run_history.js").Instrument[]} */
+    this.instruments = [];
     this.ticket = 0;
     this.page = null;
+    this.context = null;
   }
 
   async start() {
@@ -87,17 +91,35 @@ export class App {
   }
 
   async refreshRuns() {
-    const { runs, default: chosen } = await this.source.json("runs");
+    const { runs, default: chosen, instruments } = await this.source.json("runs");
     this.runs = runs;
+    this.instruments = instruments;
     this.defaultRuns = chosen;
     if (this.context) this.showBar(this.context);
   }
 
   /* ---------- which run, step, group ---------- */
 
+  /** The instrument whose page this is; undefined for the pages of the run itself. */
+  instrumentOf(page) {
+    return this.instruments.find((each) => each.page === page);
+  }
+
+  /** The kinds of trace whose steps a page shows. */
+  kindsOf(page) {
+    const instrument = this.instrumentOf(page);
+    return this.instruments
+      .filter((each) => (instrument ? each === instrument : each.page === null))
+      .map(({ kind }) => kind);
+  }
+
+  isPage(page) {
+    return page in PAGES || this.instrumentOf(page) !== undefined;
+  }
+
   async history(run) {
     if (!this.histories.has(run.id)) {
-      const history = new RunHistory(this.source, run.id, run.name);
+      const history = new RunHistory(this.source, run.id, run.name, this.instruments);
       await history.refresh();
       this.histories.set(run.id, history);
     }
@@ -116,8 +138,8 @@ export class App {
       .map((name) => this.runs.find((run) => run.name === name))
       .filter((run) => run && run.id !== open.id);
     const [run, ...overlays] = await Promise.all([open, ...others].map((each) => this.history(each)));
-    const only = run.isAblation ? "ablation" : run.isSingleProbe ? "probe" : null;
-    const known = only ?? (page in PAGES ? page : "run");
+    const only = run.isAblation ? "ablation" : run.onlyPage;
+    const known = only ?? (this.isPage(page) ? page : "run");
     const step = this.resolveStep(run, known);
     return {
       page: known,
@@ -127,6 +149,7 @@ export class App {
       group: this.url.number("group"),
       source: this.source,
       url: this.url,
+      instruments: this.instruments,
       announce: (text) => this.chrome.announce(text),
       fail: (error) => this.showFailure(error),
       go: (target, changes) => this.go(target, changes),
@@ -145,7 +168,7 @@ export class App {
   resolveStep(run, page) {
     const asked = this.url.number("step");
     if (asked !== null) return asked;
-    if (INSTRUMENTS[page]) return run.stepsOf(kindsOf(page)).at(-1) ?? null;
+    if (this.instrumentOf(page)) return run.stepsOf(this.kindsOf(page)).at(-1) ?? null;
     const influence = [...run.traces.influence_trace.steps.keys()];
     const steps = influence.length ? influence : run.tracedSteps;
     return steps.length ? Math.max(...steps) : null;
@@ -188,13 +211,14 @@ export class App {
     if (!context.run) return noRunPage(context.named);
     const { page, run, step } = context;
     if (page !== "run" && page !== "ablation") {
-      const steps = run.stepsOf(kindsOf(page));
-      if (!steps.length) return INSTRUMENTS[page] ? noInstrumentPage(run, INSTRUMENTS[page]) : noTracePage(run);
+      const steps = run.stepsOf(this.kindsOf(page));
+      const instrument = this.instrumentOf(page);
+      if (!steps.length) return instrument ? noInstrumentPage(run, instrument) : noTracePage(run);
       if (!steps.includes(step))
         return untracedStepPage(run, steps, step, this.source.isLive, (changes) => context.href(page, changes));
       if (page === "group") await this.resolveGroup(context);
     }
-    const make = await PAGES[page](context);
+    const make = await (PAGES[page] ?? openInstrumentPage)(context);
     return make();
   }
 
@@ -211,7 +235,11 @@ export class App {
   showBar(context) {
     const { run, page, step, group } = context;
     const href = (target) =>
-      this.url.href(target, CARRIED, { step: nearestStep(run.stepsOf(kindsOf(target)), step), group, run: run.name });
+      this.url.href(target, CARRIED, {
+        step: nearestStep(run.stepsOf(this.kindsOf(target)), step),
+        group,
+        run: run.name,
+      });
     const tabs = [
       { page: "run", label: "Run", href: href("run") },
       {
@@ -228,10 +256,10 @@ export class App {
       },
       { page: "tokens", label: "Tokens", href: href("tokens"), stepper: this.neighbours("step", context) },
     ];
-    if (run.isAblation || run.isSingleProbe) tabs.length = 0; // there is nothing for the other pages
-    for (const [name, { kind, label }] of Object.entries(INSTRUMENTS)) {
-      if (run.traces[kind].present || page === name)
-        tabs.push({ page: name, label, href: href(name), stepper: this.neighbours("step", context) });
+    if (run.isAblation || run.onlyPage) tabs.length = 0; // there is nothing for the other pages
+    for (const { kind, label, page: own } of this.instruments) {
+      if (own !== null && (run.traces[kind].present || page === own))
+        tabs.push({ page: own, label, href: href(own), stepper: this.neighbours("step", context) });
     }
     if (run.ablation > 0) tabs.push({ page: "ablation", label: "Ablation", href: href("ablation") });
     for (const tab of tabs) tab.current = tab.page === page;
@@ -280,7 +308,7 @@ export class App {
     const traced = run.traces.entropy_trace.steps.get(step) ?? run.traces.influence_trace.steps.get(step);
     const all =
       what === "step"
-        ? run.stepsOf(kindsOf(page))
+        ? run.stepsOf(this.kindsOf(page))
         : (groups ?? Array.from({ length: traced?.groups ?? 0 }, (_, index) => index));
     const here = what === "step" ? step : group;
     return { previous: all.findLast((each) => each < here), next: all.find((each) => each > here) };
@@ -293,7 +321,7 @@ export class App {
     const here = { ...this.context, [what]: this.url.number(what) ?? this.context[what] };
     const next = this.neighbours(what, here)[direction < 0 ? "previous" : "next"];
     const open = this.url.read().page;
-    if (next !== undefined) this.go(open in PAGES && open !== "run" ? open : "step", { [what]: next });
+    if (next !== undefined) this.go(this.isPage(open) && open !== "run" ? open : "step", { [what]: next });
   }
 
   toggleOverlay(name, on) {
@@ -320,6 +348,7 @@ export class App {
   }
 
   frameKey(key) {
+    /** @type {HTMLInputElement | null} */
     const search = document.querySelector("main input[type=search]");
     const actions = {
       t: () => this.toggleTheme(),
@@ -390,32 +419,22 @@ function noRunPage(named) {
   return { node: emptyState("No run", text), title: "no run", waiting: true };
 }
 
+const STILL_WRITING = "The first step is still being written. This page opens by itself when it is there.";
+
 function noTracePage(run) {
-  const { entropy_trace: entropy, influence_trace: influence } = run.enabled;
-  if (entropy === false && influence === false) {
-    return {
-      node: emptyState(
-        "Tracing was off in this run",
-        "Start it with trainer.entropy_trace.enable=true trainer.influence_trace.enable=true to see its tokens.",
-      ),
-      title: "no trace",
-      waiting: true,
-    };
-  }
-  const text = run.isLive
-    ? "The first step is still being written. This page opens by itself when it is there."
-    : "This run has no traced step.";
-  return { node: emptyState("No traced step yet", text), title: "no trace", waiting: true };
+  const isOff = run.tokenKinds.every((kind) => run.enabled[kind] === false);
+  const switches = run.instruments.filter(({ page }) => page === null).map((each) => each.switch);
+  const [title, text] = isOff
+    ? ["Tracing was off in this run", `Start it with ${switches.join(" ")} to see its tokens.`]
+    : ["No traced step yet", run.isLive ? STILL_WRITING : "This run has no traced step."];
+  return { node: emptyState(title, text), title: "no trace", waiting: true };
 }
 
-function noInstrumentPage(run, { kind, off, key }) {
+function noInstrumentPage(run, { kind, label, switch: setting }) {
   const isOff = !run.traces[kind].present && run.enabled?.[kind] !== true;
-  const title = isOff ? `${off} in this run` : "Nothing written yet";
-  const text = isOff
-    ? `Start a run with ${key} to see this page.`
-    : run.isLive
-      ? "The first step is still being written. This page opens by itself when it is there."
-      : "This run has no step of it.";
+  const [title, text] = isOff
+    ? [`${label} was off in this run`, `Start a run with ${setting} to see this page.`]
+    : ["Nothing written yet", run.isLive ? STILL_WRITING : "This run has no step of it."];
   return { node: emptyState(title, text), title: "no trace", waiting: true };
 }
 

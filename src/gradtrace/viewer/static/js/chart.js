@@ -1,5 +1,6 @@
 // A line chart over training steps: several runs, one crosshair shared by all charts of the page.
 
+import { axisText, Frame, LinearScale, shortTick, ticksBetween, ticksInside } from "./axes.js";
 import { element, setAttributes, svgElement } from "./dom.js";
 import { general } from "./format.js";
 
@@ -13,24 +14,6 @@ function smoothed(points, weight) {
     average = average * weight + value * (1 - weight);
     return { step, value: average };
   });
-}
-
-/** Round numbers that cover low…high, about `count` of them. */
-function ticksBetween(low, high, count = 4) {
-  if (!(high > low)) {
-    const spread = Math.abs(low) >= 2 ? 1 : Math.abs(low) / 2 || 1;
-    [low, high] = [low - spread, low + spread];
-  }
-  const rough = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
-  const first = Math.floor(low / step + 1e-9);
-  const last = Math.ceil(high / step - 1e-9);
-  return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(12)));
-}
-
-function wholeTicks(low, high) {
-  return ticksBetween(low, high, 5).filter((tick) => Number.isInteger(tick) && tick >= low && tick <= high);
 }
 
 export class Chart {
@@ -52,8 +35,9 @@ export class Chart {
 
   /** runs: open one first. smooth: 0…1. domain: {from, to} of steps. */
   draw(runs, smooth, domain) {
-    this.domain = domain;
-    this.width = this.svg.getBoundingClientRect().width || 400;
+    const width = this.svg.getBoundingClientRect().width || 400;
+    this.frame = new Frame(width, HEIGHT, MARGIN);
+    this.steps = new LinearScale(domain.from, Math.max(domain.to, domain.from + 1));
     this.curves = this.collect(runs, smooth);
     const all = this.curves.flatMap((curve) => [
       ...[...curve.points, ...curve.raw].map((point) => point.value),
@@ -67,18 +51,12 @@ export class Chart {
     const low = Math.min(...all, ...(this.spec.includesZero ? [0] : []));
     const high = Math.max(...all, ...(this.spec.includesZero ? [0] : []));
     this.ticks = ticksBetween(low, high);
-    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
+    this.range = new LinearScale(this.ticks[0], this.ticks.at(-1));
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.drawAxes();
     for (const curve of [...this.curves].reverse()) this.drawCurve(curve);
-    if (this.spec.note) {
-      this.svg.append(
-        svgElement(
-          "text",
-          { x: this.width - MARGIN.right, y: HEIGHT - MARGIN.bottom - 8, class: "axis note", "text-anchor": "end" },
-          this.spec.note(runs[0]),
-        ),
-      );
-    }
+    if (this.spec.note)
+      this.svg.append(axisText(this.frame.right, this.frame.bottom - 8, this.spec.note(runs[0]), "end", "axis note"));
     this.cross = svgElement("g");
     this.svg.append(this.cross);
     this.point(null);
@@ -104,49 +82,27 @@ export class Chart {
   }
 
   x(step) {
-    const { from, to } = this.domain;
-    return MARGIN.left + ((step - from) / Math.max(1, to - from)) * (this.width - MARGIN.left - MARGIN.right);
+    return this.frame.x(this.steps.at(step));
   }
 
   y(value) {
-    const [low, high] = [this.ticks[0], this.ticks.at(-1)];
-    return MARGIN.top + ((high - value) / (high - low)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+    return this.frame.y(this.range.at(value));
   }
 
   /** The step under a pointer, whole. */
   stepAt(clientX) {
-    const { from, to } = this.domain;
-    const box = this.svg.getBoundingClientRect();
-    const share = (clientX - box.left - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
-    return Math.max(from, Math.min(to, Math.round(from + share * (to - from))));
+    const { low, high } = this.steps;
+    const [share] = this.frame.shareAt(clientX - this.svg.getBoundingClientRect().left);
+    return Math.max(low, Math.min(high, Math.round(low + share * (high - low))));
   }
 
   drawAxes() {
-    for (const tick of this.ticks) {
-      const y = this.y(tick);
-      this.svg.append(
-        svgElement("line", {
-          x1: MARGIN.left,
-          x2: this.width - MARGIN.right,
-          y1: y,
-          y2: y,
-          class: tick === 0 ? "grid zero" : "grid",
-        }),
-      );
-      this.svg.append(
-        svgElement(
-          "text",
-          { x: MARGIN.left - 7, y: y + 3.5, class: "axis", "text-anchor": "end" },
-          tick === 0 ? "0" : (this.spec.tick ?? shortTick)(tick, this.ticks),
-        ),
-      );
-    }
-    const steps = wholeTicks(this.domain.from, this.domain.to);
+    const text = (tick) => (this.spec.tick ?? shortTick)(tick, this.ticks);
+    this.svg.append(...this.frame.rows(this.ticks, (tick) => this.range.at(tick), text));
+    const steps = ticksInside(this.steps.low, this.steps.high, 5, true);
     steps.forEach((step, index) => {
-      const anchor = index === steps.length - 1 && this.x(step) > this.width - 30 ? "end" : "middle";
-      this.svg.append(
-        svgElement("text", { x: this.x(step), y: HEIGHT - 4, class: "axis", "text-anchor": anchor }, String(step)),
-      );
+      const anchor = index === steps.length - 1 && this.x(step) > this.frame.width - 30 ? "end" : "middle";
+      this.svg.append(axisText(this.x(step), HEIGHT - 4, String(step), anchor));
     });
   }
 
@@ -222,13 +178,4 @@ export class Chart {
     );
     this.cross.append(flag);
   }
-}
-
-/** Ticks share their number of decimals. */
-function shortTick(tick, ticks) {
-  const step = Math.abs(ticks[1] - ticks[0]);
-  if (step < 1e-4 || Math.abs(tick) >= 1e5) return tick.toExponential(1).replace("-", "−").replace("+", "");
-  let decimals = 0;
-  while (decimals < 6 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-9) decimals += 1;
-  return tick.toFixed(decimals).replace("-", "−");
 }

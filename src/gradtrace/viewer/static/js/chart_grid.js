@@ -46,18 +46,6 @@ export class ChartGrid {
     for (const chart of this.charts) chart.point(step);
   }
 
-  /** Draw again whenever the width changes; returns the observer to disconnect. */
-  watchWidth() {
-    let width = this.node.clientWidth;
-    const observer = new ResizeObserver(() => {
-      if (this.node.clientWidth === width) return;
-      width = this.node.clientWidth;
-      this.draw();
-    });
-    observer.observe(this.node);
-    return observer;
-  }
-
   listen() {
     const chartOf = (event) => {
       const node = event.target.closest?.(".chart");

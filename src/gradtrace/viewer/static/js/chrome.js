@@ -46,22 +46,22 @@ export class Chrome {
 
   stepper({ page, stepper }) {
     const node = element("span", "stepper");
-    for (const [direction, sign, word] of [
-      [-1, "‹", "previous"],
-      [1, "›", "next"],
+    for (const { direction, sign, word } of [
+      { direction: -1, sign: "‹", word: "previous" },
+      { direction: 1, sign: "›", word: "next" },
     ]) {
       const step = setAttributes(
         button("", sign, () => this.actions.move(page, direction)),
         { "aria-label": `${word} ${page}` },
       );
-      step.disabled = stepper[direction < 0 ? "previous" : "next"] === undefined;
+      step.disabled = stepper[word] === undefined;
       node.append(step);
     }
     return node;
   }
 
   showLive(run, lost = false) {
-    if (!run?.state || run.isAblation || run.isSingleProbe) return this.live.replaceChildren();
+    if (!run?.state || run.isAblation || run.onlyPage) return this.live.replaceChildren();
     this.live.className = `live${run.isLive ? "" : " done"}${lost ? " lost" : ""}`;
     const age =
       run.isLive && run.written ? element("span", "dim wide-only", ago(Date.now() / 1000 - run.written)) : null;

@@ -1,14 +1,18 @@
 // A segmented control: a radio group that shows all its choices.
 
+import { CREDIT_HINT, CREDIT_NAMES } from "./channels.js";
 import { element, setAttributes } from "./dom.js";
 
 let nextId = 0;
 
 /**
- * options: [{value, label, disabled?, why?}]. Arrow keys move inside the group, as radio groups do.
- * Returns a node with `select(value)`, which sets the choice without calling onChange.
+ * Arrow keys move inside the group, as radio groups do. Returns a node with `select(value)`, which sets the choice
+ * without calling onChange.
+ * @param {{label: string, options: {value: string, label: string, disabled?: boolean, why?: string}[], value: string,
+ *   onChange: (value: string) => void, hint?: string}} settings
+ * @returns {HTMLElement & {select(value: string): void}}
  */
-export function segmentedControl({ label, options, value, onChange, hint }) {
+export function segmentedControl({ label, options, value, onChange, hint = "" }) {
   const labelId = `control-${nextId++}`;
   const name = element("span", "control-label", label);
   name.id = labelId;
@@ -49,8 +53,13 @@ export function segmentedControl({ label, options, value, onChange, hint }) {
   select(value);
   const control = element("div", "control", name, group);
   if (hint) control.title = hint;
-  control.select = select;
-  return control;
+  return Object.assign(control, { select });
+}
+
+/** Which credit is shown, of those that the trace holds. */
+export function creditControl(value, credits, onChange) {
+  const options = credits.map((each) => ({ value: each, label: CREDIT_NAMES[each] }));
+  return segmentedControl({ label: "Credit", value, hint: CREDIT_HINT, options, onChange });
 }
 
 /** The value after `current` in a list, for keys that cycle through a control. */

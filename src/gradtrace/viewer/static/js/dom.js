@@ -72,6 +72,36 @@ export function emptyState(title, ...paragraphs) {
   return box;
 }
 
+/** A bar to the left (negative) or right of a middle line. */
+export function divergingBar(value, top) {
+  const bar = element("i", value < 0 ? "n4" : "p4");
+  bar.style.width = `${(50 * Math.abs(value)) / top}%`;
+  return element("span", "diverging", bar);
+}
+
+/** A bar that fills this share (0…1) of its place. */
+export function filledBar(className, share) {
+  const bar = element("i", `bar-fill ${className}`);
+  bar.style.width = `${100 * share}%`;
+  return bar;
+}
+
+/** Give a canvas its size in CSS pixels; its context draws in them, sharp on every screen. */
+export function fitCanvas(canvas, width, height) {
+  const density = devicePixelRatio;
+  canvas.width = width * density;
+  canvas.height = Math.ceil(height * density);
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.scale(density, density);
+  return context;
+}
+
+/** Text of a readout: a name and what belongs to it. */
+export function readoutItem(name, text) {
+  return element("span", "", element("span", "name", name), text);
+}
+
 /** The value of a CSS variable, for canvases. */
 export function cssColours(...names) {
   const style = getComputedStyle(document.documentElement);

@@ -10,14 +10,14 @@ const TESTS = {
 };
 
 /** A function group → boolean. Every term must hold; terms that are no condition are looked for in the prompt. */
-export function groupFilter(text, valueOf) {
+export function groupFilter(text, measure) {
   const terms = text.trim().toLowerCase().split(/\s+/).filter(Boolean);
   const tests = terms.map((term) => {
     const match = CONDITION.exec(term);
     if (!match) return (group) => group.prompt.toLowerCase().includes(term);
     const [, name, operator, number] = match;
     return (group) => {
-      const value = valueOf(group, name);
+      const value = measure(group, name);
       return Number.isFinite(value) && TESTS[operator](value, Number(number));
     };
   });

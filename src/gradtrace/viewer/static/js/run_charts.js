@@ -2,14 +2,7 @@
 
 import { fixed, signed } from "./format.js";
 
-const off =
-  (what, key, setting = `trainer.${key}.enable=true`) =>
-  (run) =>
-    run.enabled?.[key] === false && !run.traces[key].present
-      ? `${what} was off: ${setting} turns it on`
-      : run.isLive
-        ? "nothing written yet"
-        : `no ${what} in this run`;
+const off = (kind) => (run) => run.whyNone(kind);
 const notLogged = (metric) => (run) => (run.isLive ? "nothing written yet" : `this run logged no ${metric}`);
 
 function single(key, title, unit, metric, options = {}) {
@@ -101,7 +94,7 @@ export const ENTROPY_CHANGE_CHART = {
   why: (run) =>
     run.traces.entropy_probe.present && !run.rows.size
       ? "A probe of one checkpoint: curves need trainer.entropy_probe.every=1 in training."
-      : off("entropy probe", "entropy_probe", "trainer.entropy_probe.every=1")(run),
+      : run.whyNone("entropy_probe"),
 };
 
 /** Curves of the TracIn page: those of these that the run has logged. The run page charts any other tracin/ metric. */
@@ -157,10 +150,8 @@ export function tracinCharts(run) {
   const isLogged = (chart) => chart.lines.some((each) => each.points(run).length > 0);
   return charts
     .filter((chart, index) => index < 2 || isLogged(chart))
-    .map((chart) => ({ ...chart, why: WITHOUT_TRACIN }));
+    .map((chart) => ({ ...chart, why: off("tracin") }));
 }
-
-const WITHOUT_TRACIN = off("TracIn selection", "tracin");
 
 export const MAIN_CHARTS = [
   single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: (value) => fixed(value, 3) }),
@@ -177,7 +168,7 @@ export const MAIN_CHARTS = [
     format: percent,
     tick: percentTick,
     lines: [{ label: "", points: selectedShare }],
-    why: off("influence trace", "influence_trace"),
+    why: off("influence_trace"),
   },
   {
     key: "overhead",
@@ -187,7 +178,7 @@ export const MAIN_CHARTS = [
     format: percent,
     tick: percentTick,
     lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }],
-    why: off("influence trace", "influence_trace"),
+    why: off("influence_trace"),
   },
   { ...ENTROPY_CHANGE_CHART, unit: "nats per step" },
 ];

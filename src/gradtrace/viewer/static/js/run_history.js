@@ -1,40 +1,53 @@
 // What a page knows of a run: its metrics by step, which steps are traced, whether it still goes on. Grows by polling.
 
-const TRACES = ["entropy_trace", "influence_trace", "tracin", "entropy_probe"];
-/** What the step, group and tokens pages show. */
-export const TOKEN_TRACES = ["entropy_trace", "influence_trace"];
+/**
+ * An instrument as the server describes it. `page` is null where its tokens are on the step, group and tokens pages.
+ * @typedef {{kind: string, label: string, page: string | null, switch: string}} Instrument
+ */
 
 export class RunHistory {
-  constructor(source, id, name) {
+  /** @param {Instrument[]} instruments */
+  constructor(source, id, name, instruments) {
     this.source = source;
     this.id = id;
     this.name = name;
+    this.instruments = instruments;
+    this.kinds = instruments.map(({ kind }) => kind);
+    this.tokenKinds = instruments.filter(({ page }) => page === null).map(({ kind }) => kind);
     this.metricsTo = 0;
     this.metricsFile = 0;
+    /** @type {Map<number, Record<string, any>>} */
     this.rows = new Map();
-    this.traces = Object.fromEntries(TRACES.map((kind) => [kind, { present: false, steps: new Map(), newest: 0 }]));
+    this.traces = Object.fromEntries(this.kinds.map((kind) => [kind, { present: false, steps: new Map(), newest: 0 }]));
     this.columns = new Map();
+    this.state = "";
+    this.totalSteps = null;
+    this.written = 0;
+    this.description = "";
+    /** @type {Record<string, boolean | null>} what the configuration says about each instrument; null: nothing */
+    this.enabled = {};
+    this.ablation = 0;
+    /** @type {string[]} */
+    this.problems = [];
+    this.vocabularyProblem = "";
   }
 
   /** Ask for what is new. True if anything changed that a page may want to draw. */
   async refresh() {
-    const query = new URLSearchParams({ metrics: this.metricsTo, metrics_file: this.metricsFile });
-    for (const kind of TRACES) query.set(kind, this.traces[kind].newest);
+    const query = new URLSearchParams({ metrics: String(this.metricsTo), metrics_file: String(this.metricsFile) });
+    for (const kind of this.kinds) query.set(kind, String(this.traces[kind].newest));
     const news = await this.source.json(`runs/${this.id}/news?${query}`);
     const changed = this.takeMetrics(news.metrics);
-    const traced = TRACES.map((kind) => this.takeTrace(this.traces[kind], news.traces[kind]));
+    const traced = this.kinds.map((kind) => this.takeTrace(this.traces[kind], news.traces[kind]));
     const stateChanged = this.state !== news.state || this.ablation !== news.ablation;
-    Object.assign(this, {
-      state: news.state,
-      totalSteps: news.total_steps,
-      written: news.written,
-      description: news.description,
-      enabled: news.enabled,
-      ablation: news.ablation,
-      problems: news.problems,
-      vocabularyProblem: news.vocabulary_problem,
-      heardAt: Date.now(),
-    });
+    this.state = news.state;
+    this.totalSteps = news.total_steps;
+    this.written = news.written;
+    this.description = news.description;
+    this.enabled = news.enabled;
+    this.ablation = news.ablation;
+    this.problems = news.problems;
+    this.vocabularyProblem = news.vocabulary_problem;
     this.columns.clear(); // series are made again from what is known now
     if (traced.includes("again")) return (await this.refresh()) || true;
     return changed || stateChanged || traced.includes("changed");
@@ -67,7 +80,7 @@ export class RunHistory {
 
   /** Steps with at least one token trace, in order. */
   get tracedSteps() {
-    return this.stepsOf(TOKEN_TRACES);
+    return this.stepsOf(this.tokenKinds);
   }
 
   /** Steps with at least one trace of these kinds, in order. */
@@ -99,12 +112,20 @@ export class RunHistory {
 
   /** Nothing but an ablation's table is in this folder. */
   get isAblation() {
-    return this.ablation > 0 && !this.rows.size && !TRACES.some((kind) => this.traces[kind].present);
+    return this.ablation > 0 && !this.rows.size && !this.kinds.some((kind) => this.traces[kind].present);
   }
 
-  /** A probe of one checkpoint, not a training run. */
-  get isSingleProbe() {
-    return !this.rows.size && this.traces.entropy_probe.present && !this.tracedSteps.length;
+  /** The page of the one instrument that made this folder outside of training, such as a probe of a checkpoint. */
+  get onlyPage() {
+    const made = this.instruments.filter(({ kind }) => this.traces[kind].steps.size);
+    return !this.rows.size && made.length === 1 ? made[0].page : null;
+  }
+
+  /** Why there is nothing of an instrument to see, in words. */
+  whyNone(kind) {
+    const { label, switch: setting } = this.instruments.find((each) => each.kind === kind);
+    if (this.enabled?.[kind] === false && !this.traces[kind].present) return `${label} was off: ${setting} turns it on`;
+    return this.isLive ? "nothing written yet" : `no ${label} in this run`;
   }
 
   get metricNames() {

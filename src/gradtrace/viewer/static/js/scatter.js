@@ -1,43 +1,13 @@
 // Entropy × influence, one mark per token, on two canvases: the points, and the brush that moves over them.
 
-import { cssColours, element, setAttributes } from "./dom.js";
+import { AsinhScale, Frame } from "./axes.js";
+import { cssColours, element, fitCanvas, setAttributes } from "./dom.js";
 import { numberStyle } from "./format.js";
 import { quantile, signedClass } from "./scales.js";
 
 const MARGIN = { left: 52, right: 62, top: 46, bottom: 36 };
 const BINS = 48;
 const SMALLEST_BRUSH = 4;
-
-/** asinh spreads what is near zero and keeps the sign; it is linear below `unit` and logarithmic above. */
-class AsinhScale {
-  constructor(low, high, unit) {
-    Object.assign(this, { low, high, unit });
-  }
-
-  /** 0…1 */
-  at(value) {
-    const clipped = Math.max(this.low, Math.min(this.high, value));
-    return (this.bend(clipped) - this.bend(this.low)) / (this.bend(this.high) - this.bend(this.low));
-  }
-
-  inverse(share) {
-    return Math.sinh(this.bend(this.low) + share * (this.bend(this.high) - this.bend(this.low))) * this.unit;
-  }
-
-  bend(value) {
-    return Math.asinh(value / this.unit);
-  }
-
-  ticks() {
-    const size = 10 ** Math.floor(Math.log10(this.high));
-    const candidates = [size * 5, size * 2, size, size / 2, size / 5, size / 10].filter((tick) => tick <= this.high);
-    const kept = [];
-    for (const tick of candidates)
-      if (!kept.length || Math.abs(this.at(kept.at(-1)) - this.at(tick)) > 0.09) kept.push(tick);
-    const positive = kept.filter((tick) => Math.abs(this.at(tick) - this.at(0)) > 0.07);
-    return this.low < 0 ? [...positive.map((tick) => -tick), 0, ...positive] : [0, ...positive];
-  }
-}
 
 export class Scatter {
   /** points: {entropy, influence: float32, accepted(index)}; brush: {entropy: [low, high], influence: [low, high]} or null. */
@@ -64,11 +34,11 @@ export class Scatter {
   }
 
   x(entropy) {
-    return MARGIN.left + this.horizontal.at(entropy) * (this.width - MARGIN.left - MARGIN.right);
+    return this.frame.x(this.horizontal.at(entropy));
   }
 
   y(influence) {
-    return MARGIN.top + (1 - this.vertical.at(influence)) * (this.height - MARGIN.top - MARGIN.bottom);
+    return this.frame.y(this.vertical.at(influence));
   }
 
   contains(index) {
@@ -83,8 +53,9 @@ export class Scatter {
     this.width = this.node.clientWidth;
     if (!this.width) return;
     this.height = Math.round(Math.max(320, Math.min(this.width * 0.94, innerHeight - 260)));
-    const context = fit(this.canvas, this.width, this.height);
-    fit(this.cover, this.width, this.height);
+    this.frame = new Frame(this.width, this.height, MARGIN);
+    const context = fitCanvas(this.canvas, this.width, this.height);
+    fitCanvas(this.cover, this.width, this.height);
     const colours = cssColours("line", "line2", "ink", "ink3", "p3", "p4", "n3", "n4", "e3", "sans");
     this.drawAxes(context, colours);
     this.drawPoints(context, colours);
@@ -101,13 +72,13 @@ export class Scatter {
       context.lineTo(Math.round(x2) + 0.5, Math.round(y2) + 0.5);
       context.stroke();
     };
-    const [right, bottom] = [this.width - MARGIN.right, this.height - MARGIN.bottom];
+    const { right, bottom } = this.frame;
     const style = numberStyle(this.vertical.high, 2);
-    for (const tick of this.horizontal.ticks()) {
+    for (const tick of this.horizontal.ticks) {
       line(this.x(tick), MARGIN.top, this.x(tick), bottom, colours.line);
       write(context, String(Number(tick.toPrecision(2))), this.x(tick), bottom + 15, "center", colours.ink3);
     }
-    for (const tick of this.vertical.ticks()) {
+    for (const tick of this.vertical.ticks) {
       line(MARGIN.left, this.y(tick), right, this.y(tick), tick === 0 ? colours.line2 : colours.line);
       write(context, tick === 0 ? "0" : style.signed(tick), MARGIN.left - 7, this.y(tick) + 3.5, "right", colours.ink3);
     }
@@ -167,20 +138,17 @@ export class Scatter {
       const h = Math.min(BINS - 1, Math.floor(this.horizontal.at(entropy[index]) * BINS));
       const v = Math.min(BINS - 1, Math.floor((1 - this.vertical.at(influence[index])) * BINS));
       const isChosen = this.contains(index);
-      for (const [bins, bin] of [
-        [across, h],
-        [down, v],
-      ]) {
-        if (!(bin >= 0)) continue;
+      const tally = (bins, bin) => {
+        if (!(bin >= 0)) return;
         bins.all[bin] += 1;
         if (isChosen) bins.chosen[bin] += 1;
-      }
+      };
+      tally(across, h);
+      tally(down, v);
     }
     const bar = (count, most, length) => (most ? (Math.log1p(count) / Math.log1p(most)) * length : 0);
-    const [wide, high] = [
-      (this.width - MARGIN.left - MARGIN.right) / BINS,
-      (this.height - MARGIN.top - MARGIN.bottom) / BINS,
-    ];
+    const { left, right, top, bottom } = this.frame;
+    const [wide, high] = [(right - left) / BINS, (bottom - top) / BINS];
     const [mostAcross, mostDown] = [Math.max(...across.all), Math.max(...down.all)];
     for (let bin = 0; bin < BINS; bin++) {
       for (const [which, horizontalColour, verticalColour] of [
@@ -213,10 +181,7 @@ export class Scatter {
 
   /** The range under two corners given in pixels. */
   rangeOf(from, to) {
-    const share = ({ x, y }) => [
-      Math.max(0, Math.min(1, (x - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right))),
-      Math.max(0, Math.min(1, 1 - (y - MARGIN.top) / (this.height - MARGIN.top - MARGIN.bottom))),
-    ];
+    const share = ({ x, y }) => this.frame.shareAt(x, y).map((each) => Math.max(0, Math.min(1, each)));
     const [a, b] = [share(from), share(to)];
     const range = (scale, one, other) => [scale.inverse(Math.min(one, other)), scale.inverse(Math.max(one, other))];
     return { entropy: range(this.horizontal, a[0], b[0]), influence: range(this.vertical, a[1], b[1]) };
@@ -239,16 +204,6 @@ export class Scatter {
       this.onBrush(brush);
     });
   }
-}
-
-function fit(canvas, width, height) {
-  const density = devicePixelRatio;
-  canvas.width = width * density;
-  canvas.height = height * density;
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
-  context.scale(density, density);
-  return context;
 }
 
 function write(context, text, x, y, align, colour) {

@@ -39,7 +39,7 @@ function decodeOrNull(bytes) {
  */
 export function piecesOf(entries) {
   const pieces = [];
-  for (let i = 0; i < entries.length;) {
+  for (let i = 0; i < entries.length; ) {
     if (entries[i].text !== null) {
       pieces.push({ text: entries[i].text, lead: "", split: false });
       i += 1;

@@ -85,8 +85,6 @@ export function whyNoInfluence(group) {
 
 export const SELECTION_REMARKS = {
   cut_at_token_cap: "traced up to max_tokens_per_response",
-  dropped_by_tracin: "left out of the update by TracIn",
-  dropped_by_sampling: "dropped by dynamic sampling",
   non_finite: "gradient not finite",
   not_captured: "not captured",
 };

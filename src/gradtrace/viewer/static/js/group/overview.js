@@ -1,7 +1,7 @@
 // The group in miniature: one line per response, one tick per token. Click to jump.
 
 import { classNameOf, rampOf } from "../channels.js";
-import { cssColours, element, setAttributes } from "../dom.js";
+import { cssColours, element, fitCanvas, setAttributes } from "../dom.js";
 
 const LINE = 9;
 const THICKNESS = 7;
@@ -48,12 +48,7 @@ export class Overview {
   drawSlot(canvas, height, { channel, levels }) {
     const width = canvas.clientWidth;
     if (!width) return;
-    const density = devicePixelRatio;
-    canvas.width = width * density;
-    canvas.height = height * density;
-    canvas.style.height = `${height}px`;
-    const context = canvas.getContext("2d");
-    context.scale(density, density);
+    const context = fitCanvas(canvas, width, height);
     const colours = cssColours("bg2", "ink", "ink3", ...rampOf(channel).filter((name) => name !== "zero"));
     for (const { response, top } of this.lines) {
       drawMark(context, top, response.accepted, colours);

@@ -34,7 +34,7 @@ export class PairwiseInfluence {
   async ofToken(response, position) {
     const block = await this.block(response);
     const width = this.members.length;
-    return block && block.subarray(position * width, (position + 1) * width);
+    return block?.subarray(position * width, (position + 1) * width) ?? null;
   }
 
   /** The whole block of a response: the next token under the arrow keys then needs no request. */

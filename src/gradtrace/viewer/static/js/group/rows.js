@@ -49,11 +49,10 @@ export class ResponseRow {
       const spans = new Array(entries.length);
       const fragment = document.createDocumentFragment();
       for (let position = 0; position < entries.length; position++) {
-        const span = document.createElement("span");
+        const span = Object.assign(document.createElement("span"), { token: response.start + position });
         const { lead } = response.pieces[position];
         if (lead && !entries[position].special) span.append(element("span", "lead", lead), texts[position]);
         else span.textContent = texts[position];
-        span.token = response.start + position;
         spans[position] = span;
         fragment.append(span);
       }
@@ -115,7 +114,8 @@ export class RowBuilder {
     this.colouringsNow = colouringsNow;
     this.observer = new IntersectionObserver(
       (entries) => {
-        for (const entry of entries) if (entry.isIntersecting) this.build(entry.target.row);
+        for (const { isIntersecting, target } of entries)
+          if (isIntersecting) this.build(rows.find((row) => row.node === target));
       },
       { rootMargin: BUILD_AHEAD },
     );

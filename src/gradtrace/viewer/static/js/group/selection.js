@@ -14,7 +14,11 @@ const TINT_REACH = 1.67;
 
 export class TokenSelection {
   constructor(sheet, pairwise, dock, rail) {
-    Object.assign(this, { sheet, pairwise, dock, rail, group: sheet.group });
+    this.sheet = sheet;
+    this.group = sheet.group;
+    this.pairwise = pairwise;
+    this.dock = dock;
+    this.rail = rail;
     this.token = null;
     this.tint = null;
   }
@@ -54,6 +58,7 @@ export class TokenSelection {
     for (const row of this.sheet.rows) row.meta.className = "meta";
   }
 
+  /** @returns {Promise<Record<string, any>>} `values` is null where no effect was stored, and `why` says so. */
   async effectsOf(token, { response, credit }) {
     if (!this.pairwise.holds(credit)) return { values: null, why: this.pairwise.whyNot(credit) };
     const values = await this.pairwise.ofToken(response.index, token - response.start);
@@ -72,6 +77,7 @@ export class TokenSelection {
     };
   }
 
+  /** @param {Record<string, any>} effects */
   tintRows({ members, values }, own) {
     const largest = Math.max(...Array.from(values).filter(Number.isFinite).map(Math.abs));
     const style = numberStyle(largest);

@@ -1,8 +1,10 @@
 // The ablation page: one row per combination of settings, and how far their token scores agree.
 
-import { button, element, fact, setAttributes } from "../dom.js";
+import { element, fact, setAttributes } from "../dom.js";
 import { fixed, general, MISSING, plural } from "../format.js";
+import { neighbourIn, Page, pageHead } from "../page.js";
 import { signedClass, signedClassName } from "../scales.js";
+import { Sorting } from "../sorting.js";
 
 const MEBIBYTE = 2 ** 20;
 
@@ -20,21 +22,25 @@ function shown(key, value, unit = "") {
   return unit ? general(value) : fixed(value, 3);
 }
 
-class AblationPage {
+/** @type {[string, string][]} */
+const HINTS = [
+  ["j k", "row"],
+  ["esc", "clear"],
+];
+
+class AblationPage extends Page {
   constructor(context, table) {
-    Object.assign(this, { context, table, url: context.url });
-    this.title = "ablation";
-    this.hints = [
-      ["j k", "row"],
-      ["esc", "clear"],
-    ];
+    super(context, "ablation", HINTS, "ablation-page");
+    this.table = table;
     this.axes = Object.keys(table.sweep);
     this.columns = table.columns.filter((column) => typeof column.key === "string");
-    const keys = [...this.axes, ...this.columns.map((column) => column.key)];
-    this.sort = this.url.choice("sort", ["grid", ...keys]);
-    this.ascending = this.url.get("dir") !== "down";
+    const heads = [
+      { key: "grid", title: "#", number: true, up: true },
+      ...this.axes.map((axis) => ({ key: axis, title: axis, up: true })),
+      ...this.columns.map(({ key, label }) => ({ key, title: label ?? key, number: true, up: true })),
+    ];
+    this.sorting = new Sorting(this.url, heads, "grid", () => this.drawTable());
     this.selected = this.url.number("sel");
-    this.node = element("div", "ablation-page");
     this.build();
   }
 
@@ -51,12 +57,10 @@ class AblationPage {
       fact(shown("time_s", baseline.time_s), "the pass without a trace"),
       fact(shown("peak_bytes", baseline.peak_bytes), "its memory"),
     );
-    const title = element("div", "title", element("h1", "", `Ablation ${table.name}`), element("p", "sub", sub));
     this.body = element("tbody");
-    this.headRow = element("tr");
     this.node.append(
-      element("div", "head", title, facts),
-      element("table", "ablation-table", element("thead", "", this.headRow), this.body),
+      pageHead(`Ablation ${table.name}`, sub, facts),
+      element("table", "ablation-table", element("thead", "", this.sorting.row), this.body),
       this.meanings(),
       this.agreementSection(),
     );
@@ -75,17 +79,15 @@ class AblationPage {
 
   get cells() {
     const numbered = this.table.cells.map((cell, index) => ({ cell, index }));
-    if (this.sort === "grid") return numbered;
-    const value = ({ cell }) => (this.axes.includes(this.sort) ? cell.settings?.[this.sort] : cell[this.sort]);
-    const sign = this.ascending ? 1 : -1;
-    return numbered.sort((a, b) => {
-      const [x, y] = [value(a), value(b)];
-      const missing = (v) => v === null || v === undefined;
-      if (missing(x) || missing(y)) return missing(x) - missing(y) || a.index - b.index;
-      const [p, q] = [Number(x), Number(y)];
-      const order = Number.isNaN(p) || Number.isNaN(q) ? String(x).localeCompare(String(y)) : p - q;
-      return sign * order || a.index - b.index;
-    });
+    const { key } = this.sorting;
+    const value = ({ cell, index }) =>
+      key === "grid" ? index : this.axes.includes(key) ? cell.settings?.[key] : cell[key];
+    const isNumber = numbered.every((each) => !Number.isNaN(Number(value(each) ?? 0)));
+    const comparable = (each) => {
+      const found = value(each) ?? null;
+      return found === null ? null : isNumber ? Number(found) : String(found);
+    };
+    return numbered.sort((a, b) => this.sorting.compare(comparable(a), comparable(b)) || a.index - b.index);
   }
 
   /** The best value of every column that has a better side. */
@@ -100,25 +102,6 @@ class AblationPage {
   }
 
   drawTable() {
-    const head = (key, label, number) => {
-      const cell = element("th", number ? "number" : "");
-      cell.append(
-        button("", label, () => {
-          this.ascending = this.sort === key ? !this.ascending : true;
-          this.sort = key;
-          this.url.update({ sort: key, dir: this.ascending ? null : "down" });
-          this.drawTable();
-        }),
-      );
-      return setAttributes(cell, {
-        "aria-sort": this.sort === key ? (this.ascending ? "ascending" : "descending") : null,
-      });
-    };
-    this.headRow.replaceChildren(
-      head("grid", "#", true),
-      ...this.axes.map((axis) => head(axis, axis, false)),
-      ...this.columns.map(({ key, label }) => head(key, label ?? key, true)),
-    );
     const best = this.best();
     this.body.replaceChildren(...this.cells.map(({ cell, index }) => this.row(cell, index, best)));
   }
@@ -156,7 +139,8 @@ class AblationPage {
 
   agreementSection() {
     const { names, matrix, measure, credit } = this.table.agreement;
-    const credits = credit === "mixed" ? "each with its own credit" : `${String(credit ?? "").replace("_", " ")} credit`;
+    const credits =
+      credit === "mixed" ? "each with its own credit" : `${String(credit ?? "").replace("_", " ")} credit`;
     const section = element("section", "agreement", element("h2", "section-title", "Agreement"));
     if (names.length < 2) {
       section.append(element("p", "dim", "At least two combinations must be done."));
@@ -176,7 +160,7 @@ class AblationPage {
     const body = element("tbody");
     matrix.forEach((row, i) => {
       const line = element("tr", "", setAttributes(element("th", "number", numbers[i]), { title: String(names[i]) }));
-      row.forEach((value, j) => line.append(this.matrixCell(value, i, j, names)));
+      line.append(...row.map((value, j) => this.matrixCell(value, i, j, names)));
       body.append(line);
     });
     this.matrix.append(body);
@@ -214,7 +198,7 @@ class AblationPage {
     const at = this.places.indexOf(this.selected);
     [...this.matrix.tBodies[0].rows].forEach((row, i) => {
       row.classList.toggle("chosen", i === at);
-      [...row.cells].forEach((cell, j) => cell.classList.toggle("chosen", at >= 0 && j === at + 1));
+      for (const [j, cell] of [...row.cells].entries()) cell.classList.toggle("chosen", at >= 0 && j === at + 1);
     });
   }
 
@@ -228,14 +212,10 @@ class AblationPage {
 
   move(direction) {
     const order = this.cells.map(({ index }) => index);
-    const at = order.indexOf(this.selected);
-    this.select(order[Math.max(0, Math.min(order.length - 1, at + direction))]);
+    this.select(neighbourIn(order, this.selected, direction));
   }
 
-  key(event) {
-    const actions = { j: () => this.move(1), k: () => this.move(-1), Escape: () => this.select(null) };
-    if (!actions[event.key]) return false;
-    actions[event.key]();
-    return true;
+  get actions() {
+    return { j: () => this.move(1), k: () => this.move(-1), Escape: () => this.select(null) };
   }
 }

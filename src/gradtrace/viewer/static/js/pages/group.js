@@ -4,6 +4,7 @@ import { CHANNELS, CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
 import { nextOf, segmentedControl } from "../controls.js";
 import { element, emptyState } from "../dom.js";
 import { numberStyle } from "../format.js";
+import { Page } from "../page.js";
 import { scaleTop } from "../scales.js";
 import { colouring, largestTop } from "../group/colouring.js";
 import { copiedText, slotOf } from "../group/copy.js";
@@ -22,6 +23,7 @@ const VIEWS = { side: "side by side", stack: "stacked", one: "one" };
 const SCALES = ["response", "group", "step"];
 const NARROW = 1100;
 const DEFAULT_SIGN = "a step along this token’s gradient helps the accepted responses against the rejected ones.";
+/** @type {[string, string][]} */
 const HINTS = [
   ["j k", "response"],
   ["h l", "group"],
@@ -44,15 +46,14 @@ export async function openGroupPage(context) {
   return () => new GroupPage(context, group, new PairwiseInfluence(source, path, group));
 }
 
-class GroupPage {
+class GroupPage extends Page {
   constructor(context, group, pairwise) {
-    Object.assign(this, { context, group, pairwise, url: context.url });
-    this.title = `group ${group.structure.group}, step ${group.structure.step}`;
-    this.hints = HINTS;
+    super(context, `group ${group.structure.group}, step ${group.structure.step}`, HINTS);
+    this.group = group;
+    this.pairwise = pairwise;
     this.tail = group.pairwise ? "Click a token or r0 to see what influences what." : "";
     this.abort = new AbortController();
     this.readState();
-    this.node = element("div");
     this.node.append(promptSection(group, this.credit));
     for (const problem of group.structure.problems) this.node.append(element("p", "notice problem", problem));
     const why = whyNoInfluence(group);
@@ -336,7 +337,7 @@ class GroupPage {
   moveToken(direction) {
     const selected = this.selection.token;
     if (selected === null) {
-      const row = document.activeElement?.row ?? this.sheet.rows[this.current];
+      const row = focusedRow() ?? this.sheet.rows[this.current];
       if (!row) return false;
       this.select(row.response.start);
       return true;
@@ -347,9 +348,9 @@ class GroupPage {
   }
 
   selectFocused() {
-    const { activeElement } = document;
-    if (!activeElement?.row || !activeElement.classList.contains("tokens")) return false;
-    this.select(activeElement.row.response.start);
+    const row = focusedRow();
+    if (!row || !document.activeElement.classList.contains("tokens")) return false;
+    this.select(row.response.start);
     return true;
   }
 
@@ -394,10 +395,9 @@ class GroupPage {
     row.flag(token - row.response.start, flag, on);
   }
 
-  /** True if the key meant something here. */
-  key(event) {
-    if (!this.sheet) return false;
-    const actions = {
+  get actions() {
+    if (!this.sheet) return {};
+    return {
       j: () => this.moveRow(1),
       k: () => this.moveRow(-1),
       v: () => this.setView(nextOf(Object.keys(VIEWS), this.view)),
@@ -410,16 +410,21 @@ class GroupPage {
       Enter: () => this.selectFocused(),
       Escape: () => (this.selection.token === null ? this.setTarget(null) : this.clearSelection()),
     };
-    const action = actions[event.key];
-    return action !== undefined && action() !== false;
   }
 
   destroy() {
+    super.destroy();
     this.abort.abort();
     this.sheet?.end();
     for (const part of [this.readout, this.dock, this.rail]) part?.node.remove();
     document.body.style.paddingBottom = "";
   }
+}
+
+/** The response that has the focus. */
+function focusedRow() {
+  const focused = /** @type {HTMLElement & {row?: import("../group/rows.js").ResponseRow}} */ (document.activeElement);
+  return focused?.row ?? null;
 }
 
 function tokenOf(node) {

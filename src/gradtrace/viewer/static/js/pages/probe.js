@@ -3,11 +3,12 @@
 import { rampOf } from "../channels.js";
 import { ChartGrid } from "../chart_grid.js";
 import { nextOf, segmentedControl } from "../controls.js";
-import { acceptedMark, button, element, fact, setAttributes } from "../dom.js";
+import { acceptedMark, button, divergingBar, element, fact, setAttributes } from "../dom.js";
 import { count, fixed, MISSING, numberStyle, plural, sharedStart, signed } from "../format.js";
+import { neighbourIn, Page, pageHead } from "../page.js";
 import { ENTROPY_CHANGE_CHART } from "../run_charts.js";
 import { IdentityPlot } from "../scores/identity_plot.js";
-import { readTokens, ResponseText } from "../scores/response_text.js";
+import { readTokens, ResponseTexts } from "../scores/response_text.js";
 
 const BATCHES = ["update", "evaluation"];
 const ORDERS_OF_RESPONSES = ["strongest", "sampled"];
@@ -26,25 +27,26 @@ export async function openProbePage(context) {
   return () => new ProbePage(context, path, structure);
 }
 
-class ProbePage {
+/** @type {[string, string][]} */
+const HINTS = [
+  ["b", "batch"],
+  ["o", "order"],
+  ["j k", "response"],
+  ["[ ]", "step"],
+];
+
+class ProbePage extends Page {
   constructor(context, path, structure) {
-    Object.assign(this, { context, path, structure, url: context.url });
-    this.title = `entropy probe, step ${structure.step}`;
-    this.hints = [
-      ["b", "batch"],
-      ["o", "order"],
-      ["j k", "response"],
-      ["[ ]", "step"],
-    ];
+    super(context, `entropy probe, step ${structure.step}`, HINTS, "probe-page");
+    this.structure = structure;
     this.meta = structure.meta;
-    this.texts = new Map();
+    this.texts = new ResponseTexts(context.source, path);
     const cut = sharedStart(structure.groups.map((group) => group.text));
     for (const group of structure.groups) group.text = group.text.slice(cut);
     this.batch = this.url.choice("batch", BATCHES);
     this.order = this.url.choice("order", ORDERS_OF_RESPONSES);
     this.selected = this.url.number("sel");
     this.most = Math.max(AT_FIRST, this.url.number("n") ?? 0);
-    this.node = element("div", "probe-page");
     this.build();
     readTokens(this.node);
   }
@@ -54,9 +56,10 @@ class ProbePage {
   build() {
     const { step, update, evaluation } = this.structure;
     const sub = `What the update of this step does to entropy. Update batch: ${plural(update.length, "response")}. Evaluation batch: ${plural(evaluation.length, "response")}, ${count(evaluation.reduce((sum, row) => sum + row.length, 0))} tokens.`;
-    const title = element("div", "title", element("h1", "", `Entropy probe, step ${step}`), element("p", "sub", sub));
-    this.node.append(element("div", "head", title, this.facts()));
-    this.charts = new ChartGrid([this.context.run, ...this.context.overlays], (each) => this.openStep(each));
+    this.node.append(pageHead(`Entropy probe, step ${step}`, sub, this.facts()));
+    this.charts = new ChartGrid([this.run, ...this.context.overlays], (each) =>
+      this.openNearestStep("entropy_probe", "probe", each),
+    );
     this.charts.node.classList.add("single");
     this.charts.show([ENTROPY_CHANGE_CHART]);
     this.charts.step = this.charts.rest = step;
@@ -66,7 +69,7 @@ class ProbePage {
         "div",
         "probe-columns strip",
         this.charts.node,
-        element("section", "identity", element("h2", "", this.plot.title), this.plot.node),
+        element("section", "identity", element("h2", "", this.plot.heading), this.plot.node),
         this.partsSection(),
       ),
       this.controls(),
@@ -101,15 +104,16 @@ class ProbePage {
   /** The sweep over step sizes if there is one, else all steps of the run. */
   makePlot() {
     const sweep = Array.isArray(this.meta.eta_sweep) ? this.meta.eta_sweep : [];
-    const points = sweep.length ? sweep.flatMap(sweepPoints) : this.stepPoints();
-    const plot = new IdentityPlot(points, "Measured against predicted entropy change; dashed: they agree");
-    if (sweep.some(({ fresh }) => Number.isFinite(fresh))) plot.note = "filled: same responses, ring: fresh samples";
-    plot.title = sweep.length ? "Predicted and measured over step sizes η" : "Predicted and measured, all steps";
-    return plot;
+    const hasFresh = sweep.some(({ fresh }) => Number.isFinite(fresh));
+    return new IdentityPlot(sweep.length ? sweep.flatMap(sweepPoints) : this.stepPoints(), {
+      heading: sweep.length ? "Predicted and measured over step sizes η" : "Predicted and measured, all steps",
+      label: "Measured against predicted entropy change; dashed: they agree",
+      note: hasFresh ? "filled: same responses, ring: fresh samples" : "",
+    });
   }
 
   stepPoints() {
-    const { run } = this.context;
+    const { run } = this;
     const measured = new Map(run.series("entropy_probe/delta_h_measured").map((point) => [point.step, point.value]));
     return run
       .series("entropy_probe/delta_h_predicted")
@@ -203,7 +207,9 @@ class ProbePage {
   drawList() {
     this.observer?.disconnect();
     this.observer = new IntersectionObserver(
-      (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => this.fill(entry.target)),
+      (entries) => {
+        for (const { isIntersecting, target } of entries) if (isIntersecting) this.fill(target);
+      },
       { rootMargin: "600px" },
     );
     const { rows } = this;
@@ -293,20 +299,11 @@ class ProbePage {
     this.observer.unobserve(node);
     const { channels, top } = this;
     try {
-      const whole = await this.textOf(node.probeRow.response, MAPS[nextOf(BATCHES, this.batch)]);
-      node.maps.forEach((map, index) => map.replaceChildren(whole.map(channels[index], top)));
+      const whole = await this.texts.get(node.probeRow.response, MAPS[nextOf(BATCHES, this.batch)]);
+      for (const [index, map] of node.maps.entries()) map.replaceChildren(whole.map(channels[index], top));
     } catch (error) {
       for (const map of node.maps) map.append(element("p", "dim", error.message));
     }
-  }
-
-  /** `hidden`: the channels of the other batch. */
-  async textOf(response, hidden) {
-    if (!this.texts.has(response)) {
-      const structure = await this.context.source.json(`${this.path}/responses/${response}`);
-      this.texts.set(response, new ResponseText(structure, hidden));
-    }
-    return this.texts.get(response);
   }
 
   select(response) {
@@ -329,51 +326,32 @@ class ProbePage {
     this.charts.draw();
     this.plot.draw();
     this.drawList();
-    this.resize = this.charts.watchWidth();
-    let width = this.plot.node.clientWidth;
-    this.plotResize = new ResizeObserver(() => {
-      if (this.plot.node.clientWidth === width) return;
-      width = this.plot.node.clientWidth;
-      this.plot.draw();
-    });
-    this.plotResize.observe(this.plot.node);
+    this.watchWidth(this.charts.node, () => this.charts.draw());
+    this.watchWidth(this.plot.node, () => this.plot.draw());
   }
 
   update() {
     this.charts.draw();
   }
 
-  openStep(step) {
-    const steps = this.context.run.stepsOf(["entropy_probe"]);
-    const nearest = steps.reduce(
-      (best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best),
-      steps[0],
-    );
-    this.context.go("probe", { step: nearest });
-  }
-
   move(direction) {
-    const at = this.nodes.findIndex((node) => node.probeRow.response === this.selected);
-    const next = this.nodes[Math.max(0, Math.min(this.nodes.length - 1, at + direction))];
+    const current = this.nodes.find((node) => node.probeRow.response === this.selected);
+    const next = neighbourIn(this.nodes, current, direction);
     if (next) this.select(next.probeRow.response);
   }
 
-  key(event) {
-    const actions = {
+  get actions() {
+    return {
       b: () => this.set("batch", nextOf(BATCHES, this.batch)),
       o: () => this.set("order", nextOf(ORDERS_OF_RESPONSES, this.order)),
       j: () => this.move(1),
       k: () => this.move(-1),
       Escape: () => this.select(null),
     };
-    if (!actions[event.key]) return false;
-    actions[event.key]();
-    return true;
   }
 
   destroy() {
-    this.resize?.disconnect();
-    this.plotResize?.disconnect();
+    super.destroy();
     this.observer?.disconnect();
   }
 }
@@ -387,10 +365,4 @@ function sweepPoints({ eta, predicted, measured, measured_stderr: error, fresh, 
   if (!Number.isFinite(fresh)) return [same];
   const other = { predicted, measured: fresh, error: freshError, ring: true };
   return [{ ...other, words: `${words}, on fresh samples ${number(fresh)} nats` }, same];
-}
-
-function divergingBar(value, top) {
-  const bar = element("i", value < 0 ? "n4" : "p4");
-  bar.style.width = `${(50 * Math.abs(value)) / top}%`;
-  return element("span", "diverging", bar);
 }

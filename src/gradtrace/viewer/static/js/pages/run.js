@@ -4,6 +4,7 @@ import { ChartGrid } from "../chart_grid.js";
 import { nextOf, searchBox, segmentedControl } from "../controls.js";
 import { append, button, element, emptyState, fact, setAttributes, svgElement } from "../dom.js";
 import { fixed, general, MISSING, signed } from "../format.js";
+import { Page } from "../page.js";
 import { MAIN_CHARTS, metricChart, overheadOf } from "../run_charts.js";
 
 const SMOOTHING = ["0", "0.6", "0.85"];
@@ -14,18 +15,19 @@ export async function openRunPage(context) {
   return () => new RunPage(context);
 }
 
-class RunPage {
+/** @type {[string, string][]} */
+const HINTS = [
+  ["← →", "step"],
+  ["↵", "open step"],
+  ["m", "smoothing"],
+  ["/", "metric"],
+];
+
+class RunPage extends Page {
   constructor(context) {
-    Object.assign(this, { context, run: context.run, runs: [context.run, ...context.overlays], url: context.url });
-    this.title = "run";
-    this.hints = [
-      ["← →", "step"],
-      ["↵", "open step"],
-      ["m", "smoothing"],
-      ["/", "metric"],
-    ];
+    super(context, "run", HINTS);
+    this.runs = [context.run, ...context.overlays];
     this.smooth = this.url.choice("smooth", SMOOTHING, "0.6");
-    this.node = element("div");
     this.facts = element("div", "facts");
     this.subtitle = element("p", "sub");
     const title = element("div", "title", element("h1", "", this.run.name), this.subtitle);
@@ -47,7 +49,7 @@ class RunPage {
 
   mounted() {
     this.update();
-    this.resize = this.grid.watchWidth();
+    this.watchWidth(this.grid.node, () => this.grid.draw());
   }
 
   /** Everything that changes when a step is added. */
@@ -140,6 +142,7 @@ class RunPage {
   }
 
   showTable() {
+    /** @type {[string, (row: Record<string, number>) => string][]} */
     const columns = [
       ["Reward", (row) => fixed(row["critic/rewards/mean"], 3)],
       ["Entropy", (row) => fixed(row["actor/entropy"], 3)],
@@ -179,7 +182,7 @@ class RunPage {
       line.addEventListener("click", () => this.openStep(step));
       body.append(line);
     }
-    const caption = setAttributes(element("caption", "visually-hidden", "The last steps of this run"), {});
+    const caption = element("caption", "visually-hidden", "The last steps of this run");
     this.table.replaceChildren(caption, element("thead", "", head), body);
     this.table.hidden = !body.children.length;
   }
@@ -219,7 +222,7 @@ class RunPage {
     });
   }
 
-  key(event) {
+  get actions() {
     const move = (direction) => {
       const { from, to } = this.grid.domain;
       const start = this.grid.step ?? (direction > 0 ? from - 1 : Math.min(to, this.run.lastStep) + 1);
@@ -229,20 +232,13 @@ class RunPage {
       const rewards = this.run.rows.get(step)?.["critic/rewards/mean"];
       this.context.announce(`step ${step}, reward ${fixed(rewards, 3)}`);
     };
-    const actions = {
+    return {
       ArrowRight: () => move(1),
       ArrowLeft: () => move(-1),
       Enter: () => this.grid.step !== null && this.openStep(this.grid.step),
       m: () => this.setSmoothing(nextOf(SMOOTHING, this.smooth)),
       Escape: () => this.grid.point(null),
     };
-    if (!actions[event.key]) return false;
-    actions[event.key]();
-    return true;
-  }
-
-  destroy() {
-    this.resize?.disconnect();
   }
 }
 

@@ -1,12 +1,13 @@
 // The step page: the prompt groups of one step as a table to sort and filter.
 
-import { CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
-import { searchBox, segmentedControl } from "../controls.js";
-import { append, element, fact, passDots, setAttributes, svgElement } from "../dom.js";
+import { creditControl, searchBox, segmentedControl } from "../controls.js";
+import { append, element, fact, filledBar, passDots, setAttributes, svgElement } from "../dom.js";
 import { fixed, MISSING, numberStyle, plural, sharedStart } from "../format.js";
 import { groupFilter } from "../group_filter.js";
 import { miniature } from "../miniature.js";
+import { Page, pageHead } from "../page.js";
 import { overheadOf } from "../run_charts.js";
+import { Sorting, wideRow } from "../sorting.js";
 
 const SHOW = ["all", "mixed", "skipped"];
 const LONG_PROMPT = 40;
@@ -19,8 +20,8 @@ const WHY_SKIPPED = {
 };
 
 const COLUMNS = [
-  { key: "group", title: "Group", firstUp: true },
-  { key: "prompt", title: "Prompt", firstUp: true },
+  { key: "group", title: "Group", up: true },
+  { key: "prompt", title: "Prompt", up: true },
   { key: "accepted", title: "Pass rate" },
   { key: "map", title: "Influence by position", fixed: true },
   { key: "entropy", title: "Entropy, nats" },
@@ -41,29 +42,26 @@ async function loadMiniatures(source, path, table, credit) {
   return table.credits.includes(credit) ? source.floats(`${path}/miniatures?credit=${credit}`) : null;
 }
 
-class StepPage {
+/** @type {[string, string][]} */
+const HINTS = [
+  ["j k", "row"],
+  ["↵", "open"],
+  ["[ ]", "step"],
+  ["/", "filter"],
+];
+
+class StepPage extends Page {
   constructor(context, table, path, credit, pictures) {
-    Object.assign(this, { context, table, path, credit, pictures, url: context.url });
-    this.title = `step ${table.step}`;
-    this.hints = [
-      ["j k", "row"],
-      ["↵", "open"],
-      ["[ ]", "step"],
-      ["/", "filter"],
-    ];
-    this.sort = this.url.choice(
-      "sort",
-      COLUMNS.filter((column) => !column.fixed).map((column) => column.key),
-      table.has_influence ? "size" : "group",
-    );
-    this.descending = this.url.get("dir")
-      ? this.url.get("dir") === "down"
-      : !COLUMNS.find((column) => column.key === this.sort).firstUp;
+    super(context, `step ${table.step}`, HINTS);
+    this.table = table;
+    this.path = path;
+    this.credit = credit;
+    this.pictures = pictures;
+    this.sorting = new Sorting(this.url, COLUMNS, table.has_influence ? "size" : "group", () => this.fill());
     this.show = this.url.choice("show", SHOW);
     this.query = this.url.get("q") ?? "";
     this.current = -1;
     this.prepare();
-    this.node = element("div");
     this.node.append(this.makeHead(), ...this.makeNotices(), this.makeControls(), this.makeTable());
     this.fill();
   }
@@ -95,21 +93,15 @@ class StepPage {
     if (this.table.has_entropy)
       facts.append(fact(fixed(mean(groups.map((group) => group.entropy ?? 0)), 3), "entropy, nats"));
     facts.append(fact(`${mixed} of ${groups.length}`, "mixed groups"));
-    const row = this.context.run.rows.get(step);
+    const row = this.run.rows.get(step);
     const overhead = row && overheadOf(row);
     if (overhead !== undefined) facts.append(fact(`+${fixed(100 * overhead, 1)} %`, "tracing overhead"));
-    return element(
-      "div",
-      "head",
-      element("div", "title", element("h1", "", `Step ${step}`), element("p", "sub", sub)),
-      this.spark(),
-      facts,
-    );
+    return pageHead(`Step ${step}`, sub, this.spark(), facts);
   }
 
   /** Where this step is in the run. */
   spark() {
-    const points = this.context.run.series("critic/rewards/mean");
+    const points = this.run.series("critic/rewards/mean");
     if (points.length < 2) return null;
     const [width, height] = [220, 40];
     const [first, last] = [points[0].step, points.at(-1).step];
@@ -136,7 +128,7 @@ class StepPage {
   makeNotices() {
     const { groups, has_influence: traced, problems } = this.table;
     const notices = problems.map((problem) => element("p", "notice problem", problem));
-    const { vocabularyProblem, enabled } = this.context.run;
+    const { vocabularyProblem, enabled } = this.run;
     if (vocabularyProblem) notices.push(element("p", "notice", vocabularyProblem));
     const say = (text) => notices.push(element("p", "strip notice", text));
     if (!traced && !problems.length) {
@@ -185,15 +177,7 @@ class StepPage {
       }),
     );
     if (this.table.credits.length > 1) {
-      controls.append(
-        segmentedControl({
-          label: "Credit",
-          value: this.credit,
-          hint: CREDIT_HINT,
-          onChange: (value) => this.setCredit(value),
-          options: this.table.credits.map((value) => ({ value, label: CREDIT_NAMES[value] })),
-        }),
-      );
+      controls.append(creditControl(this.credit, this.table.credits, (value) => this.setCredit(value)));
     }
     const key = this.table.credits.length
       ? element(
@@ -217,32 +201,9 @@ class StepPage {
   }
 
   makeTable() {
-    this.headRow = element("tr");
-    for (const column of COLUMNS) {
-      const cell = element("th", `c-${column.key}${column.number ? " number" : ""}`);
-      if (column.fixed) cell.append(column.title);
-      else {
-        const sorter = setAttributes(element("button", "", column.title), { type: "button" });
-        sorter.addEventListener("click", () => this.setSort(column));
-        cell.append(sorter);
-      }
-      cell.column = column;
-      this.headRow.append(cell);
-    }
     this.body = element("tbody");
-    return element(
-      "table",
-      `fixed steps${this.isProse ? " prose" : ""}`,
-      element("thead", "", this.headRow),
-      this.body,
-    );
-  }
-
-  setSort(column) {
-    this.descending = this.sort === column.key ? !this.descending : !column.firstUp;
-    this.sort = column.key;
-    this.url.update({ sort: this.sort, dir: this.descending ? "down" : "up" });
-    this.fill();
+    const head = element("thead", "", this.sorting.row);
+    return element("table", `fixed steps${this.isProse ? " prose" : ""}`, head, this.body);
   }
 
   influence(group) {
@@ -269,10 +230,6 @@ class StepPage {
   }
 
   fill() {
-    for (const cell of this.headRow.children) {
-      const isSorted = cell.column.key === this.sort;
-      setAttributes(cell, { "aria-sort": isSorted ? (this.descending ? "descending" : "ascending") : null });
-    }
     const matches = groupFilter(this.query, (group, name) => this.value(group, name));
     const isShown = {
       all: () => true,
@@ -289,21 +246,17 @@ class StepPage {
     };
     this.body.replaceChildren(...this.shown.map((group, index) => this.row(group, index, tops)));
     if (!this.shown.length) {
-      const cell = setAttributes(
-        element("td", "dim", this.query ? `No group matches “${this.query}”.` : `No ${this.show} group in this step.`),
-        { colspan: COLUMNS.length },
-      );
-      this.body.append(element("tr", "", cell));
+      const why = this.query ? `No group matches “${this.query}”.` : `No ${this.show} group in this step.`;
+      this.body.append(wideRow("dim", COLUMNS.length, why));
     }
   }
 
-  /** Groups without a value come last, whichever way the table is sorted. */
+  /** Groups without a value come last, those with most accepted responses first among them. */
   compare(a, b) {
-    const [x, y] = [this.value(a, this.sort), this.value(b, this.sort)];
-    const missing = (value) => (value === undefined || value === null || Number.isNaN(value) ? 1 : 0);
-    if (missing(x) || missing(y)) return missing(x) - missing(y) || b.passed - a.passed || a.group - b.group;
-    const order = x < y ? -1 : x > y ? 1 : 0;
-    return (this.descending ? -order : order) || a.group - b.group;
+    const [x, y] = [this.value(a, this.sorting.key), this.value(b, this.sorting.key)];
+    const both = (value) => value === undefined || value === null || Number.isNaN(value);
+    const order = this.sorting.compare(x, y);
+    return order || (both(x) && both(y) ? b.passed - a.passed : 0) || a.group - b.group;
   }
 
   row(group, index, tops) {
@@ -349,8 +302,7 @@ class StepPage {
   entropyCell(group, top) {
     const cell = element("td", "c-entropy");
     if (group.entropy === undefined) return append(cell, MISSING);
-    const bar = element("i", "bar-fill");
-    bar.style.width = `${(100 * group.entropy) / top}%`;
+    const bar = filledBar("", group.entropy / top);
     bar.style.background = `var(--${group.status === "scored" || !this.table.has_influence ? "e3" : "line2"})`;
     return append(
       cell,
@@ -364,11 +316,7 @@ class StepPage {
     const bars = [
       ["p3", sums.positive],
       ["n3", sums.negative],
-    ].map(([name, value]) => {
-      const bar = element("i", `bar-fill ${name}`);
-      bar.style.width = `${(99 * value) / top}%`;
-      return bar;
-    });
+    ].map(([name, value]) => filledBar(name, (0.99 * value) / top));
     const size = sums.positive + sums.negative;
     return element(
       "td",
@@ -381,21 +329,22 @@ class StepPage {
     this.fill();
   }
 
-  key(event) {
-    if (event.key === "j" || event.key === "k") {
-      this.current = Math.max(0, Math.min(this.shown.length - 1, this.current + (event.key === "j" ? 1 : -1)));
-      for (const [index, row] of [...this.body.children].entries())
-        row.classList.toggle("current", index === this.current);
-      this.body.children[this.current]?.scrollIntoView({ block: "nearest" });
-      this.context.announce(
-        `group ${this.shown[this.current]?.group}, ${this.shown[this.current]?.prompt.slice(this.cut, this.cut + 80)}`,
-      );
-      return true;
-    }
-    if (event.key === "Enter" && this.shown[this.current]) {
-      this.context.go("group", { group: this.shown[this.current].group });
-      return true;
-    }
-    return false;
+  move(direction) {
+    this.current = Math.max(0, Math.min(this.shown.length - 1, this.current + direction));
+    for (const [index, row] of [...this.body.children].entries())
+      row.classList.toggle("current", index === this.current);
+    this.body.children[this.current]?.scrollIntoView({ block: "nearest" });
+    const { group, prompt } = this.shown[this.current] ?? {};
+    this.context.announce(`group ${group}, ${prompt?.slice(this.cut, this.cut + 80)}`);
+  }
+
+  open() {
+    const chosen = this.shown[this.current];
+    if (!chosen) return false;
+    return this.context.go("group", { group: chosen.group });
+  }
+
+  get actions() {
+    return { j: () => this.move(1), k: () => this.move(-1), Enter: () => this.open() };
   }
 }

@@ -1,10 +1,11 @@
 // The tokens page: a leaderboard of distinct tokens beside entropy × influence; brushing one filters the other.
 
-import { CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
-import { searchBox, segmentedControl } from "../controls.js";
-import { button, element, setAttributes } from "../dom.js";
+import { creditControl, searchBox, segmentedControl } from "../controls.js";
+import { button, divergingBar, element, filledBar, setAttributes } from "../dom.js";
 import { count, fixed, MISSING, numberStyle } from "../format.js";
+import { Page, pageHead } from "../page.js";
 import { Scatter } from "../scatter.js";
+import { Sorting, wideRow } from "../sorting.js";
 import { occurrencesOf, tokenStatistics } from "../token_statistics.js";
 import { readVocabulary, visibleText } from "../token_text.js";
 
@@ -28,7 +29,7 @@ export async function openTokensPage(context) {
   const structure = await source.json(`${path}/tokens`);
   const credit = url.choice("credit", structure.credits.length ? structure.credits : ["position"]);
   const points = readPoints(structure, await source.floats(`${path}/points?credit=${credit}`));
-  return () => new TokensPage(context, path, structure, credit, points);
+  return () => new TokensPage(context, structure, credit, points);
 }
 
 function readPoints(structure, floats) {
@@ -65,32 +66,28 @@ function readPoints(structure, floats) {
   };
 }
 
-class TokensPage {
-  constructor(context, path, structure, credit, points) {
-    Object.assign(this, { context, path, structure, credit, points, url: context.url });
-    this.title = `tokens, step ${structure.step}`;
-    this.hints = [
-      ["drag", "brush"],
-      ["esc", "clear"],
-      ["[ ]", "step"],
-      ["/", "filter"],
-    ];
+/** @type {[string, string][]} */
+const HINTS = [
+  ["drag", "brush"],
+  ["esc", "clear"],
+  ["[ ]", "step"],
+  ["/", "filter"],
+];
+
+class TokensPage extends Page {
+  constructor(context, structure, credit, points) {
+    super(context, `tokens, step ${structure.step}`, HINTS);
+    this.structure = structure;
+    this.credit = credit;
+    this.points = points;
     this.vocabulary = readVocabulary(structure.vocabulary);
     this.texts = this.vocabulary.map((entry) => visibleText(entry));
     this.hasInfluence = structure.credits.length > 0;
-    this.sort = this.url.choice(
-      "sort",
-      COLUMNS.filter((column) => !column.fixed).map((column) => column.key),
-      this.hasInfluence ? "mean" : "entropy",
-    );
-    this.ascending = this.url.get("dir")
-      ? this.url.get("dir") === "up"
-      : Boolean(COLUMNS.find((column) => column.key === this.sort).up);
+    this.sorting = new Sorting(this.url, COLUMNS, this.hasInfluence ? "mean" : "entropy", () => this.list());
     this.least = this.url.choice("min", LEAST_SEEN, "4");
     this.query = this.url.get("q") ?? "";
     this.opened = this.url.number("token");
     this.brush = readBrush(this.url.get("brush"));
-    this.node = element("div");
     this.build();
   }
 
@@ -102,9 +99,7 @@ class TokensPage {
       ? `in ${structure.scored_groups} scored groups`
       : `in ${structure.scored_groups} groups, none of them scored`;
     const sub = `Step ${structure.step}, ${count(structure.total)} response tokens ${where}, ${count(distinct)} distinct.${sample}`;
-    this.node.append(
-      element("div", "head", element("div", "title", element("h1", "", "Tokens"), element("p", "sub", sub))),
-    );
+    this.node.append(pageHead("Tokens", sub));
     for (const problem of structure.problems) this.node.append(element("p", "notice problem", problem));
     if (!this.hasInfluence)
       this.node.append(
@@ -115,10 +110,8 @@ class TokensPage {
         ),
       );
     this.node.append(this.makeControls());
-    this.headRow = element("tr");
     this.body = element("tbody");
-    for (const column of COLUMNS) this.headRow.append(this.headCell(column));
-    const table = element("div", "", element("table", "", element("thead", "", this.headRow), this.body));
+    const table = element("div", "", element("table", "", element("thead", "", this.sorting.row), this.body));
     this.line = element("div", "brush-line");
     this.fields = element("div", "brush-fields");
     this.scatter = new Scatter(this.points, (brush) => this.setBrush(brush));
@@ -150,15 +143,9 @@ class TokensPage {
     );
     if (this.structure.credits.length > 1) {
       controls.append(
-        segmentedControl({
-          label: "Credit",
-          value: this.credit,
-          hint: CREDIT_HINT,
-          options: this.structure.credits.map((value) => ({ value, label: CREDIT_NAMES[value] })),
-          onChange: (credit) => {
-            this.url.update({ credit, brush: null });
-            this.context.go("tokens", { credit, q: this.query, sort: this.sort, min: this.least });
-          },
+        creditControl(this.credit, this.structure.credits, (credit) => {
+          this.url.update({ credit, brush: null });
+          this.context.go("tokens", { credit, q: this.query, sort: this.sorting.key, min: this.least });
         }),
       );
     }
@@ -169,31 +156,10 @@ class TokensPage {
     return controls;
   }
 
-  headCell(column) {
-    const cell = element("th", `c-${column.key}${column.number ? " number" : ""}`);
-    cell.column = column;
-    if (column.fixed) return cell;
-    cell.append(
-      button("", column.title, () => {
-        this.ascending = this.sort === column.key ? !this.ascending : Boolean(column.up);
-        this.sort = column.key;
-        this.url.update({ sort: this.sort, dir: this.ascending ? "up" : "down" });
-        this.list();
-      }),
-    );
-    return cell;
-  }
-
   mounted() {
     this.scatter.draw(this.brush);
     this.list();
-    let width = this.scatter.node.clientWidth;
-    this.resize = new ResizeObserver(() => {
-      if (this.scatter.node.clientWidth === width) return;
-      width = this.scatter.node.clientWidth;
-      this.scatter.draw();
-    });
-    this.resize.observe(this.scatter.node);
+    this.watchWidth(this.scatter.node, () => this.scatter.draw());
   }
 
   setBrush(brush) {
@@ -210,10 +176,6 @@ class TokensPage {
   /* ---------- the table ---------- */
 
   list() {
-    for (const cell of this.headRow.children)
-      setAttributes(cell, {
-        "aria-sort": cell.column.key === this.sort ? (this.ascending ? "ascending" : "descending") : null,
-      });
     const everything = tokenStatistics(this.points, (at) => this.scatter.contains(at));
     const query = this.query.toLowerCase();
     const matches = ({ index, count: seen }) =>
@@ -233,25 +195,29 @@ class TokensPage {
   }
 
   compare(a, b) {
-    const key = (entry) => (this.sort === "text" ? this.texts[entry.index] : entry[this.sort]);
-    const [x, y] = [key(a), key(b)];
-    if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y);
-    const order = x < y ? -1 : x > y ? 1 : a.index - b.index;
-    return this.ascending ? order : -order;
+    const { key } = this.sorting;
+    const value = (entry) => (key === "text" ? this.texts[entry.index] : entry[key]);
+    return this.sorting.compare(value(a), value(b)) || a.index - b.index;
   }
 
   /** By mean influence both ends matter, so the middle is folded. */
   visibleRows(entries, tops) {
     if (!entries.length)
-      return [wideRow("dim", this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.")];
-    const fold = this.sort === "mean" && entries.length > 2 * BOTH_ENDS + 8;
+      return [
+        wideRow(
+          "dim",
+          COLUMNS.length,
+          this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.",
+        ),
+      ];
+    const fold = this.sorting.key === "mean" && entries.length > 2 * BOTH_ENDS + 8;
     const first = fold ? entries.slice(0, BOTH_ENDS) : entries.slice(0, MOST_ROWS);
     const rows = first.flatMap((entry) => this.rowsOf(entry, tops));
     if (fold) {
-      rows.push(wideRow("between", `${count(entries.length - 2 * BOTH_ENDS)} tokens in between`));
+      rows.push(wideRow("between", COLUMNS.length, `${count(entries.length - 2 * BOTH_ENDS)} tokens in between`));
       rows.push(...entries.slice(-BOTH_ENDS).flatMap((entry) => this.rowsOf(entry, tops)));
     } else if (entries.length > MOST_ROWS)
-      rows.push(wideRow("between", `${count(entries.length - MOST_ROWS)} more; filter to see them`));
+      rows.push(wideRow("between", COLUMNS.length, `${count(entries.length - MOST_ROWS)} more; filter to see them`));
     return rows;
   }
 
@@ -261,17 +227,14 @@ class TokensPage {
       button("link-button", element("span", "token-chip", this.texts[entry.index]), () => this.toggle(entry.index)),
       { "aria-expanded": String(isOpen) },
     );
-    const bar = element("i", entry.mean < 0 ? "n4" : "p4");
-    bar.style.width = `${(50 * Math.abs(entry.mean)) / tops.mean}%`;
-    const entropyBar = element("i", "bar-fill e4");
-    entropyBar.style.width = `${(100 * entry.entropy) / tops.entropy}%`;
+    const entropyBar = filledBar("e4", entry.entropy / tops.entropy);
     const row = element(
       "tr",
       "opens",
       element("td", "c-text", chip),
       element("td", "c-count number", count(entry.count)),
       element("td", "c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)),
-      element("td", "c-bar", Number.isFinite(entry.mean) ? element("span", "diverging", bar) : ""),
+      element("td", "c-bar", Number.isFinite(entry.mean) ? divergingBar(entry.mean, tops.mean) : ""),
       element(
         "td",
         "c-entropy",
@@ -296,6 +259,7 @@ class TokensPage {
     const { total, shown } = occurrencesOf(this.points, index, (at) => this.scatter.contains(at), MOST_OCCURRENCES);
     const row = wideRow(
       "occurrences",
+      COLUMNS.length,
       total > shown.length ? `The strongest ${shown.length} of ${count(total)}: ` : "Where it stands: ",
     );
     const style = numberStyle(this.scatter.top);
@@ -360,19 +324,9 @@ class TokensPage {
     this.scatter.draw();
   }
 
-  key(event) {
-    if (event.key !== "Escape" || !this.brush) return false;
-    this.setBrush(null);
-    return true;
+  get actions() {
+    return { Escape: () => this.brush !== null && this.setBrush(null) };
   }
-
-  destroy() {
-    this.resize?.disconnect();
-  }
-}
-
-function wideRow(className, text) {
-  return element("tr", className, setAttributes(element("td", "", text), { colspan: COLUMNS.length }));
 }
 
 /** "0.9_2.9_-0.4_0.4" → a brush, or null. */

@@ -2,13 +2,15 @@
 
 import { ChartGrid } from "../chart_grid.js";
 import { nextOf, segmentedControl } from "../controls.js";
-import { acceptedMark, button, element, setAttributes } from "../dom.js";
+import { acceptedMark, button, divergingBar, element, setAttributes } from "../dom.js";
 import { count, fixed, numberStyle, plural, sharedStart, signed } from "../format.js";
+import { neighbourIn, Page, pageHead } from "../page.js";
 import { tracinCharts } from "../run_charts.js";
 import { Histogram, scoreBins } from "../scores/histogram.js";
 import { diagnosisBox, histogramHead, layerNorms, scoreFacts } from "../scores/overview.js";
-import { readTokens, ResponseText } from "../scores/response_text.js";
+import { readTokens, ResponseTexts } from "../scores/response_text.js";
 import { ValidationSet } from "../scores/validation_set.js";
+import { wideRow } from "../sorting.js";
 
 const SHOWN = ["all", "kept", "dropped"];
 const ORDERS_OF_SCORES = ["low", "high"];
@@ -22,26 +24,28 @@ export async function openTracinPage(context) {
   return () => new TracinPage(context, path, structure);
 }
 
-class TracinPage {
+/** @type {[string, string][]} */
+const HINTS = [
+  ["← →", "bar"],
+  ["j k", "response"],
+  ["↵", "open it"],
+  ["f", "kept or dropped"],
+  ["[ ]", "step"],
+];
+
+class TracinPage extends Page {
   constructor(context, path, structure) {
-    Object.assign(this, { context, path, structure, url: context.url });
-    this.title = `TracIn, step ${structure.step}`;
-    this.hints = [
-      ["← →", "bar"],
-      ["j k", "response"],
-      ["↵", "open it"],
-      ["f", "kept or dropped"],
-      ["[ ]", "step"],
-    ];
+    super(context, `TracIn, step ${structure.step}`, HINTS, "tracin-page");
+    this.structure = structure;
     this.candidates = structure.candidates;
     this.finite = this.candidates.filter((row) => Number.isFinite(row.score));
     this.zeros = this.finite.filter((row) => row.score === 0);
     this.bins = scoreBins(this.finite.filter((row) => row.score !== 0));
-    this.texts = new Map();
+    this.texts = new ResponseTexts(context.source, path);
+    this.cursor = null;
     const cut = sharedStart(structure.groups.map((group) => group.text));
     for (const group of structure.groups) group.text = group.text.slice(cut);
     this.readUrl();
-    this.node = element("div", "tracin-page");
     this.build();
     readTokens(this.node);
   }
@@ -66,14 +70,7 @@ class TracinPage {
       meta.method && `Method: ${meta.method}${meta.preconditioner === "adam" ? ", weighed as Adam weighs" : ""}.`,
     ];
     const sub = `Score of each response: its gradient times the validation gradient. ${rule.filter(Boolean).join(" ")}`;
-    const title = element(
-      "div",
-      "title",
-      element("h1", "", `TracIn, step ${structure.step}`),
-      element("p", "sub", sub),
-    );
-    this.node.append(element("div", "head", title, scoreFacts(structure)));
-    this.node.append(diagnosisBox(structure));
+    this.node.append(pageHead(`TracIn, step ${structure.step}`, sub, scoreFacts(structure)), diagnosisBox(structure));
     this.histogram = this.bins.length ? new Histogram(this.bins, (bar) => this.choose(bar)) : null;
     this.list = element("tbody");
     this.caption = element("div", "list-caption");
@@ -93,8 +90,10 @@ class TracinPage {
         element("section", "", this.listControls(), this.caption, table),
       ),
     );
-    this.charts = new ChartGrid([this.context.run, ...this.context.overlays], (step) => this.openStep(step));
-    this.charts.show(tracinCharts(this.context.run));
+    this.charts = new ChartGrid([this.run, ...this.context.overlays], (step) =>
+      this.openNearestStep("tracin", "tracin", step),
+    );
+    this.charts.show(tracinCharts(this.run));
     this.charts.step = this.charts.rest = structure.step;
     this.node.append(element("h2", "section-title", "Over training"), this.charts.node);
     const onOpen = (val) => this.url.update({ val });
@@ -184,20 +183,18 @@ class TracinPage {
       if (row.response === this.selected) this.list.append(this.openRow(row));
     }
     if (members.length > this.visible.length)
-      this.list.append(wide("between", `${count(members.length - this.visible.length)} more`));
-    if (!members.length) this.list.append(wide("dim", "No such response."));
+      this.list.append(wideRow("between", COLUMNS, `${count(members.length - this.visible.length)} more`));
+    if (!members.length) this.list.append(wideRow("dim", COLUMNS, "No such response."));
   }
 
   responseRow(row, top) {
     const group = this.structure.groups[row.group];
-    const bar = element("i", row.score < 0 ? "n4" : "p4");
-    bar.style.width = `${(50 * Math.abs(row.score)) / top}%`;
     const style = numberStyle(top);
     const score = element(
       "td",
       "number c-score",
       element("span", "", style.signed(row.score)),
-      element("span", "diverging", bar),
+      divergingBar(row.score, top),
     );
     if (Number.isFinite(row.score_low ?? NaN))
       score.title = `90 % bootstrap interval over validation prompts: ${style.signed(row.score_low)} to ${style.signed(row.score_high)}`;
@@ -233,16 +230,16 @@ class TracinPage {
 
   /** The whole response, coloured by entropy where the file has it. */
   openRow(row) {
-    const cell = setAttributes(element("td", "", element("p", "dim", "Loading …")), { colspan: COLUMNS });
-    this.fill(cell, row);
-    return element("tr", "opened", cell);
+    const node = wideRow("opened", COLUMNS, element("p", "dim", "Loading …"));
+    this.fill(node.children[0], row);
+    return node;
   }
 
   async fill(cell, row) {
     const group = this.structure.groups[row.group];
     let whole;
     try {
-      whole = await this.textOf(row.response);
+      whole = await this.texts.get(row.response);
     } catch (error) {
       cell.replaceChildren(element("p", "dim", `${error.message} Its beginning: ${row.text}`));
       return;
@@ -266,13 +263,7 @@ class TracinPage {
   }
 
   isOnGroupPage() {
-    return this.context.run.tracedSteps.includes(this.structure.step);
-  }
-
-  async textOf(response) {
-    if (!this.texts.has(response))
-      this.texts.set(response, new ResponseText(await this.context.source.json(`${this.path}/responses/${response}`)));
-    return this.texts.get(response);
+    return this.run.tracedSteps.includes(this.structure.step);
   }
 
   select(response) {
@@ -289,30 +280,13 @@ class TracinPage {
     this.histogram?.draw(this.bar);
     this.drawList();
     this.charts.draw();
-    this.resize = this.charts.watchWidth();
-    if (this.histogram) {
-      let width = this.histogram.node.clientWidth;
-      this.histogramResize = new ResizeObserver(() => {
-        if (this.histogram.node.clientWidth === width) return;
-        width = this.histogram.node.clientWidth;
-        this.histogram.draw(this.bar);
-      });
-      this.histogramResize.observe(this.histogram.node);
-    }
+    this.watchWidth(this.charts.node, () => this.charts.draw());
+    if (this.histogram) this.watchWidth(this.histogram.node, () => this.histogram.draw(this.bar));
   }
 
   update() {
-    this.charts.show(tracinCharts(this.context.run));
+    this.charts.show(tracinCharts(this.run));
     this.charts.draw();
-  }
-
-  openStep(step) {
-    const steps = this.context.run.stepsOf(["tracin"]);
-    const nearest = steps.reduce(
-      (best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best),
-      steps[0],
-    );
-    this.context.go("tracin", { step: nearest });
   }
 
   moveBar(direction) {
@@ -325,8 +299,8 @@ class TracinPage {
   }
 
   moveRow(direction) {
-    const at = this.visible.findIndex((row) => row.response === this.cursor);
-    const next = this.visible[Math.max(0, Math.min(this.visible.length - 1, at + direction))];
+    const current = this.visible.find((row) => row.response === this.cursor);
+    const next = neighbourIn(this.visible, current, direction);
     if (!next) return;
     this.cursor = next.response;
     for (const row of this.list.querySelectorAll("tr.opens"))
@@ -334,24 +308,16 @@ class TracinPage {
     this.list.querySelector("tr.current")?.scrollIntoView({ block: "nearest" });
   }
 
-  key(event) {
-    const actions = {
+  get actions() {
+    return {
       ArrowRight: () => this.moveBar(1),
       ArrowLeft: () => this.moveBar(-1),
       j: () => this.moveRow(1),
       k: () => this.moveRow(-1),
-      Enter: () => this.cursor !== undefined && this.select(this.cursor === this.selected ? null : this.cursor),
+      Enter: () => this.cursor !== null && this.select(this.cursor === this.selected ? null : this.cursor),
       f: () => this.set("show", nextOf(SHOWN, this.shown)),
       Escape: () => (this.selected === null ? this.choose(null) : this.select(null)),
     };
-    if (!actions[event.key]) return false;
-    actions[event.key]();
-    return true;
-  }
-
-  destroy() {
-    this.resize?.disconnect();
-    this.histogramResize?.disconnect();
   }
 }
 
@@ -364,8 +330,4 @@ function tableHead() {
     ["c-fate", "What happened"],
   ];
   return element("thead", "", element("tr", "", ...heads.map(([name, text]) => element("th", name, text))));
-}
-
-function wide(className, text) {
-  return element("tr", className, setAttributes(element("td", "", text), { colspan: COLUMNS }));
 }

@@ -1,5 +1,6 @@
 // Scores as bars: kept below, dropped on top of them, zero always an edge, so that a bar has one sign.
 
+import { axisText, Frame, roundStep, ticksInside } from "../axes.js";
 import { element, setAttributes, svgElement } from "../dom.js";
 import { numberStyle, plural } from "../format.js";
 import { quantile } from "../scales.js";
@@ -14,9 +15,7 @@ export function scoreBins(rows) {
   const low = Math.min(0, quantile(scores, 0.005));
   const high = Math.max(0, quantile(scores, 0.995));
   if (!(high > low)) return [];
-  const rough = (high - low) / BARS;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
+  const step = roundStep((high - low) / BARS);
   const first = Math.floor(low / step + 1e-9);
   const last = Math.max(first, Math.ceil(high / step - 1e-9) - 1);
   const bins = [];
@@ -56,17 +55,12 @@ export class Histogram {
     const width = this.node.clientWidth || 560;
     this.svg.replaceChildren(hatches());
     setAttributes(this.svg, { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT });
-    const inner = width - MARGIN.left - MARGIN.right;
-    const unit = inner / this.bins.length;
-    const y = (count) => MARGIN.top + (1 - count / this.top) * (HEIGHT - MARGIN.top - MARGIN.bottom);
-    for (const tick of countTicks(this.top)) {
-      this.svg.append(
-        svgElement("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick), class: "grid" }),
-        svgElement("text", { x: MARGIN.left - 7, y: y(tick) + 3.5, class: "axis", "text-anchor": "end" }, String(tick)),
-      );
-    }
-    this.bins.forEach((bin, index) =>
-      this.svg.append(this.bar(bin, index, MARGIN.left + index * unit, unit, y, selected)),
+    const frame = new Frame(width, HEIGHT, MARGIN);
+    const unit = (frame.right - frame.left) / this.bins.length;
+    const y = (count) => frame.y(count / this.top);
+    this.svg.append(...frame.rows(ticksInside(0, this.top, 4, true), (count) => count / this.top, String));
+    this.svg.append(
+      ...this.bins.map((bin, index) => this.bar(bin, index, frame.left + index * unit, unit, y, selected)),
     );
     this.drawEdges(unit);
   }
@@ -105,11 +99,7 @@ export class Histogram {
     );
     if (selected === index)
       group.append(
-        svgElement(
-          "text",
-          { x: x + unit / 2, y: y(bin.members.length) - 5, class: "bar-count", "text-anchor": "middle" },
-          String(bin.members.length),
-        ),
+        axisText(x + unit / 2, y(bin.members.length) - 5, String(bin.members.length), "middle", "bar-count"),
       );
     const choose = () => bin.members.length && this.onSelect(selected === index ? null : index);
     group.addEventListener("click", choose);
@@ -134,22 +124,10 @@ export class Histogram {
           svgElement("line", { x1: x, x2: x, y1: MARGIN.top - 12, y2: HEIGHT - MARGIN.bottom, class: "zero-line" }),
         );
       if ((index - zero) % every !== 0) return;
-      this.svg.append(
-        svgElement(
-          "text",
-          { x, y: HEIGHT - MARGIN.bottom + 15, class: "axis", "text-anchor": "middle" },
-          index === zero ? "0" : this.style.signed(edge),
-        ),
-      );
+      const text = index === zero ? "0" : this.style.signed(edge);
+      this.svg.append(axisText(x, HEIGHT - MARGIN.bottom + 15, text, "middle"));
     });
   }
-}
-
-function countTicks(top) {
-  const rough = top / 4;
-  const power = 10 ** Math.floor(Math.log10(Math.max(rough, 1)));
-  const step = Math.max(1, [1, 2, 5, 10].find((factor) => factor * power >= rough) * power);
-  return Array.from({ length: Math.floor(top / step) + 1 }, (_, index) => index * step);
 }
 
 /** Dropped is hatched: kept and dropped differ without colour. */

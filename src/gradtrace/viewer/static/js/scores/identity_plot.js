@@ -1,5 +1,6 @@
 // Predicted against measured, with the line on which they agree. Logarithmic where the values span decades.
 
+import { axisText, Frame, LinearScale, LogScale } from "../axes.js";
 import { element, setAttributes, svgElement } from "../dom.js";
 import { numberStyle } from "../format.js";
 
@@ -9,53 +10,11 @@ const DECADES = 8;
 /** Above this ratio of the largest to the smallest value a linear scale hides the small ones. */
 const WIDE = 8;
 
-class LinearScale {
-  constructor(values) {
-    const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
-    const room = 0.06 * (high - low || 1);
-    Object.assign(this, { low: low - room, high: high + room });
-  }
-
-  at(value) {
-    return (value - this.low) / (this.high - this.low);
-  }
-
-  get ticks() {
-    const rough = (this.high - this.low) / 4;
-    const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
-    const ticks = [];
-    for (let index = Math.ceil(this.low / step); index * step <= this.high; index++) ticks.push(index * step);
-    return ticks;
-  }
-}
-
-/** Of sizes: the sign is the same for all, and said beside the axis. */
-class LogScale {
-  constructor(values) {
-    const sizes = values.map(Math.abs).filter((size) => size > 0);
-    const high = Math.max(...sizes);
-    const low = Math.max(Math.min(...sizes), high / 10 ** DECADES);
-    Object.assign(this, { low: low / 1.6, high: high * 1.6 });
-  }
-
-  at(value) {
-    const size = Math.max(this.low, Math.min(this.high, Math.abs(value)));
-    return Math.log(size / this.low) / Math.log(this.high / this.low);
-  }
-
-  get ticks() {
-    const ticks = [];
-    for (let power = Math.floor(Math.log10(this.low)); power <= Math.log10(this.high); power++)
-      for (const factor of [1, 3]) ticks.push(factor * 10 ** power);
-    const inside = ticks.filter((tick) => tick >= this.low && tick <= this.high);
-    return inside.length > 5 ? inside.filter((tick) => String(tick.toExponential(0)).startsWith("1")) : inside;
-  }
-}
-
 export class IdentityPlot {
-  /** points: [{predicted, measured, error?, label?, ring?, words}] */
-  constructor(points, label) {
+  /** points: [{predicted, measured, error?, label?, ring?, words}]; note: a line below the plot. */
+  constructor(points, { heading, label, note }) {
+    this.heading = heading;
+    this.note = note;
     this.points = points.filter(({ predicted, measured }) => Number.isFinite(predicted) && Number.isFinite(measured));
     this.svg = setAttributes(svgElement("svg"), { role: "img", "aria-label": label });
     this.node = element("div", "identity-plot", this.svg);
@@ -69,7 +28,7 @@ export class IdentityPlot {
       measured - error,
       measured + error,
     ]);
-    this.scale = values.length ? (this.isLog ? new LogScale(values) : new LinearScale(reach)) : null;
+    this.scale = values.length ? (this.isLog ? logScale(sizes) : linearScale(reach)) : null;
   }
 
   draw() {
@@ -78,29 +37,21 @@ export class IdentityPlot {
     setAttributes(this.svg, { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT });
     if (!this.scale) return;
     const side = Math.min(width - MARGIN.left - MARGIN.right, 2.2 * (HEIGHT - MARGIN.top - MARGIN.bottom));
-    const x = (value) => MARGIN.left + this.scale.at(value) * side;
-    const y = (value) => MARGIN.top + (1 - this.scale.at(value)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+    const frame = new Frame(MARGIN.left + side + MARGIN.right, HEIGHT, MARGIN);
+    const share = (value) => this.scale.at(value);
+    const [x, y] = [(value) => frame.x(share(value)), (value) => frame.y(share(value))];
     const sign = this.isLog && this.falls ? "−" : "";
     const text = (tick) => (tick === 0 ? "0" : sign + numberStyle(Math.abs(tick), 1).plain(tick));
-    for (const tick of this.scale.ticks) {
-      this.svg.append(
-        svgElement("line", { x1: MARGIN.left, x2: MARGIN.left + side, y1: y(tick), y2: y(tick), class: "grid" }),
-        svgElement("text", { x: MARGIN.left - 7, y: y(tick) + 3.5, class: "axis", "text-anchor": "end" }, text(tick)),
-        svgElement("text", { x: x(tick), y: HEIGHT - 18, class: "axis", "text-anchor": "middle" }, text(tick)),
-      );
-    }
-    const { low, high } = this.scale;
+    const { low, high, ticks } = this.scale;
     this.svg.append(
+      ...frame.rows(ticks, share, text),
+      ...ticks.map((tick) => axisText(x(tick), HEIGHT - 18, text(tick), "middle")),
       svgElement("line", { x1: x(low), y1: y(low), x2: x(high), y2: y(high), class: "identity-line" }),
-      svgElement("text", { x: MARGIN.left, y: 9, class: "axis" }, "measured, nats"),
-      svgElement(
-        "text",
-        { x: MARGIN.left + side, y: HEIGHT - 3, class: "axis", "text-anchor": "end" },
-        "predicted, nats",
-      ),
+      axisText(frame.left, 9, "measured, nats"),
+      axisText(frame.right, HEIGHT - 3, "predicted, nats", "end"),
+      axisText(frame.left, HEIGHT - 3, this.note),
     );
     for (const point of this.points) this.svg.append(this.mark(point, x, y));
-    if (this.note) this.svg.append(svgElement("text", { x: MARGIN.left, y: HEIGHT - 3, class: "axis" }, this.note));
   }
 
   mark({ predicted, measured, error, label, ring, words }, x, y) {
@@ -123,8 +74,7 @@ export class IdentityPlot {
         class: ring ? "ring-mark" : "dot run-0",
       }),
     );
-    if (label)
-      group.append(svgElement("text", { x: x(predicted) + 8, y: y(measured) + 13, class: "axis note" }, label));
+    if (label) group.append(axisText(x(predicted) + 8, y(measured) + 13, label, "start", "axis note"));
     return group;
   }
 
@@ -133,4 +83,17 @@ export class IdentityPlot {
     const end = measured + change;
     return this.isLog && Math.sign(end) !== Math.sign(measured) ? Math.sign(measured) * this.scale.low : end;
   }
+}
+
+/** Zero and all values, with a little room around them. */
+function linearScale(values) {
+  const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
+  const room = 0.06 * (high - low || 1);
+  return new LinearScale(low - room, high + room);
+}
+
+function logScale(sizes) {
+  const high = Math.max(...sizes);
+  const low = Math.max(Math.min(...sizes), high / 10 ** DECADES);
+  return new LogScale(low / 1.6, high * 1.6);
 }

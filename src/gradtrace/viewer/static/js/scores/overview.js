@@ -1,6 +1,6 @@
 // What the TracIn page says about a step as a whole.
 
-import { element, fact } from "../dom.js";
+import { element, fact, filledBar } from "../dom.js";
 import { count, fixed, MISSING, numberStyle } from "../format.js";
 
 const MEANING = "Positive: a gradient step on this response lowers the validation loss. Negative: it raises it.";
@@ -62,11 +62,14 @@ export function layerNorms(meta) {
   const top = Math.max(...norms.map(([, norm]) => norm), 1e-300);
   const list = element("dl", "layer-norms");
   for (const [name, norm] of norms) {
-    const bar = element("i", "bar-fill l4");
-    bar.style.width = `${(100 * norm) / top}%`;
     list.append(
       element("dt", "", name.replaceAll("_", " ")),
-      element("dd", "", element("span", "track", bar), element("span", "", numberStyle(top, 3).plain(norm))),
+      element(
+        "dd",
+        "",
+        element("span", "track", filledBar("l4", norm / top)),
+        element("span", "", numberStyle(top, 3).plain(norm)),
+      ),
     );
   }
   return element("details", "layers", element("summary", "", "Validation gradient by layer, norms"), list);

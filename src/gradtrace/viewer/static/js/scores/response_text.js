@@ -1,12 +1,15 @@
 // A response as coloured tokens, outside of the group page: fetched when it is opened, any channel, one or two maps.
 
-import { element, setAttributes } from "../dom.js";
+import { element, readoutItem, setAttributes } from "../dom.js";
 import { numberStyle } from "../format.js";
 import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "../scales.js";
 import { drawingClass, drawnText, piecesOf, readVocabulary, visibleText } from "../token_text.js";
 
-/** What a channel is called, and whether its colours have a sign. */
-export const TOKEN_COLUMNS = {
+/**
+ * What a channel is called, and whether its colours have a sign.
+ * @type {Record<string, {title: string, unit: string, ramp?: string, signed?: boolean}>}
+ */
+const TOKEN_COLUMNS = {
   entropy: { title: "entropy", ramp: "e", unit: "nats" },
   log_prob: { title: "log-prob", ramp: "l", unit: "nats" },
   token_share: { title: "share", signed: true, unit: "nats per token of E" },
@@ -14,9 +17,30 @@ export const TOKEN_COLUMNS = {
   entropy_change_measured: { title: "measured change", signed: true, unit: "nats" },
 };
 
-export class ResponseText {
-  /** structure: answer of …/responses/N. hidden: channels that mean nothing for it. */
-  constructor(structure, hidden = []) {
+/** The responses of a page's step, each fetched once. */
+export class ResponseTexts {
+  /** described: what the token columns of an instrument are called, beyond those that are known here. */
+  constructor(source, path, described = {}) {
+    this.source = source;
+    this.path = path;
+    this.described = { ...TOKEN_COLUMNS, ...described };
+    this.texts = new Map();
+  }
+
+  /** hidden: channels that mean nothing for it. */
+  async get(response, hidden = []) {
+    if (!this.texts.has(response)) {
+      const structure = await this.source.json(`${this.path}/responses/${response}`);
+      this.texts.set(response, new ResponseText(structure, hidden, this.described));
+    }
+    return this.texts.get(response);
+  }
+}
+
+class ResponseText {
+  /** structure: answer of …/responses/N. */
+  constructor(structure, hidden, described) {
+    this.described = described;
     const vocabulary = readVocabulary(structure.vocabulary);
     this.channels = Object.fromEntries(Object.entries(structure.channels).filter(([name]) => !hidden.includes(name)));
     this.prompt = structure.prompt.map((index) => vocabulary[index]);
@@ -38,12 +62,12 @@ export class ResponseText {
   map(channel, top) {
     const node = setAttributes(element("div", "tokens"), {
       role: "group",
-      "aria-label": channel ? `tokens coloured by ${TOKEN_COLUMNS[channel].title}` : "tokens",
+      "aria-label": channel ? `tokens coloured by ${this.described[channel].title}` : "tokens",
       "data-channel": channel,
     });
     for (const [position, entry] of this.entries.entries()) {
       const piece = this.pieces[position];
-      const colour = channel ? colourOf(channel, this.channels[channel]?.[position], top) : "";
+      const colour = channel ? colourOf(this.described[channel], this.channels[channel]?.[position], top) : "";
       const span = element("span", `${drawingClass(entry, piece)}${colour ? ` ${colour}` : ""}`);
       if (piece.lead && !entry.special) span.append(element("span", "lead", piece.lead));
       span.append(drawnText(entry, piece));
@@ -61,20 +85,19 @@ export class ResponseText {
       element("span", "", `position ${position}`),
     ];
     for (const [name, values] of Object.entries(this.channels)) {
-      const column = TOKEN_COLUMNS[name];
+      const column = this.described[name];
       const value = values[position];
       if (!column || value === null) continue;
       const style = numberStyle(Math.abs(value));
       const text = `${column.signed ? style.signed(value) : style.plain(value)} ${column.unit}`;
-      parts.push(element("span", "", element("span", "name", column.title), text));
+      parts.push(readoutItem(column.title, text));
     }
     return parts;
   }
 }
 
-function colourOf(channel, value, top) {
+function colourOf({ signed, ramp = "e" }, value, top) {
   if (!(top > 0) || typeof value !== "number") return "";
-  const { signed, ramp } = TOKEN_COLUMNS[channel];
   return signed ? signedClassName(signedClass(value, top)) : unsignedClassName(ramp, unsignedClass(value, top));
 }
 

@@ -6,7 +6,10 @@ import { fixed } from "../format.js";
 export class ValidationSet {
   /** `openGroup`: index of the prompt whose responses are shown, or null. `onOpen(index)` is told when it changes. */
   constructor({ validation, groups }, openGroup, onOpen) {
-    Object.assign(this, { groups, openGroup, onOpen, body: element("tbody") });
+    this.groups = groups;
+    this.openGroup = openGroup;
+    this.onOpen = onOpen;
+    this.body = element("tbody");
     this.node = this.build(validation);
   }
 

@@ -1,0 +1,21 @@
+"""The record of the entropy trace."""
+
+from __future__ import annotations
+
+from gradtrace.trace.kinds.shared import EVERY_KIND, EXPECTED, RUN_META
+from gradtrace.trace.record import InstrumentRecord, register_instrument
+
+ENTROPY_TRACE = "entropy_trace"
+
+RECORD = register_instrument(
+    InstrumentRecord(
+        name=ENTROPY_TRACE,
+        label="Entropy trace",
+        meaning="entropy and log-prob of every token of the rollout batch",
+        switch="trainer.entropy_trace.enable=true",
+        required=(*EVERY_KIND, "accepted", "entropy", "log_prob"),
+        optional=(*EXPECTED, "group_status", "advantage", "selection", "optimizer_step", "first_wrong"),
+        meta=RUN_META,
+        page=None,
+    )
+)

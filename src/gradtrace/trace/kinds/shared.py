@@ -1,0 +1,86 @@
+"""Columns and numbers that several instruments share."""
+
+from __future__ import annotations
+
+import enum
+
+from gradtrace.trace.record import Column, register_columns
+
+SIGN_STATEMENT = (
+    "positive = a step along this token's gradient helps the accepted responses against the rejected ones"
+)
+
+
+class GroupStatus(enum.IntEnum):
+    """Why a group was or was not scored."""
+
+    SCORED = 0
+    CONSTANT_REWARD = 1
+    """All responses got the same reward: there is no contrast."""
+    OVER_PROMPT_CAP = 2
+    """The rewards differ, but `max_prompts_per_step` was reached."""
+    NON_FINITE = 3
+    """Its gradients or scores were not finite."""
+    NOT_CAPTURED = 4
+    """The hooks saw none of its tokens."""
+
+
+class Selection(enum.IntEnum):
+    """Why a response was or was not selected for the trace."""
+
+    SELECTED = 0
+    CONSTANT_REWARD = 1
+    OVER_PROMPT_CAP = 2
+    NON_FINITE = 3
+    NOT_CAPTURED = 4
+    CUT_AT_TOKEN_CAP = 5
+    """Traced up to `max_tokens_per_response`; later tokens have `captured` = False."""
+
+
+# fmt: off
+register_columns((
+    Column("format_version", "int32", "meta", "version of this layout, one number"),
+    Column("meta_json", "uint8", "meta", "a JSON object as UTF-8 bytes; the record of the kind explains its keys"),
+
+    Column("group_id", "int64", "group", "index of the group in the rollout batch"),
+    Column("prompt_offsets", "int64", "group", "where each prompt begins in prompt_ids", is_offsets=True),
+    Column("prompt_ids", "int32", "group", "token ids of the prompts", ragged_by="prompt_offsets"),
+    Column("group_status", "uint8", "group", "scored, or why not", values=GroupStatus),
+    Column("expected_offsets", "int64", "group", "where each right answer begins in expected_ids", is_offsets=True),
+    Column("expected_ids", "int32", "group", "token ids of the right answer, empty where it is not known",
+           ragged_by="expected_offsets"),
+
+    Column("group", "int32", "response", "index of its group in this file"),
+    Column("row", "int32", "response", "its row in the rollout batch, -1 = unknown"),
+    Column("reward", "float32", "response", "reward of the task"),
+    Column("advantage", "float32", "response", "advantage (token-level ones averaged over the response)"),
+    Column("accepted", "bool", "response", "its reward is the maximum of a group whose rewards differ"),
+    Column("length", "int32", "response", "number of tokens", unit="tokens"),
+    Column("finished", "bool", "response", "ended with a stop token, not at the length limit"),
+    Column("selection", "uint8", "response", "selected for the trace, or why not", values=Selection),
+    Column("optimizer_step", "int64", "response", "optimizer steps taken before it was captured: which θ"),
+    Column("first_wrong", "int32", "response", "index of its first wrong token, -1 = none or unknown"),
+    Column("token_offsets", "int64", "response", "where each response begins in the token columns", is_offsets=True),
+
+    Column("token_id", "int32", "token", "vocabulary id", ragged_by="token_offsets"),
+    Column("entropy", "float32", "token", "entropy of the full next-token distribution it was drawn from",
+           unit="nats", ragged_by="token_offsets"),
+    Column("log_prob", "float32", "token", "its log-prob under the policy before this step's first update",
+           unit="nats", ragged_by="token_offsets"),
+))
+# fmt: on
+
+EVERY_KIND = (
+    *("group_id", "prompt_offsets", "prompt_ids"),
+    *("group", "row", "reward", "length", "finished"),
+    *("token_offsets", "token_id"),
+)
+"""What every step file has: prompts, responses and their tokens."""
+EXPECTED = ("expected_offsets", "expected_ids")
+
+RUN_META = {
+    "step": "training step",
+    "temperature": "sampling temperature; entropy and log_prob are taken at it",
+    "task": "name of the task",
+}
+"""Keys of `meta_json` in every kind."""
