@@ -54,14 +54,14 @@ class Ranks:
             )
         return self.size // parts
 
+    def own_part(self, first: Tensor, second: Tensor) -> float:
+        """This rank's part of ⟨first, second⟩: summed over the ranks, each element counts once. Not collective."""
+        return float((local(first).double() * local(second).double()).sum()) / self.copies(first)
+
     def products(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
         """⟨first, second⟩ of every name that both have, over the shards of all ranks; each element counts once."""
         names = [name for name in first if name in second]
-        own = [
-            float((local(first[name]).double() * local(second[name]).double()).sum())
-            / self.copies(first[name])
-            for name in names
-        ]
+        own = [self.own_part(first[name], second[name]) for name in names]
         totals = [math.fsum(column) for column in zip(*self.gather(own), strict=True)]
         return dict(zip(names, totals, strict=True))
 

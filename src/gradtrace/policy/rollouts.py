@@ -40,7 +40,7 @@ def keep_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:
     part = batch.select(torch.isin(batch.group, groups))
     return part.replace(
         prompts=[batch.prompts[group] for group in groups.tolist()],
-        items=[batch.items[group] for group in groups.tolist()],
+        items=[batch.items[group] for group in groups.tolist()] if batch.items else [],
         group=torch.searchsorted(groups, part.group),
     )
 

@@ -14,14 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import to_yaml
-from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta
-from gradtrace.instruments.entropy_probe.estimates import (
-    Measured,
-    Tokens,
-    covariance_change,
-    fresh_change,
-    measured_change,
-)
+from gradtrace.instruments.entropy_probe.columns import Probed
+from gradtrace.instruments.entropy_probe.estimates import Measured, Tokens, fresh_change
 from gradtrace.instruments.entropy_probe.probe import Prediction, Shares
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
@@ -65,13 +59,13 @@ class ProbeResults:
     grad_norm: float
 
     def measured(self, eta: float) -> Measured:
-        p = self.prediction
-        return measured_change(p.base, self.after[eta], p.d_log_probs, p.d_entropies, eta)
+        return self.prediction.against(self.after[eta], eta)
 
     @property
-    def covariance(self) -> float:
-        mask = self.update.response_mask
-        return covariance_change(self.update.old_log_probs[mask], self.update.advantages[mask], self.rate)  # type: ignore[index]
+    def probed(self) -> Probed:
+        """The update as it is, at η = 1."""
+        rows = torch.arange(len(self.update))
+        return Probed(rows, self.evaluation, self.prediction, self.shares, self.after[1.0], self.rate)
 
     def sweep(self) -> list[dict[str, float]]:
         """One row for each η, smallest first."""
@@ -115,13 +109,13 @@ class ProbeResults:
             "update": {
                 "responses": len(self.update),
                 "tokens": int(self.update.response_mask.sum()),
-                "mean_reward": float(self.update.rewards.mean()),  # type: ignore[union-attr]
+                "mean_reward": float(self.update.need("rewards").mean()),
             },
             "predicted": dataclasses.asdict(p.change),
             "predicted_reward_to_go": dataclasses.asdict(p.reward_to_go),
             "predicted_score_function": dataclasses.asdict(p.score_function),
             "predicted_legacy": s.legacy,
-            "covariance_estimate": self.covariance,
+            "covariance_estimate": self.probed.covariance(self.update),
             "shares": {
                 "responses": s.responses.tolist(),
                 "momentum": s.momentum,
@@ -146,16 +140,14 @@ class ProbeResults:
         files.write_config(to_yaml(dataclasses.replace(self.source.run, resume="")))
         files.write_token_bytes(TokenBytes.from_tokenizer(self.tokenizer))
         with TraceWriter(self.folder, ENTROPY_PROBE, on_error="raise") as writer:
-            rows = torch.arange(len(self.update))
-            columns = probe_columns(
-                self.update, rows, self.shares, self.evaluation, self.prediction, self.after[1.0]
-            )
-            meta = probe_meta(self.prediction, self.measured(1.0), self.shares, self.covariance)
+            meta = self.probed.meta(self.update)
             if 1.0 in self.fresh:
                 fresh = fresh_change(self.prediction.base, self.fresh[1.0].tokens)
                 meta |= {"delta_h_fresh": fresh.value, "delta_h_fresh_stderr": fresh.stderr}
-            meta |= {"eta_sweep": record["sweep"], "learning_rate": self.rate, "task": self.task}
-            writer.write(self.step + 1, columns, meta)  # the step that would come next
+            meta |= {"eta_sweep": record["sweep"], "task": self.task}
+            writer.write(
+                self.step + 1, self.probed.columns(self.update), meta
+            )  # the step that would come next
         return self.folder
 
 

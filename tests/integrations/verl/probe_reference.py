@@ -19,7 +19,6 @@ from gradtrace.instruments.entropy_probe import (
     evaluation_batch,
     update_batch,
 )
-from gradtrace.instruments.entropy_probe.estimates import measured_change
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.policy import load_policy
 from tests.integrations.verl import cases
@@ -59,9 +58,8 @@ def of_ranks(folder: Path, name: str, world: int) -> tuple[Prediction, Shares, M
         part = join_probe_parts(Path(copy), 1, world)
     assert not part.failure
     rows = (torch.tensor(cases.PLAN) == 0).nonzero().squeeze(-1)
-    prediction, after, shares = joined(part, evaluation, rows)
-    measured = measured_change(prediction.base, after, prediction.d_log_probs, prediction.d_entropies, 1.0)
-    return prediction, shares, measured, after
+    probed = joined(part, evaluation, rows)
+    return probed.prediction, probed.shares, probed.measured, probed.after
 
 
 def embedded(folder: Path, name: str) -> tuple[Prediction, Shares, Measured, Tokens]:

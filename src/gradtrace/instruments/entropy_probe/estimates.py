@@ -82,10 +82,10 @@ class Tokens:
         return float(self.entropies.sum() / self.lengths.sum())
 
 
-def score_weights(base: Tokens) -> Tensor:
-    """[R]: h_i − H̄·T_i, what multiplies ∂S_i in the derivative of the mean entropy."""
+def score_weights(base: Tokens, mean_entropy: float) -> Tensor:
+    """[R]: h_i − H̄·T_i, what multiplies ∂S_i in the derivative of the mean entropy H̄ of all of E."""
     sums = base.sums
-    return sums["h"] - base.mean_entropy * sums["T"]
+    return sums["h"] - mean_entropy * sums["T"]
 
 
 # ---------------------------------------------------------------- predicted

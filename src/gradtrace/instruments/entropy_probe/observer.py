@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta, probe_metrics
-from gradtrace.instruments.entropy_probe.estimates import Measured, Tokens, covariance_change
+from gradtrace.instruments.entropy_probe.columns import Probed
 from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch
 from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Shares
 from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
@@ -45,18 +44,20 @@ class ProbeSettings:
     on_error: str = "warn"
 
 
-@dataclass(frozen=True, eq=False)
-class _Probed:
-    """What is known of a step between its prediction and its file."""
+@dataclass(eq=False)
+class _Step:
+    """What is known of the step under way."""
 
-    rows: Tensor
-    """long[r]: U, ascending."""
-    evaluation: RolloutBatch
-    prediction: Prediction
-    shares: Shares
-    rate: float
-    measured: Measured | None = None
-    after: Tokens | None = None
+    batch: RolloutBatch
+    active: bool
+    """This step is probed."""
+    weights: Tensor
+    """float[R]: what aggregation multiplies the tokens of each response by."""
+    token_losses: Callable[[Tensor], Tensor] | None = None
+    predicted: tuple[Tensor, RolloutBatch, Prediction, Shares, float] | None = None
+    """All of `Probed` but the measurement."""
+    probed: Probed | None = None
+    timer: Timer = field(default_factory=Timer)
 
 
 class EntropyProbeInstrument(StepObserver):
@@ -89,7 +90,7 @@ class EntropyProbeInstrument(StepObserver):
         self.meta = meta or {}
         self.report = report
         self.errors = 0
-        self._active = False
+        self._step: _Step | None = None
 
     def start(self, last_step: int) -> None:
         self.writer.truncate_after(last_step)
@@ -100,52 +101,49 @@ class EntropyProbeInstrument(StepObserver):
     # ------------------------------------------------------------ the step
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        self._active = step % self.settings.every == 0
-        self._batch = batch
-        self._weights = torch.zeros(len(batch))  # what aggregation multiplies the tokens of each response by
-        self._probed: _Probed | None = None
-        self._timer = Timer()
+        self._step = _Step(batch, step % self.settings.every == 0, torch.zeros(len(batch)))
         return batch
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
-        if self._active and backward.update.number == 0:
-            self._weights[backward.micro.rows] = backward.token_weights[:, 0].cpu()
-            self._token_losses = backward.token_losses
+        step = self._step
+        if step is not None and step.active and backward.update.number == 0:
+            step.weights[backward.micro.rows] = backward.token_weights[:, 0].cpu()
+            step.token_losses = backward.token_losses
         return nullcontext()
 
     @contextmanager
     def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
-        active = self._active and update.number == 0
-        if active:
-            with self._guarded(), self._timer("entropy_probe"):
-                self._predict(update)
+        step = self._step
+        if step is None or not step.active or update.number:
+            yield
+            return
+        with self._guarded(), step.timer("entropy_probe"):
+            self._predict(step, update)
         yield
-        if active and self._probed is not None:
-            with self._guarded(), self._timer("entropy_probe"):
-                self._measure(self._probed)
+        if step.predicted is not None:
+            with self._guarded(), step.timer("entropy_probe"):
+                self._measure(step)
 
-    def _predict(self, update: OptimizerStep) -> None:
+    def _predict(self, step: _Step, update: OptimizerStep) -> None:
         rows = update.rows.sort().values
-        evaluation = self._sample(update.step)
+        evaluation = self._sample(step.batch, update.step)
         E = evaluation_batch(self.policy, evaluation, self.settings.token_budget)
         gradient = {name: p.grad for name, p in self.probe.parameters.items() if p.grad is not None}
-        step = self.probe.update_of(gradient, self.optimizer.clip_factor)
-        prediction = self.probe.predict(E, step)
-        shares = self.probe.shares(prediction, E, step, self._terms(rows))
+        made = self.probe.update_of(gradient, self.optimizer.clip_factor)
+        prediction = self.probe.predict(E, made)
+        shares = self.probe.shares(prediction, E, made, self._terms(step, rows))
         rate = float(self.optimizer.adamw.param_groups[0]["lr"])
-        self._probed = _Probed(rows, evaluation, prediction, shares, rate)
+        step.predicted = rows, evaluation, prediction, shares, rate
 
-    def _measure(self, probed: _Probed) -> None:
-        E = evaluation_batch(self.policy, probed.evaluation, self.settings.token_budget)
-        after = self.probe.tokens(E)
-        measured = self.probe.compare(probed.prediction, after)
-        self._probed = _Probed(
-            probed.rows, probed.evaluation, probed.prediction, probed.shares, probed.rate, measured, after
-        )
+    def _measure(self, step: _Step) -> None:
+        assert step.predicted is not None
+        rows, evaluation, prediction, shares, rate = step.predicted
+        after = self.probe.tokens(evaluation_batch(self.policy, evaluation, self.settings.token_budget))
+        step.probed = Probed(rows, evaluation, prediction, shares, after, rate)
 
-    def _sample(self, step: int) -> RolloutBatch:
+    def _sample(self, update: RolloutBatch, step: int) -> RolloutBatch:
         """E, from the weights as they are, without the prompts of this rollout."""
-        trained = {tuple(prompt) for prompt in self._batch.prompts}
+        trained = {tuple(prompt) for prompt in update.prompts}
         prompts = [prompt.ids for prompt in self.prompts if tuple(prompt.ids) not in trained]
         if len(prompts) < 2:
             raise GradtraceError(
@@ -154,18 +152,19 @@ class EntropyProbeInstrument(StepObserver):
         generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
         return self.sampler.generate(prompts, self.params, generator=generator)
 
-    def _terms(self, rows: Tensor) -> TokenBatch:
+    def _terms(self, step: _Step, rows: Tensor) -> TokenBatch:
         """U: the loss terms of the mini-batch that the gradient is of."""
-        lengths = self._batch.response_lengths[rows]
-        weights = self._weights[rows].repeat_interleave(lengths)
-        token_losses = self._token_losses
+        lengths = step.batch.response_lengths[rows]
+        weights = step.weights[rows].repeat_interleave(lengths)
+        token_losses = step.token_losses
+        assert token_losses is not None
 
         def run() -> Tensor:
             losses = token_losses(rows)  # runs the model a micro-batch at a time
             return losses * weights.to(losses)
 
         one = Pass(torch.arange(len(rows)), run)
-        return TokenBatch(lengths, self._batch.group[rows], lambda: [one])
+        return TokenBatch(lengths, step.batch.group[rows], lambda: [one])
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -176,37 +175,24 @@ class EntropyProbeInstrument(StepObserver):
             if self.settings.on_error == "raise":
                 raise
             self.errors += 1
-            self._probed = None
             self.report(f"entropy probe: this step is not probed: {error}")
 
     # ------------------------------------------------------------ the file
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        if not self._active:
+        own, self._step = self._step, None
+        if own is None or not own.active:
             return {}
         metrics = {"entropy_probe/errors": float(self.errors)}
-        probed, self._probed = self._probed, None
-        if probed is None or probed.measured is None or probed.after is None:
+        probed = own.probed
+        if probed is None:
             return metrics
         with self._guarded():
-            self._write(batch, step, probed)
+            self.writer.write(step, probed.columns(batch), self.meta | probed.meta(batch))
         return {
             **metrics,
-            **probe_metrics(probed.prediction, probed.measured, probed.shares),
+            **probed.metrics(),
             "entropy_probe/write_errors": float(self.writer.stats.failed),
-            "timing_s/entropy_probe": self._timer.seconds["entropy_probe"],
+            "timing_s/entropy_probe": own.timer.seconds["entropy_probe"],
             GENERATED: float(len(probed.evaluation)),
         }
-
-    def _write(self, batch: RolloutBatch, step: int, probed: _Probed) -> None:
-        assert probed.measured is not None and probed.after is not None
-        columns = probe_columns(
-            batch, probed.rows, probed.shares, probed.evaluation, probed.prediction, probed.after
-        )
-        covariance = covariance_change(
-            batch.old_log_probs[probed.rows][batch.response_mask[probed.rows]],  # type: ignore[index]
-            batch.advantages[probed.rows][batch.response_mask[probed.rows]],  # type: ignore[index]
-            probed.rate,
-        )
-        meta = probe_meta(probed.prediction, probed.measured, probed.shares, covariance)
-        self.writer.write(step, columns, self.meta | meta | {"learning_rate": probed.rate})

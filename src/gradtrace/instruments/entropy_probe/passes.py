@@ -22,6 +22,9 @@ from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
 
+Progress = Callable[[int, int], None]
+"""(sequences done, sequences in all)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pass:
@@ -54,9 +57,7 @@ class TokenBatch:
                 "and no loss; remove it"
             )
 
-    def collect(
-        self, values_of: Callable[[Pass], Tensor], progress: Callable[[int, int], None] | None = None
-    ) -> Tensor:
+    def collect(self, values_of: Callable[[Pass], Tensor], progress: Progress | None = None) -> Tensor:
         """Numbers per token of all passes, [..., N] in the order of the sequences, on the CPU, in float64."""
         offsets = self.lengths.cumsum(0) - self.lengths
         result: Tensor | None = None
@@ -66,7 +67,7 @@ class TokenBatch:
             if result is None:
                 result = values.new_full((*values.shape[:-1], int(self.lengths.sum())), torch.nan)
             places = [torch.arange(int(self.lengths[r])) + offsets[r] for r in one.rows.tolist()]
-            result[..., torch.cat(places)] = values
+            result[..., torch.cat([torch.empty(0, dtype=torch.long), *places])] = values
             done += len(one.rows)
             if progress is not None:
                 progress(done, len(self.lengths))

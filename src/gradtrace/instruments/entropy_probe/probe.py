@@ -16,13 +16,15 @@ E, positive = entropy rises.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from gradtrace.attribution import directional_derivative
+from gradtrace.attribution.collectives import local
+from gradtrace.attribution.tangent import Shards
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.estimates import (
     Estimate,
@@ -34,13 +36,11 @@ from gradtrace.instruments.entropy_probe.estimates import (
     score_function_change,
     score_weights,
 )
-from gradtrace.instruments.entropy_probe.padding_row import padding_row_counts, padding_row_is_constant
-from gradtrace.instruments.entropy_probe.passes import TokenBatch
-from gradtrace.instruments.entropy_probe.update_direction import parameter_updates
-from gradtrace.rollout.sampler import evaluation_mode
-
-Progress = Callable[[int, int], None]
-"""(sequences done, sequences in all)."""
+from gradtrace.instruments.entropy_probe.model_host import ModelHost, gradient_of
+from gradtrace.instruments.entropy_probe.passes import Progress, TokenBatch
+from gradtrace.instruments.entropy_probe.update_direction import ParameterUpdate, parameter_updates
+from gradtrace.instruments.host import ProbeHost
+from gradtrace.instruments.padding_row import padding_row_counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,10 @@ class Prediction:
     def change(self) -> Estimate:
         """δH1, the predicted change of the mean entropy."""
         return predicted_change(self.base, self.d_log_probs, self.d_entropies)
+
+    def against(self, after: Tokens, scale: float = 1.0) -> Measured:
+        """The measured change, from E's tokens at weights that have moved by `scale` updates."""
+        return measured_change(self.base, after, self.d_log_probs, self.d_entropies, scale)
 
     @property
     def reward_to_go(self) -> Estimate:
@@ -102,13 +106,19 @@ class Shares:
 
 class EntropyProbe:
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None = None,
+        host: ProbeHost | None = None,
     ) -> None:
-        """`max_grad_norm`: gradients are clipped to it as `clip_grad_norm_` does; None or 0 = not at all."""
+        """`max_grad_norm`: gradients are clipped to it as `clip_grad_norm_` does; None or 0 = not at all. `host`: how
+        passes are run and differentiated, where the model is not simply in this process."""
         self.model = model
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm or None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.host = host or ModelHost(model)
         if not self.parameters:
             raise GradtraceError(
                 "every parameter of the model is frozen (requires_grad=False): no update can move it"
@@ -124,36 +134,42 @@ class EntropyProbe:
 
     def update(self, batch: TokenBatch, progress: Progress | None = None) -> Update:
         """Δθ of one optimizer step on `batch`, clipped as in training."""
-        with evaluation_mode(self.model):
-            gradient = self._gradient(batch, lambda rows, terms: terms.sum(), progress)
-        norm = _norm(gradient)
+        with self.host.still():
+            gradient = gradient_of(self.model, batch, lambda rows, terms: terms.sum(), progress)
+        return self.clipped_update(gradient)
+
+    def clipped_update(self, gradient: Mapping[str, Tensor]) -> Update:
+        """Δθ for the gradient of a whole batch, which is clipped here."""
+        norm = self._norm(gradient)
         factor = 1.0
         if self.max_grad_norm is not None:
             factor = min(1.0, self.max_grad_norm / (norm + 1e-6))  # as clip_grad_norm_
-            gradient = {name: factor * value for name, value in gradient.items()}
-        return self.update_of(gradient, factor, norm)
+        return self.update_of({name: factor * value for name, value in gradient.items()}, factor, norm)
 
     def update_of(
         self, gradient: Mapping[str, Tensor], clip_factor: float = 1.0, grad_norm: float | None = None
     ) -> Update:
         """Δθ for a gradient that is there already and is clipped already (`clip_factor` says by how much)."""
-        gradient = dict(gradient)
-        for name, value in gradient.items():
-            if not bool(value.isfinite().all()):
-                raise GradtraceError(
-                    f"the gradient of {name} is not finite: the trainer would skip this update"
-                )
-        direction = {
-            name: part.whole(gradient[name])
-            for name, part in parameter_updates(self.optimizer, self.parameters, gradient)
-        }
-        return Update(gradient, direction, clip_factor, _norm(gradient) if grad_norm is None else grad_norm)
+        norm = self._norm(gradient) if grad_norm is None else grad_norm
+        if not math.isfinite(norm):
+            broken = [name for name, value in gradient.items() if not bool(local(value).isfinite().all())]
+            where = f" of {broken[0]}" if broken else ""
+            raise GradtraceError(f"the gradient{where} is not finite: the trainer would skip this update")
+        direction = {name: part.whole(gradient[name]) for name, part in self._parts(gradient)}
+        return Update(dict(gradient), direction, clip_factor, norm)
+
+    def _norm(self, gradient: Mapping[str, Tensor]) -> float:
+        return math.sqrt(sum(self.host.ranks.products(gradient, gradient).values()))
+
+    def _parts(self, gradient: Mapping[str, Tensor]) -> Iterator[tuple[str, ParameterUpdate]]:
+        # An optimizer may hold frozen parameters, too.
+        return parameter_updates(self.optimizer, dict(self.model.named_parameters()), gradient)
 
     # ------------------------------------------------------------ prediction
 
     def tokens(self, batch: TokenBatch, progress: Progress | None = None) -> Tokens:
         """E at the current weights."""
-        with evaluation_mode(self.model), torch.no_grad():
+        with self.host.still(), torch.no_grad():
             log_probs, entropies = batch.collect(lambda one: one.run(), progress)
         return Tokens(batch.lengths, batch.group, log_probs, entropies)
 
@@ -164,11 +180,11 @@ class EntropyProbe:
         base: Tokens | None = None,
         progress: Progress | None = None,
     ) -> Prediction:
-        """The change of every E token to first order, by forward mode: no step size to choose, nothing cancels."""
+        """The change of every E token to first order, along the update that the optimizer is about to make."""
         base = base or self.tokens(batch)
-        with evaluation_mode(self.model):
+        with self.host.still():
             d_log_probs, d_entropies = batch.collect(
-                lambda one: directional_derivative(self.model, one.run, update.direction), progress
+                lambda one: self.host.derivative(one.run, update.direction), progress
             )
         return Prediction(base, d_log_probs, d_entropies)
 
@@ -180,67 +196,36 @@ class EntropyProbe:
         batch: TokenBatch,
         progress: Progress | None = None,
     ) -> Shares:
-        """Who does it: one backward pass over E and one forward-mode pass over U, however many responses there are."""
-        with evaluation_mode(self.model):
+        """Who does it: one backward pass over E and one derivative over U, however many responses there are."""
+        ranks = self.host.ranks
+        with self.host.still():
             target = self._entropy_gradient(prediction.base, evaluation, progress)
             direction: dict[str, Tensor] = {}
-            momentum = decay = legacy = 0.0
-            for name, part in parameter_updates(self.optimizer, self.parameters, update.gradient):
+            sums = [0.0, 0.0, 0.0]
+            for name, part in self._parts(update.gradient):
                 if name not in target:
                     continue
                 direction[name] = -update.clip_factor * part.factor * target[name]
-                momentum += _product(target[name], part.momentum)
-                decay += _product(target[name], part.decay)
-                legacy += _product(target[name], update.direction[name])
-            with padding_row_is_constant(self.model):
-                tokens = batch.collect(lambda one: directional_derivative(self.model, one.run, direction))
+                for place, of in enumerate((part.momentum, part.decay, part.whole(update.gradient[name]))):
+                    sums[place] += ranks.own_part(target[name], torch.as_tensor(of))
+            momentum, decay, legacy = (sum(column) for column in zip(*ranks.gather(sums), strict=True))
+            del target
+            with self.host.padding_held():
+                tokens = batch.collect(lambda one: self.host.derivative(one.run, direction))
         owner = torch.arange(len(batch.lengths)).repeat_interleave(batch.lengths)
         responses = torch.zeros(len(batch.lengths), dtype=torch.float64).index_add_(0, owner, tokens)
         return Shares(tokens, responses, momentum, decay, legacy)
 
     def _entropy_gradient(
-        self, base: Tokens, batch: TokenBatch, progress: Progress | None
+        self, base: Tokens, batch: TokenBatch, progress: Progress | None = None
     ) -> dict[str, Tensor]:
-        """X̄ = ∇[Σ H_k + Σ (h_i − H̄T_i) ℓ_k] / ΣT, the weights held fixed."""
-        weights, total = score_weights(base), float(base.lengths.sum())
-
-        def surrogate(rows: Tensor, values: Tensor) -> Tensor:
-            log_probs, entropies = values
-            own = weights[rows].repeat_interleave(base.lengths[rows]).to(log_probs)
-            return (entropies + own * log_probs).sum() / total
-
+        """X̄ = ∇[Σ H_k + Σ (h_i − H̄T_i) ℓ_k] / ΣT over all of E, the weights held fixed."""
+        own = float(base.entropies.sum()), int(base.lengths.sum())
+        entropy, count = (sum(column) for column in zip(*self.host.ranks.gather(own), strict=True))
+        weights = score_weights(base, entropy / count)
         with padding_row_counts(self.model):
-            return self._gradient(batch, surrogate, progress)
-
-    def _gradient(
-        self,
-        batch: TokenBatch,
-        objective: Callable[[Tensor, Tensor], Tensor],
-        progress: Progress | None = None,
-    ) -> dict[str, Tensor]:
-        """Of `objective(rows, values)` summed over the passes; parameters that it does not reach are left out."""
-        found: dict[str, Tensor] = {}
-        names, parameters = list(self.parameters), list(self.parameters.values())
-        done = 0
-        for one in batch.passes():
-            with torch.enable_grad():
-                value = objective(one.rows, one.run())
-            if not value.requires_grad:
-                raise GradtraceError(
-                    "the loss does not depend on any trainable parameter: is the model run under no_grad, or are its "
-                    "outputs detached?"
-                )
-            for name, gradient in zip(
-                names, torch.autograd.grad(value, parameters, allow_unused=True), strict=True
-            ):
-                if gradient is not None:
-                    found[name] = found[name].add_(gradient) if name in found else gradient.clone()
-            done += len(one.rows)
-            if progress is not None:
-                progress(done, len(batch.lengths))
-        if not found:
-            raise GradtraceError("the loss does not reach any of the model's trainable parameters")
-        return found
+            gradient = self.host.entropy_gradient(batch, weights, progress)
+        return {name: value.div_(count) for name, value in gradient.items()}
 
     # ------------------------------------------------------------ measurement
 
@@ -255,30 +240,15 @@ class EntropyProbe:
         """E at θ + scale·Δθ, reweighted; and its tokens there."""
         with self.moved(update, scale):
             after = self.tokens(batch, progress)
-        return self.compare(prediction, after, scale), after
-
-    def compare(self, prediction: Prediction, after: Tokens, scale: float = 1.0) -> Measured:
-        """The measured change, from E's tokens at weights that have moved by `scale` updates."""
-        return measured_change(prediction.base, after, prediction.d_log_probs, prediction.d_entropies, scale)
+        return prediction.against(after, scale), after
 
     @contextlib.contextmanager
     def moved(self, update: Update, scale: float) -> Iterator[None]:
         """Inside, the model is at θ + scale·Δθ; afterwards it is where it was, bit by bit."""
-        saved = {name: self.parameters[name].detach().clone() for name in update.direction}
+        parts = [(self.parameters[name], step) for name, step in update.direction.items()]
+        shards = Shards(self.model, parts, self.host.ranks)
         try:
-            with torch.no_grad():
-                for name, step in update.direction.items():
-                    self.parameters[name].add_(step, alpha=scale)
+            shards.move(scale)
             yield
         finally:
-            with torch.no_grad():
-                for name, value in saved.items():
-                    self.parameters[name].copy_(value)
-
-
-def _norm(gradient: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([value.double().square().sum() for value in gradient.values()]).sum().sqrt())
-
-
-def _product(left: Tensor, right: Tensor | float) -> float:
-    return float((left.double() * right).sum()) if isinstance(right, Tensor) or right else 0.0
+            shards.restore()

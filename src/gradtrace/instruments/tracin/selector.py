@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, GhostProduct, directional_derivative
 from gradtrace.attribution.tangent import norm
+from gradtrace.instruments.padding_row import padding_row_is_constant
 
 METHODS = ("auto", "ghost", "tangent")
 PARAMETERS = ("linear", "all")
@@ -159,7 +160,8 @@ class TracInSelector:
             raise AttributionError("there is no validation gradient yet: call set_validation first")
 
     def _tangent(self, piece: Piece) -> Tensor:
-        with padding_without_gradient(self.model):
+        # A response that holds the padding token must score the same by both methods.
+        with padding_row_is_constant(self.model):
             return directional_derivative(self.model, piece.losses, self._gradient)
 
     def _ghost_pass(self, piece: Piece) -> Tensor:
@@ -224,26 +226,6 @@ def countable(model: nn.Module, parameters: str, exclude: Sequence[str]) -> dict
     if not trainable:
         raise AttributionError("no trainable parameter counts: every weight is frozen or excluded")
     return trainable
-
-
-@contextmanager
-def padding_without_gradient(model: nn.Module) -> Iterator[None]:
-    """Backward passes give the padding token's embedding no gradient (`padding_idx`); forward mode would, and a
-    response that holds this token would score differently by the two methods."""
-    handles = []
-
-    def stop(module: nn.Embedding, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        is_padding = inputs[0].eq(module.padding_idx)  # type: ignore[arg-type]
-        return torch.where(is_padding[..., None], output.detach(), output)
-
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            handles.append(module.register_forward_hook(stop))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import Prediction, Shares, Tokens
+from gradtrace.instruments.entropy_probe.columns import Probed
 from gradtrace.integrations.verl.influence_parts import part_file
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.safe_npz import dump_npz
@@ -97,8 +98,8 @@ def join_probe_parts(folder: Path, step: int, ranks: int) -> ProbePart:
     return joined
 
 
-def joined(part: ProbePart, evaluation: RolloutBatch, rows: Tensor) -> tuple[Prediction, Tokens, Shares]:
-    """(prediction, E's tokens after the update, shares), in the order of E and of `rows`."""
+def joined(part: ProbePart, evaluation: RolloutBatch, rows: Tensor) -> Probed:
+    """What all ranks together have found, in the order of E and of `rows`."""
     sequences, lengths = range(len(evaluation)), evaluation.response_lengths
 
     def of(found: dict[int, Tensor]) -> Tensor:
@@ -107,8 +108,11 @@ def joined(part: ProbePart, evaluation: RolloutBatch, rows: Tensor) -> tuple[Pre
     base, derivative, after = of(part.base), of(part.derivative), of(part.after)
     responses = torch.stack([part.shares[row].sum() for row in rows.tolist()])
     tokens = torch.cat([part.shares[row] for row in rows.tolist()])
-    return (
+    return Probed(
+        rows,
+        evaluation,
         Prediction(Tokens(lengths, evaluation.group, *base), *derivative),
-        Tokens(lengths, evaluation.group, *after),
         Shares(tokens, responses, part.momentum, part.decay, part.legacy),
+        Tokens(lengths, evaluation.group, *after),
+        part.rate,
     )

@@ -12,9 +12,8 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.columns import probe_columns, probe_meta, probe_metrics
-from gradtrace.instruments.entropy_probe.estimates import covariance_change, measured_change
 from gradtrace.integrations.verl.probe_parts import ProbeInputs, join_probe_parts, joined
+from gradtrace.policy.rollouts import keep_groups
 from gradtrace.trace.writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -93,22 +92,11 @@ class ProbeRecorder:
         if part.failure:
             self._failed(step, part.failure)
             return {"entropy_probe/errors": float(self.errors)}
-        prediction, after, shares = joined(part, evaluation, rows)
-        measured = measured_change(
-            prediction.base, after, prediction.d_log_probs, prediction.d_entropies, 1.0
-        )
-        chosen = batch.response_mask[rows]
-        covariance = covariance_change(
-            batch.old_log_probs[rows][chosen],  # type: ignore[index]
-            batch.advantages[rows][chosen],  # type: ignore[index]
-            part.rate,
-        )
-        columns = probe_columns(batch, rows, shares, evaluation, prediction, after)
-        meta = probe_meta(prediction, measured, shares, covariance) | {"learning_rate": part.rate}
-        self.writer.write(step, columns, self.meta | meta)
+        probed = joined(part, evaluation, rows)
+        self.writer.write(step, probed.columns(batch), self.meta | probed.meta(batch))
         return {
             "entropy_probe/errors": float(self.errors),
-            **probe_metrics(prediction, measured, shares),
+            **probed.metrics(),
             "entropy_probe/write_errors": float(self.writer.stats.failed),
             "timing_s/entropy_probe": part.seconds,
         }
@@ -119,5 +107,4 @@ def without_prompts(batch: RolloutBatch, prompts: list[list[int]]) -> RolloutBat
     others = {tuple(prompt) for prompt in prompts}
     apart = torch.tensor([tuple(prompt) not in others for prompt in batch.prompts])
     kept = batch.select(apart[batch.group] & (batch.response_lengths > 0))
-    groups, place = kept.group.unique(return_inverse=True)
-    return kept.replace(prompts=[batch.prompts[group] for group in groups.tolist()], group=place)
+    return keep_groups(kept, kept.group.unique())

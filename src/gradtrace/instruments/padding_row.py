@@ -1,6 +1,6 @@
 """`nn.Embedding(padding_idx=…)`: autograd leaves out the gradient of one row, also where a response holds that token.
 
-So a backward pass is not the derivative of what the model computes, and forward mode is. The probe needs both: the
+So a backward pass is not the derivative of what the model computes, and forward mode is. Instruments need both: the
 true derivative of entropy, and the gradient that the optimizer saw.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def padded_embeddings(model: nn.Module) -> list[nn.Embedding]:
-    """Those that have such a row."""
+    """The embeddings that have such a row."""
     return [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
 
 

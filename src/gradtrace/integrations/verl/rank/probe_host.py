@@ -1,0 +1,210 @@
+"""The entropy probe's passes over verl's engine, where weights, gradients and the optimizer's moments lie in shards.
+
+What a model in one process does in forward mode is done by central differences here: all ranks move their shards along
+the direction together and run forward passes. A backward pass over E leaves the gradient of entropy as shards, too.
+Only scalars travel beside FSDP's own traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
+
+from gradtrace.attribution import directional_derivative
+from gradtrace.attribution.collectives import Ranks, forget_gathered, local
+from gradtrace.instruments.entropy_probe.passes import Pass, Progress, TokenBatch
+from gradtrace.instruments.host import Gradient
+from gradtrace.instruments.padding_row import padded_embeddings, padding_row_stays
+from gradtrace.integrations.verl.dealing import PADDING, deal
+from gradtrace.integrations.verl.probe_parts import ProbeInputs
+from gradtrace.integrations.verl.rank.full_precision import full_precision
+from gradtrace.integrations.verl.rank.influence import plain, rows_of
+from gradtrace.integrations.verl.rank.losses import GradtraceLoss
+from gradtrace.integrations.verl.rank.sequences import sequences, token_weight
+from gradtrace.rollout.sampler import evaluation_mode
+
+PASS_SETTINGS = (
+    *("temperature", "use_remove_padding", "use_dynamic_bsz", "max_token_len_per_gpu", "use_fused_kernels"),
+    *("micro_batch_size_per_gpu", "pad_mode"),
+)
+"""How verl cuts and runs micro-batches; E is run as U is."""
+
+Values = Callable[[Any, Any], Tensor]
+"""(model output, micro-batch of b sequences) → [..., b, T]: numbers per response token."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineBatch(TokenBatch):
+    """This rank's sequences of E or of U; one pass of the engine over all of them, which cuts it itself."""
+
+    data: Any
+    """As verl has it, with sequences that only fill up."""
+    rows: list[int]
+    """Of the R sequences, ascending: their places in E, or their rows in the step's batch."""
+
+    def by_row(self, values: Tensor) -> dict[int, Tensor]:
+        """Numbers per token [..., N] → row → [..., t]."""
+        return dict(zip(self.rows, values.split(self.lengths.tolist(), dim=-1), strict=True))
+
+
+class EngineHost:
+    """A `ProbeHost` over verl's engine; every method is called by all ranks together."""
+
+    def __init__(self, engine: Any, loss: GradtraceLoss) -> None:
+        self.engine = engine
+        self.loss = loss
+        group = engine.get_data_parallel_group()
+        self.ranks = Ranks(group if dist.get_world_size(group) > 1 else None)
+
+    # ------------------------------------------------------------ the contract
+
+    def still(self) -> AbstractContextManager[None]:
+        """`RankProbe` stands `aside` for the whole of a probe already."""
+        return nullcontext()
+
+    def derivative(self, run: Callable[[], Tensor], direction: Gradient) -> Tensor:
+        return directional_derivative(
+            self.engine.module, run, direction, "finite_difference", ranks=self.ranks
+        )
+
+    def entropy_gradient(
+        self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None
+    ) -> Gradient:
+        assert isinstance(batch, EngineBatch)
+        weight_of = dict(zip(batch.rows, weights.tolist(), strict=True))
+        scale = self.engine.get_data_parallel_size()  # FSDP takes the mean over ranks
+
+        def objective(model_output: Any, data: Any, **ignored: Any) -> tuple[Tensor, dict[str, Any]]:
+            log_probs, entropies = log_probs_and_entropies(model_output, data)
+            rows = rows_of(data).tolist()
+            own = log_probs.new_tensor([weight_of.get(row, 0.0) for row in rows])[:, None]
+            lengths = data["responses"].offsets().diff()
+            real = log_probs.new_tensor([float(row != PADDING) for row in rows])[:, None]
+            mask = real * (torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None])
+            return scale * (mask * (entropies + own * log_probs)).sum(), {}
+
+        parameters = dict(self.engine.module.named_parameters())
+        kept = {name: p.grad for name, p in parameters.items()}
+        try:
+            for p in parameters.values():
+                p.grad = None
+            with self._recomputing():
+                self.engine.plain_passes(batch.data, objective, forward_only=False)
+            return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        finally:
+            for name, p in parameters.items():
+                p.grad = kept[name]
+
+    def padding_held(self) -> AbstractContextManager[None]:
+        return padding_row_stays(self.engine.module, self._padding_rows())
+
+    def _padding_rows(self) -> list[Tensor]:
+        """[D] of each padded embedding, from the rank that has it."""
+        rows = []
+        for module in padded_embeddings(self.engine.module):
+            weight: Any = module.weight
+            own, place = local(weight.detach()), int(module.padding_idx or 0)
+            if isinstance(weight, DTensor):
+                _, offsets = compute_local_shape_and_global_offset(
+                    weight.shape, weight.device_mesh, weight.placements
+                )
+                place -= offsets[0]
+            found = self.ranks.gather(own[place].clone().cpu() if 0 <= place < len(own) else None)
+            rows.append(next(row for row in found if row is not None))
+        return rows
+
+    # ------------------------------------------------------------ batches
+
+    def evaluation(self, inputs: ProbeInputs, update: Any) -> EngineBatch:
+        """This rank's part of E, run as the mini-batch `update` is."""
+        settings = {key: plain(update, key) for key in PASS_SETTINGS if key in update}
+        multiple = 1 if settings.get("use_dynamic_bsz", True) else int(settings["micro_batch_size_per_gpu"])
+        lengths = [len(p) + len(r) for p, r in zip(inputs.prompts, inputs.responses, strict=True)]
+        place = dist.get_rank(self.engine.get_data_parallel_group())
+        rows = deal(lengths, self.ranks.size, multiple)[place]
+        shortest = min(range(len(lengths)), key=lengths.__getitem__)
+        chosen = [shortest if row == PADDING else row for row in rows]
+        data = sequences(
+            [inputs.prompts[row] for row in chosen], [inputs.responses[row] for row in chosen], rows
+        )
+        tu.assign_non_tensor(data, calculate_entropy=True, global_batch_size=len(lengths), **settings)
+        return self._batch(data, log_probs_and_entropies)
+
+    def update(self, data: Any) -> EngineBatch:
+        """This rank's part of U: its tokens' own terms of the loss; over all ranks they sum to it."""
+        size = self.engine.get_data_parallel_size()
+
+        def terms(model_output: Any, micro: Any) -> Tensor:
+            losses = self.loss.token_losses(model_output, micro)
+            return losses * (token_weight(self.loss.actor, micro) / size).to(losses)[:, None]
+
+        return self._batch(data, terms)
+
+    def _batch(self, data: Any, values_of: Values) -> EngineBatch:
+        lengths = dict(zip(rows_of(data).tolist(), data["responses"].offsets().diff().tolist(), strict=True))
+        rows = sorted(row for row in lengths if row != PADDING)
+        one = Pass(torch.arange(len(rows)), lambda: self._run(data, values_of))
+        return EngineBatch(
+            lengths=torch.tensor([lengths[row] for row in rows], dtype=torch.long),
+            group=torch.tensor(rows, dtype=torch.long),
+            passes=lambda: [one],
+            data=data,
+            rows=rows,
+        )
+
+    # ------------------------------------------------------------ passes
+
+    def _run(self, data: Any, values_of: Values) -> Tensor:
+        """float64[..., N]: a forward pass over this rank's `data`, rows in order. Every rank runs equally many."""
+        found: dict[int, Tensor] = {}
+
+        def keep(model_output: Any, data: Any, **ignored: Any) -> tuple[Tensor, dict[str, Any]]:
+            values = values_of(model_output, data)
+            lengths = data["responses"].offsets().diff().tolist()
+            for place, row in enumerate(rows_of(data).tolist()):
+                found[row] = values[..., place, : lengths[place]].detach().double().cpu()
+            return values.sum(), {}
+
+        self.engine.plain_passes(data, keep, forward_only=True)
+        nothing = next(iter(found.values()))[..., :0]
+        return torch.cat([nothing, *(found[row] for row in sorted(found) if row != PADDING)], dim=-1)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Training does not notice what happens in here: modes, random numbers and gathered weights are put back."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices), evaluation_mode(self.engine.module):
+            forget_gathered(self.engine.module)
+            try:
+                with full_precision(self.engine):
+                    yield
+            finally:
+                forget_gathered(self.engine.module)
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """transformers recomputes activations in training mode only, and a backward pass needs the memory."""
+        module = self.engine.module
+        if not getattr(module, "is_gradient_checkpointing", False):
+            yield
+            return
+        module.train()
+        try:
+            yield
+        finally:
+            module.eval()
+
+
+def log_probs_and_entropies(model_output: Any, data: Any) -> Tensor:
+    """[2, b, T]: log-probs and entropies of the response tokens."""
+    return torch.stack([no_padding_2_padding(model_output[name], data) for name in ("log_probs", "entropy")])
