@@ -7,6 +7,8 @@ of the longest response in this batch. Token columns are right-padded; `response
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,8 @@ TOKEN_COLUMNS = (
     "returns",
 )
 RESPONSE_COLUMNS = ("finished", "rewards", "flipped", "kept")
+COLUMNS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "group", "responses", "response_mask")
+"""All that are tensors."""
 SET_BY = {
     "rewards": "the reward (`policy.rollouts.judge`)",
     "old_log_probs": "the pass over the rollout before the update (`policy.loss.fill_statistics`)",
@@ -36,6 +40,7 @@ SET_BY = {
     "kept": "TracIn selection",
 }
 """Who sets a column that a fresh rollout does not have."""
+OPTIONAL_COLUMNS = ("texts", "flipped", *SET_BY)
 
 
 @dataclass
@@ -116,6 +121,30 @@ class RolloutBatch:
     def prompt_lengths(self) -> Tensor:
         """long[R]: the length of each *response's* prompt."""
         return torch.tensor([len(prompt) for prompt in self.prompts])[self.group]
+
+    def columns(self) -> dict[str, Tensor]:
+        """Every tensor that is set, by name, contiguous: what a file needs beside prompts, items and texts."""
+        found = {name: getattr(self, name) for name in COLUMNS}
+        return {name: column.contiguous() for name, column in found.items() if column is not None}
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """`columns`, and the prompts as flat `prompt_ids` with `prompt_offsets`. Items and texts are left out."""
+        lengths = torch.tensor([0, *(len(prompt) for prompt in self.prompts)])
+        ids = torch.tensor([token for prompt in self.prompts for token in prompt], dtype=torch.long)
+        return self.columns() | {"prompt_ids": ids, "prompt_offsets": lengths.cumsum(0)}
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, Tensor], **more: Any) -> RolloutBatch:
+        """Inverse of `to_tensors`; `more`: items and texts."""
+        offsets = tensors["prompt_offsets"].tolist()
+        ids = tensors["prompt_ids"].tolist()
+        columns: dict[str, Any] = {name: tensors[name] for name in COLUMNS if name in tensors}
+        prompts = [ids[start:end] for start, end in itertools.pairwise(offsets)]
+        return RolloutBatch(prompts=prompts, **columns, **more)
+
+    def only(self, *names: str) -> RolloutBatch:
+        """A copy with these of the columns that a fresh rollout does not have, and no others."""
+        return self.replace(**{name: None for name in OPTIONAL_COLUMNS if name not in names})
 
     def replace(self, **columns: Any) -> RolloutBatch:
         """A copy with these columns set; tensors are shared, not cloned."""

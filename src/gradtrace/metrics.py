@@ -54,11 +54,10 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Rewards, advantages and lengths of the batch that was trained on."""
-    assert batch.rewards is not None and batch.advantages is not None
     prompt_lengths = batch.prompt_lengths.float()
     return {
-        **spread("critic/rewards", batch.rewards),
-        **spread("critic/advantages", batch.advantages[batch.response_mask]),
+        **spread("critic/rewards", batch.need("rewards")),
+        **spread("critic/advantages", batch.need("advantages")[batch.response_mask]),
         **spread("response_length", batch.response_lengths),
         "response_length/clip_ratio": float((~batch.finished).float().mean()),
         TRAINED: float(len(batch) if batch.kept is None else batch.kept.sum()),

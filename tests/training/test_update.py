@@ -18,6 +18,7 @@ from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, S
 from gradtrace.metrics import Timer
 from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.rollouts import add_advantages
 from gradtrace.policy.schedule import learning_rate
 from gradtrace.training.update import plan_updates
 from tests.training.small import random_batch, trainer
@@ -56,6 +57,17 @@ def test_groups_stay_whole() -> None:
     batch = random_batch(6, 4)
     for update in plan_updates(batch, 2, 1, True, 1, torch.Generator()):
         assert all(int((batch.group[update.rows] == g).sum()) in (0, 4) for g in range(6))
+
+
+def test_the_update_writes_to_no_column_of_the_batch_it_was_given(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    batch = add_advantages(collected(run), run.estimator)
+    given = torch.full_like(batch.sampler_log_probs, -7.0)
+    batch = batch.replace(old_log_probs=given.clone(), entropies=given.clone())
+    updates = plan_updates(batch, 0, 1, False, 1, torch.Generator())
+    done, _ = run.update.run(batch, MicroBatches(batch, 4096), updates, StepObserver())
+    assert torch.equal(batch.need("old_log_probs"), given) and torch.equal(batch.need("entropies"), given)
+    assert not torch.equal(done.need("old_log_probs"), given)
 
 
 @pytest.mark.parametrize("source", ["auto", "recompute", "sampler"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,8 @@ from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.rollouts import add_advantages
 from gradtrace.rollout import SamplingParams
-from gradtrace.trace.schema import ragged
 from gradtrace.training.experience import Experience
-from gradtrace.training.instruments import truth_of
 from gradtrace.training.parts import Parts
-
-FIELDS = ("group", "responses", "response_mask", "finished", "sampler_log_probs", "rewards", "advantages")
-OPTIONAL = ("ref_log_probs",)
 
 
 def make_rollout(parts: Parts) -> tuple[RolloutBatch, Tensor]:
@@ -47,8 +41,7 @@ def make_rollout(parts: Parts) -> tuple[RolloutBatch, Tensor]:
         batch = parts.reference.add_log_probs(batch, micro_batches(everything))
     with_statistics = fill_statistics(parts.policy, batch, micro_batches, everything)
     batch = batch.replace(advantages=add_advantages(with_statistics, estimator).advantages)
-    assert batch.rewards is not None
-    if bool(constant_groups(batch.rewards, batch.group).all()):
+    if bool(constant_groups(batch.need("rewards"), batch.group).all()):
         raise GradtraceError(
             f"No prompt of the rollout has responses with different rewards (all {len(batch.prompts)} groups are "
             "constant): nothing to score. Use another checkpoint, or more prompts (data.train_batch_size)."
@@ -57,44 +50,30 @@ def make_rollout(parts: Parts) -> tuple[RolloutBatch, Tensor]:
 
 
 def first_wrong(parts: Parts, batch: RolloutBatch) -> Tensor:
-    truth = truth_of(parts.task)
     found = []
     for row, group in enumerate(batch.group.tolist()):
         response = batch.responses[row, : int(batch.response_lengths[row])].tolist()
-        index = truth(batch.items[group], response)[1] if batch.items else None
+        index = parts.task.truth(batch.items[group], response)[1] if batch.items else None
         found.append(-1 if index is None else index)
     return torch.tensor(found)
 
 
 def dump_rollout(batch: RolloutBatch, wrong: Tensor) -> bytes:
-    prompt_ids, prompt_offsets = ragged(batch.prompts)
-    columns: dict[str, Any] = {
-        "prompt_ids": prompt_ids,
-        "prompt_offsets": prompt_offsets,
-        "first_wrong": wrong.numpy(),
-    }
-    for name in FIELDS + OPTIONAL:
-        if getattr(batch, name) is not None:
-            columns[name] = getattr(batch, name).numpy()
+    columns: dict[str, Any] = {name: column.numpy() for name, column in batch.to_tensors().items()}
     buffer = io.BytesIO()
-    np.savez(buffer, **columns)
+    np.savez(buffer, first_wrong=wrong.numpy(), **columns)
     return buffer.getvalue()
 
 
 def parse_rollout(data: bytes) -> tuple[RolloutBatch, Tensor]:
     with np.load(io.BytesIO(data), allow_pickle=False) as columns:
-        offsets = columns["prompt_offsets"]
-        prompts = [columns["prompt_ids"][start:end].tolist() for start, end in itertools.pairwise(offsets)]
-        tensors: dict[str, Any] = {
-            name: torch.from_numpy(columns[name]) for name in FIELDS + OPTIONAL if name in columns
-        }
-        return RolloutBatch(prompts=prompts, **tensors), torch.from_numpy(columns["first_wrong"])
+        tensors = {name: torch.from_numpy(columns[name]) for name in columns}
+    return RolloutBatch.from_tensors(tensors), tensors["first_wrong"]
 
 
 def describe_rollout(batch: RolloutBatch, wrong: Tensor, data: bytes) -> dict[str, Any]:
-    assert batch.rewards is not None
-    constant = constant_groups(batch.rewards, batch.group)
-    good = accepted(batch.rewards, batch.group)
+    constant = constant_groups(batch.need("rewards"), batch.group)
+    good = accepted(batch.need("rewards"), batch.group)
     return {
         "prompts": len(batch.prompts),
         "responses": len(batch),

@@ -38,15 +38,14 @@ def group_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, Any
 
 def response_columns(batch: RolloutBatch, rows: Tensor, truth: Truth = no_truth) -> dict[str, Any]:
     """The responses `rows`, token ids included, in that order."""
-    assert batch.rewards is not None
-    chosen = batch.select(rows)
+    chosen, rewards = batch.select(rows), batch.need("rewards")
     lengths = chosen.response_lengths.tolist()
     ids = [row[:length] for row, length in zip(chosen.responses.tolist(), lengths, strict=True)]
     columns: dict[str, Any] = {
         "group": chosen.group.numpy(),
         "row": rows.numpy(),
-        "reward": batch.rewards[rows].numpy(),
-        "accepted": accepted(batch.rewards, batch.group)[rows].numpy(),
+        "reward": rewards[rows].numpy(),
+        "accepted": accepted(rewards, batch.group)[rows].numpy(),
         "length": np.array(lengths),
         "finished": chosen.finished.numpy(),
         "token_id": chosen.responses[chosen.response_mask].numpy(),
@@ -63,8 +62,7 @@ def response_columns(batch: RolloutBatch, rows: Tensor, truth: Truth = no_truth)
 
 def response_advantages(batch: RolloutBatch) -> Tensor:
     """float[R]: the mean advantage of each response's tokens (in GRPO they are all equal)."""
-    assert batch.advantages is not None
-    total = torch.where(batch.response_mask, batch.advantages, 0.0).sum(1)
+    total = torch.where(batch.response_mask, batch.need("advantages"), 0.0).sum(1)
     return total / batch.response_lengths.clamp(min=1)
 
 

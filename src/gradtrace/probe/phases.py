@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from gradtrace.batch import RESPONSE_COLUMNS, TOKEN_COLUMNS, RolloutBatch
+from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.atomic import DamagedError, atomic_write, make_folder, remove_leftovers, seal, unseal
-from gradtrace.trace.schema import ragged
 
 IDENTITY = "probe.json"
 
@@ -82,30 +79,17 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def save_batch(batch: RolloutBatch, sampling: dict[str, Any], path: Path) -> None:
     """`sampling`: the parameters it was drawn with (temperature, top_p, top_k)."""
-    columns = {
-        name: getattr(batch, name)
-        for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "group", "responses", "response_mask")
-        if getattr(batch, name) is not None
-    }
-    ids, offsets = ragged(batch.prompts, "int64")
-    columns |= {"prompt_ids": torch.from_numpy(ids), "prompt_offsets": torch.from_numpy(offsets)}
     notes = {"items": batch.items, "texts": batch.texts, "sampling": sampling}
     metadata = {name: json.dumps(value) for name, value in notes.items()}
-    atomic_write(path, save({key: value.contiguous() for key, value in columns.items()}, metadata))
+    atomic_write(path, save(batch.to_tensors(), metadata))
 
 
 def load_batch(path: Path) -> tuple[RolloutBatch, dict[str, Any]]:
     """A batch that `save_batch` wrote, and how it was sampled."""
     tensors, notes = load_tensors(path)
     try:
-        ids, offsets = tensors.pop("prompt_ids").tolist(), tensors.pop("prompt_offsets").tolist()
-        prompts = [ids[start:end] for start, end in itertools.pairwise(offsets)]
-        batch = RolloutBatch(
-            prompts=prompts,
-            items=json.loads(notes["items"]),
-            texts=json.loads(notes["texts"]),
-            **tensors,
-        )
+        texts = {name: json.loads(notes[name]) for name in ("items", "texts")}
+        batch = RolloutBatch.from_tensors(tensors, **texts)
         return batch, json.loads(notes["sampling"])
     except (KeyError, TypeError, ValueError) as error:
         raise GradtraceError(f"{path} is not a batch that a probe saved: {error}") from error

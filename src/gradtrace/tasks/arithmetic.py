@@ -19,10 +19,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from gradtrace.config import ArithmeticConfig
-from gradtrace.tasks.base import Item, Prompt
+from gradtrace.errors import GradtraceError
+from gradtrace.tasks.base import Item, Prompt, Task
+from gradtrace.tasks.sources import read_source
 
 OPERATORS = "+-*"
 VOCABULARY = ["<pad>", "<eos>", "<unk>", "\n", *"0123456789", *OPERATORS, "="]
+STOP = VOCABULARY.index("<eos>")
 VALIDATION_SHARE = 16
 """One chain in so many belongs to validation and is never trained on."""
 
@@ -86,14 +89,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-class ArithmeticTask:
+class ArithmeticTask(Task):
     name = "arithmetic"
 
     def __init__(self, config: ArithmeticConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
         self.tokenizer: PreTrainedTokenizerBase = build_tokenizer()
-        self.stop_token_ids: tuple[int, ...] = (VOCABULARY.index("<eos>"),)
+        self.stop_token_ids: tuple[int, ...] = (STOP,)
         self._drawn = 0
 
     def next_prompts(self, count: int) -> list[Prompt]:
@@ -117,19 +120,41 @@ class ArithmeticTask:
                 prompts.setdefault(chain.prompt, self._prompt(chain))
         return list(prompts.values())
 
-    def reward(self, response: str, item: Item) -> float:
+    def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
+        prompts = []
+        for file in files:
+            for number, row in enumerate(read_source(file, key)):
+                prompt = self.parse(str(row.get("prompt", "")))
+                if prompt is None:
+                    raise GradtraceError(
+                        f"{key}: {file}, row {number} is no chain of the arithmetic task: {row}. Write "
+                        '{"prompt": "3+7*4-2+9="}.'
+                    )
+                prompts.append(prompt)
+        if not prompts:
+            raise GradtraceError(f"{key}={files}: no rows, so there is no validation set.")
+        return prompts
+
+    @staticmethod
+    def reward(response: str, item: Item) -> float:
         """1 if the whole chain is right."""
         return float(response == item["expected"])
 
-    def first_wrong_token(self, item: Item, response_ids: list[int]) -> int | None:
+    @staticmethod
+    def truth(item: Item, response: list[int]) -> tuple[list[int] | None, int | None]:
+        return ArithmeticTask.encode(item["expected"]), ArithmeticTask.first_wrong_token(item, response)
+
+    @staticmethod
+    def first_wrong_token(item: Item, response_ids: list[int]) -> int | None:
         """Index of the first token that differs from the one correct response; None if every token is right."""
-        expected = [*self.encode(item["expected"]), self.stop_token_ids[0]]
+        expected = [*ArithmeticTask.encode(item["expected"]), STOP]
         for index, token in enumerate(response_ids):
             if index >= len(expected) or token != expected[index]:
                 return index
         return None
 
-    def encode(self, text: str) -> list[int]:
+    @staticmethod
+    def encode(text: str) -> list[int]:
         return [VOCABULARY.index(character) for character in text]
 
     def state_dict(self) -> dict[str, int]:

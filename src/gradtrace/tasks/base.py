@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 Item = dict[str, Any]
 """All that is known about a prompt: its text under "prompt", "answer", "source", and the task's own keys."""
-
-Reward = Callable[[str, Item], float]
-"""(response text, item) -> reward."""
 
 
 @dataclass(frozen=True)
@@ -21,20 +18,40 @@ class Prompt:
     item: Item
 
 
-class Task(Protocol):
+class Task(ABC):
+    """Prompts and their judgement; a task of your own overrides what is abstract here and what it knows beyond that."""
+
     name: str
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
 
+    @abstractmethod
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next training prompts; the stream never ends."""
 
+    @abstractmethod
     def validation_prompts(self, count: int) -> list[Prompt]:
         """The first `count` validation prompts (or all there are): always the same ones."""
 
-    def reward(self, response: str, item: Item) -> float: ...
+    @abstractmethod
+    def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
+        """Prompts of this task from files of the user's, which the setting `key` names; no row at all is an error."""
 
+    @staticmethod
+    @abstractmethod
+    def reward(response: str, item: Item) -> float:
+        """The judgement of a response where the run names no other reward."""
+
+    @staticmethod
+    def truth(item: Item, response: list[int]) -> tuple[list[int] | None, int | None]:
+        """What is known beyond the reward: the ids of the right answer, and the index of the first wrong token of
+        `response`; None where the task does not know."""
+        return None, None
+
+    @abstractmethod
     def state_dict(self) -> dict[str, int]:
         """The position in the stream of training prompts."""
 
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Inverse of `state_dict`."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gradtrace.config import DataConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.base import Item, Prompt
+from gradtrace.tasks.base import Item, Prompt, Task
 from gradtrace.tasks.rewards import shorten
 from gradtrace.tasks.sources import Row, read_source
 
@@ -27,7 +27,7 @@ VERL_ANSWER = "reward_model.ground_truth"
 DEFAULT_ANSWER = DataConfig().answer_key
 
 
-class DatasetTask:
+class DatasetTask(Task):
     name = "dataset"
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> None:
@@ -59,7 +59,11 @@ class DatasetTask:
     def validation_prompts(self, count: int) -> list[Prompt]:
         return self._validation[:count]
 
-    def reward(self, response: str, item: Item) -> float:
+    def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
+        return PromptReader(self.config, self.tokenizer).read(files, key)
+
+    @staticmethod
+    def reward(response: str, item: Item) -> float:
         """1 if the response, stripped, is the answer."""
         return float(response.strip() == str(item["answer"]).strip())
 

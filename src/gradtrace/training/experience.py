@@ -62,17 +62,15 @@ class Experience:
             batch = judge(batch, self.task.tokenizer, self.reward)
             if self.flip_probability:
                 batch = flip_rewards(batch, self.flip_probability, generator)
-        assert batch.rewards is not None
-        scores = batch.rewards
+        scores = batch.need("rewards")
         if self.algorithm.length_shaping.shape != "none":
             batch = batch.replace(rewards=scores + self._length_shaping(batch, scores))
-        assert batch.rewards is not None
         overlong = self.algorithm.overlong
         if overlong.enable:
             penalty = soft_overlong_penalty(
                 batch.response_lengths, self.params.max_new_tokens, overlong.buffer, overlong.penalty
             )
-            batch = batch.replace(rewards=batch.rewards + penalty)
+            batch = batch.replace(rewards=batch.need("rewards") + penalty)
         return batch, scores
 
     def _length_shaping(self, batch: RolloutBatch, scores: Tensor) -> Tensor:
@@ -117,8 +115,7 @@ class Experience:
         }
 
     def _metrics(self, batch: RolloutBatch, scores: Tensor, batches: int) -> dict[str, float]:
-        assert batch.rewards is not None
-        counts = count_groups(batch.rewards, batch.group)
+        counts = count_groups(batch.need("rewards"), batch.group)
         return {
             GENERATED: float(len(scores)),
             "critic/score/mean": float(scores.mean()),
@@ -130,6 +127,5 @@ class Experience:
 
 def flip_rewards(batch: RolloutBatch, probability: float, generator: torch.Generator) -> RolloutBatch:
     """The batch with rewards r turned into 1 − r at random, and marked so: a verifier that errs."""
-    assert batch.rewards is not None
-    flipped = torch.rand(len(batch), generator=generator) < probability
-    return batch.replace(rewards=torch.where(flipped, 1.0 - batch.rewards, batch.rewards), flipped=flipped)
+    flipped, rewards = torch.rand(len(batch), generator=generator) < probability, batch.need("rewards")
+    return batch.replace(rewards=torch.where(flipped, 1.0 - rewards, rewards), flipped=flipped)

@@ -9,7 +9,7 @@ from gradtrace.algorithms import policy_loss
 from gradtrace.attribution import AttributionError, TrainingPass
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.columns import Truth, no_truth
+from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument, ProbeSettings
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
@@ -21,8 +21,6 @@ from gradtrace.instruments.tracin.model_host import ModelHost
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSource, validation_advantage, validation_pool
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
-from gradtrace.tasks.arithmetic import ArithmeticTask
-from gradtrace.tasks.base import Task
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
@@ -34,7 +32,7 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     """The enabled instruments of `parts.config`, as one observer. `report` shows a line to the user."""
     trainer = parts.config.trainer
     meta = {"task": parts.task.name, "temperature": parts.config.rollout.temperature}
-    truth = truth_of(parts.task)
+    truth = parts.task.truth
     observers: list[StepObserver] = []
     traced = (trainer.entropy_trace, trainer.influence_trace, trainer.tracin)
     if any(trace.enable for trace in traced) or trainer.entropy_probe.every:
@@ -127,14 +125,3 @@ def loss_traits(algorithm: AlgorithmConfig) -> TrainingPass:
         kl_in_loss=algorithm.kl_coef > 0 or loss.own_kl,
         entropy_bonus=algorithm.entropy_coef != 0,
     )
-
-
-def truth_of(task: Task) -> Truth:
-    """What the task knows beyond the reward: the right answer's tokens, and where a response first leaves it."""
-    if not isinstance(task, ArithmeticTask):
-        return no_truth
-
-    def truth(item: dict[str, Any], response: list[int]) -> tuple[list[int], int | None]:
-        return task.encode(item["expected"]), task.first_wrong_token(item, response)
-
-    return truth

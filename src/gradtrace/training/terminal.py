@@ -158,20 +158,20 @@ def validation_text(metrics: dict[str, float]) -> str:
 
 def samples_table(step: int, batch: RolloutBatch) -> Table:
     """The best and the worst response of a few prompts."""
-    assert batch.rewards is not None and batch.texts is not None
+    rewards, texts = batch.need("rewards"), batch.texts or [""] * len(batch)
     table = Table(title=f"step {step}: sample responses", title_justify="left", expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("response", ratio=3)
     table.add_column("reward", justify="right")
     for group in range(min(SAMPLES // 2, len(batch.prompts))):
         rows = (batch.group == group).nonzero().squeeze(-1)
-        best, worst = rows[batch.rewards[rows].argmax()], rows[batch.rewards[rows].argmin()]
+        best, worst = rows[rewards[rows].argmax()], rows[rewards[rows].argmin()]
         for row in dict.fromkeys((int(best), int(worst))):
             prompt = str(batch.items[group].get("prompt", "")) if batch.items else ""
             cells = [
                 Text(_tail(prompt)),
-                Text(_tail(batch.texts[row])),
-                Text(f"{float(batch.rewards[row]):.2f}"),
+                Text(_tail(texts[row])),
+                Text(f"{float(rewards[row]):.2f}"),
             ]
             table.add_row(*cells)
     return table

@@ -57,13 +57,11 @@ class PolicyUpdate:
         The first optimizer step runs at the weights that sampled the batch, so its own forward pass gives the old
         log-probs of its rows. Those of all other rows must be set already.
         """
-        assert batch.advantages is not None
         totals = Totals()
-        old_log_probs = (
-            torch.zeros_like(batch.sampler_log_probs) if batch.old_log_probs is None else batch.old_log_probs
-        )
-        entropies = torch.zeros_like(old_log_probs) if batch.entropies is None else batch.entropies
-        batch = batch.replace(old_log_probs=old_log_probs, entropies=entropies)
+        empty = torch.zeros_like(batch.sampler_log_probs)
+        # Columns of this batch alone, to be written to as passes go by.
+        own = {name: getattr(batch, name) for name in ("old_log_probs", "entropies")}
+        batch = batch.replace(**{name: (empty if c is None else c).clone() for name, c in own.items()})
         for update in updates:
             denominator = Denominator.of(batch.response_mask[update.rows], self.loss.max_response_length)
             for micro in micro_batches(update.rows):
@@ -89,9 +87,8 @@ class PolicyUpdate:
         device = log_probs.device
         mask = micro.mask.to(device)
         if is_first:
-            length = micro.mask.shape[1]
-            batch.old_log_probs[micro.rows, :length] = log_probs.detach().cpu()  # type: ignore[index]
-            batch.entropies[micro.rows, :length] = entropies.detach().cpu()  # type: ignore[index]
+            for name, values in (("old_log_probs", log_probs), ("entropies", entropies)):
+                batch.need(name)[micro.rows, : micro.mask.shape[1]] = values.detach().cpu()
         policy_losses, penalties, token_sums = self.loss.losses(batch, micro, log_probs, entropies)
         policy_term = aggregate(policy_losses, mask, self.loss.algorithm.aggregation, denominator)
         loss = policy_term

@@ -6,7 +6,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.integrations.verl.dealing import PADDING, plan_selection, plan_update
+from gradtrace.integrations.verl.dealing import PADDING, deal, plan_selection, plan_update
+
+
+@given(
+    work=st.lists(st.integers(1, 50), max_size=20),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 3),
+)
+def test_every_item_is_dealt_once_and_ranks_have_equally_many_and_about_equal_work(
+    work: list[int], ranks: int, multiple: int
+) -> None:
+    parts = deal(work, ranks, multiple)
+    assert sorted(item for part in parts for item in part if item != PADDING) == list(range(len(work)))
+    sizes = {len(part) for part in parts}
+    assert len(parts) == ranks and len(sizes) == 1 and sizes.pop() % multiple == 0
+    loads = [sum(work[item] for item in part if item != PADDING) for part in parts]
+    assert max(loads) - min(loads) <= max(work, default=0)
 
 
 def even(work: list[int], ranks: int) -> list[list[int]]:

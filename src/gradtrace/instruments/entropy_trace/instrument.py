@@ -40,11 +40,10 @@ class EntropyTrace(StepObserver):
 
 
 def entropy_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, Any]:
-    assert batch.entropies is not None and batch.old_log_probs is not None
     rows = torch.arange(len(batch))
     return {
         **group_columns(batch, truth),
         **response_columns(batch, rows, truth),
-        "entropy": token_column(batch.entropies, batch, rows),
-        "log_prob": token_column(batch.old_log_probs, batch, rows),
+        "entropy": token_column(batch.need("entropies"), batch, rows),
+        "log_prob": token_column(batch.need("old_log_probs"), batch, rows),
     }

@@ -109,7 +109,7 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
 
 def tracin_columns(batch: RolloutBatch, result: TracinStep, truth: Truth = no_truth) -> dict[str, Any]:
     """The training responses with their scores, then the validation responses, in groups of their own."""
-    train, validation = (_bare(part) for part in (batch, result.validation))
+    train, validation = (part.only("rewards", "advantages") for part in (batch, result.validation))
     both = RolloutBatch.concat([part for part in (train, validation) if len(part)])
     count, extra = len(train), len(validation)
     nothing = np.full(extra, np.nan)
@@ -130,18 +130,3 @@ def tracin_columns(batch: RolloutBatch, result: TracinStep, truth: Truth = no_tr
     if batch.flipped is not None:
         columns["flipped"] = np.concatenate([batch.flipped.numpy(), np.zeros(extra, bool)])
     return columns
-
-
-def _bare(batch: RolloutBatch) -> RolloutBatch:
-    """Only the columns that training and validation responses have in common."""
-    return RolloutBatch(
-        prompts=batch.prompts,
-        items=batch.items,
-        group=batch.group,
-        responses=batch.responses,
-        response_mask=batch.response_mask,
-        finished=batch.finished,
-        sampler_log_probs=batch.sampler_log_probs,
-        rewards=batch.rewards,
-        advantages=batch.advantages,
-    )

@@ -19,10 +19,7 @@ from gradtrace.config import Config, TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.policy.rollouts import Judge, add_advantages, judge, keep_groups, rollout
 from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Prompt, Task
-from gradtrace.tasks.datasets import PromptReader
-from gradtrace.tasks.sources import read_source
 
 POOL_BATCHES = 32
 """Validation batches without a repetition, where the task has that many prompts."""
@@ -44,7 +41,7 @@ def validation_pool(config: Config, task: Task, report: Callable[[str], None]) -
     report on, so that reported accuracy stays held out from selection too."""
     settings, reported = config.trainer.tracin, config.trainer.validation
     if settings.val_files:
-        return read_prompts(list(settings.val_files), "trainer.tracin.val_files", config, task)
+        return task.read_prompts(list(settings.val_files), "trainer.tracin.val_files")
     skipped = reported.prompts if reported.every else 0
     pool = task.validation_prompts(skipped + POOL_BATCHES * settings.val_batch_size)[skipped:]
     if not pool:
@@ -59,25 +56,6 @@ def validation_pool(config: Config, task: Task, report: Callable[[str], None]) -
             f"{settings.val_batch_size}: all of them are used every time."
         )
     return pool
-
-
-def read_prompts(files: list[str], key: str, config: Config, task: Task) -> list[Prompt]:
-    """Prompts of the task from files; an empty file is an error."""
-    if not isinstance(task, ArithmeticTask):
-        return PromptReader(config.data, task.tokenizer).read(files, key)
-    prompts = []
-    for file in files:
-        for number, row in enumerate(read_source(file, key)):
-            prompt = task.parse(str(row.get("prompt", "")))
-            if prompt is None:
-                raise GradtraceError(
-                    f"{key}: {file}, row {number} is no chain of the arithmetic task: {row}. Write "
-                    '{"prompt": "3+7*4-2+9="}.'
-                )
-            prompts.append(prompt)
-    if not prompts:
-        raise GradtraceError(f"{key}={files}: no rows, so there is no validation set.")
-    return prompts
 
 
 def validation_advantage(config: Config) -> Algorithm[AdvantageInputs, AdvantageOutputs]:
@@ -114,7 +92,7 @@ class ValidationSource:
         generated = 0
         if self.is_due(step):
             self._current, generated = self._sample(step)
-        assert self._current is not None
+        assert self._current is not None  # it is due before the first step
         return self._current, generated
 
     def is_due(self, step: int) -> bool:
@@ -148,23 +126,13 @@ class ValidationSource:
         """What a later step of the same refresh interval needs; nothing where every step samples anew."""
         if self.settings.val_refresh_every == 1 or self._current is None:
             return {}
-        batch = self._current.batch
-        assert batch.rewards is not None
-        return {
-            "step": torch.tensor(self._current.step),
-            "pool_index": self._current.pool_index,
-            "group": batch.group,
-            "responses": batch.responses.contiguous(),
-            "response_mask": batch.response_mask.contiguous(),
-            "finished": batch.finished,
-            "sampler_log_probs": batch.sampler_log_probs.contiguous(),
-            "rewards": batch.rewards,
-        }
+        about = {"step": torch.tensor(self._current.step), "pool_index": self._current.pool_index}
+        return about | self._current.batch.only("rewards").columns()
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         if not tensors:
             return
-        columns = dict(tensors)
+        columns: dict[str, Any] = dict(tensors)
         step, pool_index = int(columns.pop("step")), columns.pop("pool_index")
         if len(pool_index) and int(pool_index.max()) >= len(self.pool):
             raise GradtraceError(
@@ -172,16 +140,8 @@ class ValidationSource:
                 "trainer.tracin.val_files or the validation data changed?"
             )
         prompts = [self.pool[index] for index in pool_index.tolist()]
-        batch = RolloutBatch(
-            prompts=[prompt.ids for prompt in prompts],
-            items=[prompt.item for prompt in prompts],
-            group=columns.pop("group"),
-            responses=columns.pop("responses"),
-            response_mask=columns.pop("response_mask"),
-            finished=columns.pop("finished"),
-            sampler_log_probs=columns.pop("sampler_log_probs"),
-            rewards=columns.pop("rewards"),
-        )
+        items = [prompt.item for prompt in prompts]
+        batch = RolloutBatch(prompts=[prompt.ids for prompt in prompts], items=items, **columns)
         self._current = ValidationSet(add_advantages(batch, self.estimator), pool_index, step)
 
 
@@ -192,15 +152,14 @@ def choose_groups(batch: RolloutBatch, strategy: str, count: int) -> Tensor:
     `lowest_reward` and `highest_reward` go by the group's mean reward, `balanced` takes the groups nearest to the
     middle of all rewards seen, where good and bad responses are equally many; `random` takes them as they come.
     """
-    assert batch.rewards is not None
-    groups = len(batch.prompts)
+    rewards, groups = batch.need("rewards"), len(batch.prompts)
     if strategy == "random":
         return torch.arange(min(count, groups))
-    means = torch.zeros(groups).index_add(0, batch.group, batch.rewards) / torch.bincount(batch.group)
-    middle = (batch.rewards.min() + batch.rewards.max()) / 2
+    means = torch.zeros(groups).index_add(0, batch.group, rewards) / torch.bincount(batch.group)
+    middle = (rewards.min() + rewards.max()) / 2
     key = {"lowest_reward": means, "highest_reward": -means, "balanced": (means - middle).abs()}[strategy]
     constant = torch.zeros(groups, dtype=torch.bool)
-    constant[batch.group[constant_groups(batch.rewards, batch.group)]] = True
+    constant[batch.group[constant_groups(rewards, batch.group)]] = True
     order = torch.argsort(key, stable=True)
     order = torch.cat([order[~constant[order]], order[constant[order]]])
     return order[:count].sort().values

@@ -35,6 +35,8 @@ class TracedRollout:
     """float[R, C]: the same by each token's entropy (an entropy bonus)."""
 
     def __post_init__(self) -> None:
+        own = {name: self.batch.need(name).clone() for name in ("old_log_probs", "entropies")}
+        self.batch = self.batch.replace(**own)  # columns of this batch alone, which are written to
         shape = self.batch.response_mask.shape
         self.token_weight = torch.ones(shape[0])
         self.log_prob_weight = torch.zeros(shape, dtype=torch.float64)
@@ -47,13 +49,12 @@ class TracedRollout:
     def see_statistics(self, micro: LeftPadded, log_probs: Tensor, entropies: Tensor, terms: bool) -> None:
         """Of a slice's forward pass, [b, C]; with `terms`, listen to its backward pass as well."""
         if not self.has_statistics:  # then no optimizer step lies between sampling and this pass
-            assert self.batch.old_log_probs is not None and self.batch.entropies is not None
-            whole = micro.mask.any(
-                1
-            )  # those that selection left out are masked here; theirs are known already
+            # Those that selection left out are masked here; theirs are known already.
+            whole = micro.mask.any(1)
             rows, mask = micro.rows[whole], micro.mask[whole]
-            self.batch.old_log_probs[rows] = torch.where(mask, log_probs.detach().float().cpu()[whole], 0)
-            self.batch.entropies[rows] = torch.where(mask, entropies.detach().float().cpu()[whole], 0)
+            for name, values in (("old_log_probs", log_probs), ("entropies", entropies)):
+                own = values.detach().float().cpu()[whole]
+                self.batch.need(name)[rows] = torch.where(mask, own, 0)
         if terms:
             for values, store in ((log_probs, self.log_prob_weight), (entropies, self.entropy_weight)):
                 if values.requires_grad:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from typing import Any, cast
+from typing import Any
 
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config
-from gradtrace.tasks.arithmetic import ArithmeticTask
-from gradtrace.tasks.datasets import DatasetTask
+from gradtrace.tasks.named import TASKS
 from gradtrace.tasks.rewards import RewardFunction
 from gradtrace.training.parts import build_reward
 
@@ -26,9 +25,8 @@ def reward_of(config_file: str) -> RewardFunction:
     reward = build_reward(config.reward)
     if reward is not None:
         return reward
-    if config.task.name == "arithmetic":
-        return RewardFunction("arithmetic.reward", ArithmeticTask(config.task.arithmetic).reward)
-    return RewardFunction("dataset.reward", functools.partial(DatasetTask.reward, cast(Any, None)))
+    name = config.task.name
+    return RewardFunction(f"{name}.reward", TASKS[name].reward)
 
 
 def compute_score(

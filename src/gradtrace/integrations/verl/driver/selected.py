@@ -65,9 +65,9 @@ def mini_batches_of(config: Any, responses: int) -> Iterator[None]:
 
 def put_advantages(batch: RolloutBatch, row_keys: list[str], partition: str) -> None:
     """Weighted ones (`selection=soft`) in the place of those that verl has computed."""
-    assert batch.advantages is not None
     values = [
-        row[:length] for row, length in zip(batch.advantages, batch.response_lengths.tolist(), strict=True)
+        row[:length]
+        for row, length in zip(batch.need("advantages"), batch.response_lengths.tolist(), strict=True)
     ]
     nested = torch.nested.as_nested_tensor(values, layout=torch.jagged)
     fields = TensorDict({"advantages": nested}, batch_size=len(values))

@@ -136,12 +136,11 @@ class TracinDriver:
             )
         self.source.take(self._keys, step)
         rows = self.selection.before_update(rows, step)
-        assert rows.kept is not None
         if self.selection.settings.selection == "soft":
             put_advantages(rows, row_keys, batch.partition_id)
         multiple = 1 if self.actor.use_dynamic_bsz else int(self.actor.ppo_micro_batch_size_per_gpu)
         plan = plan_selection(
-            rows.group, rows.kept, self.actor.ppo_mini_batch_size, self.ranks, multiple, seed
+            rows.group, rows.need("kept"), self.actor.ppo_mini_batch_size, self.ranks, multiple, seed
         )
         trained, padding = selected_batch(batch, row_keys, plan, self.trainer.tokenizer.eos_token_id)
         self._seconds = time.perf_counter() - begin

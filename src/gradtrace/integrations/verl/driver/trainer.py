@@ -16,9 +16,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from gradtrace.config import ArithmeticConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.integrations.verl.dealing import Plan, plan_update
 from gradtrace.integrations.verl.driver import status
 from gradtrace.integrations.verl.driver.batches import group_of_key, read_batch
@@ -33,9 +31,9 @@ from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.refusals import check_selection_settings
 from gradtrace.integrations.verl.step_labels import LABELS, ROW
 from gradtrace.metrics import batch_metrics
-from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import stop_token_ids
-from gradtrace.training.instruments import truth_of
+from gradtrace.tasks.named import TASKS
 
 
 class GradtraceTrainer(PPOTrainerSync):
@@ -82,9 +80,7 @@ class GradtraceTrainer(PPOTrainerSync):
         if not self.options.is_active:
             return
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
-        truth: Truth = no_truth
-        if self.options.task == "arithmetic":
-            truth = truth_of(ArithmeticTask(ArithmeticConfig()))
+        truth = TASKS.get(self.options.task, Task).truth
         ranks = self.actor_rollout_wg.world_size
         self.recorder = Recorder(
             self.options,
