@@ -36,6 +36,9 @@ from gradtrace.tasks.datasets import stop_token_ids
 from gradtrace.tasks.named import TASKS
 
 
+CPU_POLL_SECONDS = 0.05
+
+
 class GradtraceTrainer(PPOTrainerSync):
     def __init__(self, config: Any) -> None:
         self.options = read_options(config)
@@ -74,6 +77,13 @@ class GradtraceTrainer(PPOTrainerSync):
         actor.shuffle = False
 
     # ------------------------------------------------------------ the run
+
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()
+        if self.config.trainer.device == "cpu":
+            # verl asks every 2 s whether the responses are there; small models on a CPU answer long before.
+            buffer.poll_interval = CPU_POLL_SECONDS
+        return buffer
 
     def on_init_end(self) -> None:
         super().on_init_end()
