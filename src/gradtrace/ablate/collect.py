@@ -166,7 +166,7 @@ def costs_and_ranks(result: dict[str, Any]) -> str:
 
 
 def agreement(result: dict[str, Any]) -> str:
-    """Of every two cells that are done, by their numbers; empty with fewer than two."""
+    """Agreement of every two cells that are done, by their numbers; empty with fewer than two."""
     names = result["agreement"]["names"]
     if len(names) < 2:
         return ""

@@ -24,7 +24,7 @@ ALWAYS = [
 @dataclass(frozen=True)
 class Cell:
     name: str
-    """knob=value,knob=value: also its file's name."""
+    """The cell as knob=value,knob=value, which is also the name of its file."""
     settings: dict[str, str]
     config: Config
 
@@ -76,7 +76,7 @@ def _check_knob(word: str, key: str, knob: str) -> None:
 
 
 def _split(values: str) -> list[str]:
-    """At commas outside of brackets, so that lists can be values: [mlp],[attn,mlp]."""
+    """Split at commas outside of brackets, so that lists can be values: [mlp],[attn,mlp]."""
     found = [value.strip() for value in re.split(r",(?![^\[]*\])", values)]
     if "" in found or len(set(found)) < len(found):
         raise GradtraceError(f"'{values}': values are separated by commas, each once.")

@@ -87,7 +87,7 @@ def describe_rollout(batch: RolloutBatch, wrong: Tensor, data: bytes) -> dict[st
 
 
 def weights_digest(parts: Parts) -> str:
-    """Of every parameter's name and bits: two runs with this in common have the same θ."""
+    """A digest of every parameter's name and bits: two runs with this in common have the same θ."""
     digest = hashlib.sha256()
     for name, value in sorted(parts.policy.model.state_dict().items()):
         digest.update(name.encode())

@@ -61,7 +61,7 @@ def ablate(grid: Grid, out: Path, checkpoint: Path | None = None, repeat: int = 
 def _shared_rollout(
     grid: Grid, out: Path, parts: Parts, checkpoint: Path | None, repeat: int
 ) -> RolloutBatch:
-    """That of `out`, or a new one."""
+    """The rollout that folder `out` holds, or a new one."""
     digest = weights_digest(parts)
     path = out / SHARED
     if path.exists():

@@ -52,7 +52,7 @@ from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, TracinReason
 
 SAVED_KINDS = (ENTROPY_TRACE, TRACIN, INFLUENCE_TRACE)
-"""Where a run keeps its rollouts, the most complete first."""
+"""Traces in which a run keeps its rollouts, the most complete first."""
 SHOWN = 3
 
 Item = TypeVar("Item")
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def model_folder(path: Path) -> Path:
-    """Where the weights of a model folder, a checkpoint or a run are."""
+    """The folder that holds the weights of a model folder, a checkpoint or a run are."""
     latest = path / "checkpoints" / "latest"
     candidates = [path, path / "policy"]
     if latest.is_file():
@@ -204,7 +204,7 @@ class Data:
 
 
 def to_batch(rows: list[Row], name: str) -> Data:
-    """With advantages: of the rewards where there are any, else 1."""
+    """The batch with advantages: those of the rewards where there are any, else 1."""
     if not rows:
         raise GradtraceError(f"{name} is empty: there is nothing to score.")
     rewarded = [row.reward is not None for row in rows]
@@ -236,7 +236,7 @@ def to_batch(rows: list[Row], name: str) -> Data:
 
 
 def advantages(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """float[R, T]: against the siblings; where there are none, against the mean of all."""
+    """Advantages float[R, T] against the siblings; where there are none, against the mean of all."""
     alone = torch.bincount(group)[group] < 2
     values = torch.where(mask, (rewards - rewards.mean())[:, None], 0.0)
     several = (~alone).nonzero().squeeze(-1)
@@ -261,7 +261,7 @@ def warn_overlap(data: Data, validation: Data, console: Console) -> None:
 @dataclass(frozen=True, eq=False)
 class Scored:
     scores: Tensor
-    """float64[R]."""
+    """Scores float64[R] of the responses."""
     diagnosis: list[str]
 
 
@@ -292,7 +292,7 @@ def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
 
 
 def ranked(data: Data, scores: Tensor) -> pyarrow.Table:
-    """Best first; responses that could not be scored come last."""
+    """Order the responses, best first; those that could not be scored come last."""
     order = torch.argsort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True).tolist()
     chosen = [data.rows[index] for index in order]
     columns: dict[str, Any] = {

@@ -32,11 +32,11 @@ class GroupCurve:
     half: np.ndarray
     """Half-width of the 95 % t-interval over runs; NaN with a single run."""
     final: Interval
-    """At the end of the shortest run of the group."""
+    """The value at the end of the shortest run of the group."""
     at: Interval = field(default_factory=lambda: mean_interval([]))
-    """At the x that is compared."""
+    """The value at the x that is compared."""
     difference: Interval | None = None
-    """To the first group, at the x that is compared."""
+    """The difference to the first group, at the x that is compared."""
     is_paired: bool = False
     reached: list[float] = field(default_factory=list)
     """x at which each run that does so first reaches the threshold."""
@@ -53,7 +53,7 @@ class Comparison:
     """The x at which groups are compared: the furthest that every group got to, unless asked for."""
     threshold: float
     rises: bool
-    """Better is higher: whether the threshold is reached from below."""
+    """Whether a higher value is better, so that the threshold is reached from below."""
     groups: list[GroupCurve]
     remarks: list[str]
 
@@ -208,7 +208,7 @@ def _difference(curve: GroupCurve, base: GroupCurve, place: float) -> Interval:
 
 
 def _first_reach(xs: np.ndarray, ys: np.ndarray, threshold: float, rises: bool) -> float | None:
-    """Where the line first touches the threshold; None if it never does."""
+    """The x at which the line first touches the threshold; None if it never does."""
     sign = 1.0 if rises else -1.0
     slack = 1e-9 * max(1.0, abs(threshold))  # the group whose end is the threshold does reach it
     above = sign * (ys - threshold) >= -slack

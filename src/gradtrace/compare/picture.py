@@ -70,7 +70,7 @@ def line_picture(
     identity: bool = False,
     vertical: float | None = None,
 ) -> str:
-    """An SVG document. `vertical`: an x to mark with a dashed line (where values are compared)."""
+    """Draw an SVG document. `vertical`: an x to mark with a dashed line (where values are compared)."""
     return _Picture(curves, width, height, identity).draw(title, x_label, y_label, vertical)
 
 
@@ -186,7 +186,7 @@ class _Picture:
         return "".join(pieces)
 
     def _labels(self) -> list[str]:
-        """At the end of each curve, pushed apart where they would lie on one another."""
+        """Write names at the end of each curve, pushed apart where they would lie on one another."""
         ends = []
         for index, curve in enumerate(self.curves):
             stretches = self._runs(curve, curve.y)
@@ -232,7 +232,7 @@ def _finite(values: Iterable[float]) -> list[float]:
 
 
 def escape(text: str) -> str:
-    """For XML and HTML; control characters, which XML forbids, become spaces."""
+    """Escape a text for XML and HTML; control characters, which XML forbids, become spaces."""
     clean = "".join(character if character >= " " else " " for character in text)
     return clean.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 

@@ -78,7 +78,7 @@ class LoadedRun:
         return self._cost_by_configuration(against)
 
     def _cost_by_configuration(self, against: str) -> float:
-        """For runs that were logged before the counts were."""
+        """Estimate the counts of runs that were logged before there were counts."""
         prompts = _dig(self.config, "data.train_batch_size")
         n = _dig(self.config, "rollout.n")
         selects = _dig(self.config, "trainer.tracin.enable") or _dig(

@@ -39,7 +39,7 @@ def t_quantile(freedom: float) -> float:
 class Interval:
     mean: float
     half: float
-    """mean ± half; NaN where there are too few values for an interval."""
+    """The mean and half the width of its interval; NaN where there are too few values for an interval."""
     n: int
 
     @property

@@ -22,7 +22,7 @@ class Loaded:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     path: str
-    """Where the weights came from."""
+    """The place that the weights were loaded from."""
 
 
 def resolve(name: str) -> str:

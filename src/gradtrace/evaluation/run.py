@@ -49,7 +49,7 @@ class Result:
     model: str
     source: str
     responses: list[dict[str, Any]]
-    """One per response: prompt, key, response, reward, length, finished."""
+    """One record per response: prompt, key, response, reward, length, finished."""
 
     def rewards(self) -> dict[str, list[float]]:
         """{key of a prompt: its rewards}, in the order of the prompts."""

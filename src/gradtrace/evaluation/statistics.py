@@ -78,7 +78,7 @@ class Paired:
 
 
 def paired(first: Floats, second: Floats) -> Paired:
-    """Of two float[P] over the same prompts in the same order."""
+    """Compare two float[P] over the same prompts in the same order."""
     difference = second - first
     better, worse = int((difference > 0).sum()), int((difference < 0).sum())
     return Paired(estimate(difference), better, worse, len(difference) - better - worse)

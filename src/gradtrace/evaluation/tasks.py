@@ -16,7 +16,7 @@ from gradtrace.tasks.prepare.prepare import with_prompts
 from gradtrace.tasks.sources import read_source
 
 PREPARED = ("test.parquet", "validation.parquet")
-"""Of a prepared folder, the first that there is: never what was trained on."""
+"""Files of a prepared folder that can be evaluated on, best first; what was trained on is never among them."""
 
 
 def find_source(task: str, source: str) -> str:

@@ -45,10 +45,6 @@ class MicroBatch:
     targets: Tensor
     """long[N]: the response tokens, row by row."""
 
-    @property
-    def is_packed(self) -> bool:
-        return self.position_ids is not None
-
     def column(self, batch: RolloutBatch, name: str, device: torch.device) -> Any:
         """Column [R, T] of the whole batch → [r, T] of this micro-batch; None if it is not set."""
         values: Tensor | None = getattr(batch, name)

@@ -33,9 +33,6 @@ class PhaseStore:
                 "delete it"
             )
 
-    def has(self, name: str) -> bool:
-        return self._path(name).exists()
-
     def get(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of a phase: from its file, or computed now and kept."""
         path = self._path(name)

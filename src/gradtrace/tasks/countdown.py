@@ -26,7 +26,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 CALCULATION = re.compile(r"[\d\s()+*/×÷−–-]+")
 BEGINNING, END, OPERATOR = re.compile(r"[\d(]"), re.compile(r"[\d)]"), re.compile(r"[-+*/×÷−–]")
 LONGEST_EXPRESSION = 200
-"""Characters; an honest answer to a handful of numbers is far shorter."""
+"""Most characters of an answer; an honest one to a handful of numbers is far shorter."""
 TYPOGRAPHY = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-"})
 
 
@@ -112,7 +112,7 @@ def last_expression(response: str) -> str | None:
 
 
 def expression_in(run: str) -> str:
-    """From the first number or parenthesis to the last; an expression that looked for both would do so again and
+    """The text from the first number or parenthesis to the last; a pattern that looked for both would do so again and
     again from every place of `( ( ( (`."""
     first, last = BEGINNING.search(run), END.search(run[::-1])
     return run[first.start() : len(run) - last.start()] if first and last else ""

@@ -115,7 +115,7 @@ def draw_tokens(rng: random.Random, operations: int, count: int, corruption: flo
 
 
 def response_log_probs(model: Qwen2ForCausalLM, tokens: Tensor, operations: int) -> Tensor:
-    """float[count, T]."""
+    """Log-probs float[count, T] of the tokens after the prompt."""
     prompt = 2 * operations + 2
     logits = model(tokens[:, :-1], use_cache=False).logits[:, prompt - 1 :]
     return log_probs_from_logits(logits, tokens[:, prompt:])

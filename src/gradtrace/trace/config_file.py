@@ -10,7 +10,7 @@ from gradtrace.trace.atomic import DamagedError
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Without aliases: ten lines of them grow to gigabytes as soon as somebody writes them out as JSON."""
+    """A YAML loader without aliases: ten lines of them grow to gigabytes as soon as they are written out as JSON."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

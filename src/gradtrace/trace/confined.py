@@ -27,7 +27,7 @@ def size_confined(root: Path, name: str) -> int | None:
 
 
 def read_confined(root: Path, name: str, start: int = 0, limit: int | None = None) -> bytes:
-    """At most `limit` bytes of file `name` under `root` (resolved), from `start` on."""
+    """Read at most `limit` bytes of file `name` under `root` (resolved), from `start` on."""
     # O_NONBLOCK: opening a pipe must not wait for its other end before we can refuse it
     descriptor = os.open(_inside(root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:

@@ -31,7 +31,8 @@ _INTEGERS = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)} | {"b1"}
 
 
 class _StandIn:
-    """In place of `ndarray`, `dtype` and the functions that make them: remembers, does nothing."""
+    """Stands in place of `ndarray`, `dtype` and the functions that make them; it remembers its arguments and does
+    nothing."""
 
     __slots__ = ("arguments", "name", "state")
 

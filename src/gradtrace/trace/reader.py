@@ -181,7 +181,7 @@ class Run:
                 continue
 
     def verify(self) -> list[Problem]:
-        """Read everything once; what is wrong with it."""
+        """Read everything once and return what is wrong with it."""
         for kind in self.kinds():
             for _ in self.readable_steps(kind):
                 pass

@@ -12,7 +12,7 @@ from gradtrace.trace.token_text import TokenBytes
 
 
 class RunFiles:
-    """Writes them; `open_run` reads them."""
+    """Writes the files of a run that are not traces; `open_run` reads them."""
 
     def __init__(self, run_dir: str | os.PathLike[str], fsync: bool = False) -> None:
         self.path = Path(run_dir)

@@ -83,7 +83,7 @@ class SafeNpz(Mapping[str, np.ndarray]):
         return self._read(name, self._infos[name].file_size)
 
     def _read(self, name: str, limit: int) -> bytes:
-        """At most `limit` bytes: without one, zipfile inflates all there is before it looks at the declared size."""
+        """Read at most `limit` bytes: without one, zipfile inflates everything before it looks at the declared size."""
         try:
             with self._zip.open(self._infos[name]) as member:
                 return member.read(limit)

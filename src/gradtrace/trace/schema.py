@@ -72,7 +72,7 @@ def ragged(rows: list[np.ndarray] | list[list[int]], dtype: str = "int32") -> tu
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """int64[n + 1]: 0, then the running sum."""
+    """Offsets int64[n + 1] of parts with these lengths: 0, then the running sum."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 

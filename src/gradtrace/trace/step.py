@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Group:
     index: int
-    """Its index in this file."""
+    """The index of the group in this file."""
     group_id: int
-    """Its index in the rollout batch."""
+    """The index of the group in the rollout batch."""
     prompt_ids: np.ndarray
     expected_ids: np.ndarray | None
     """Token ids of the right answer; None if the task did not give it."""
@@ -60,7 +60,7 @@ class Pairwise:
 
 class Step:
     def __init__(self, kind: str, step: int, arrays: SafeNpz) -> None:
-        """Checks the layout; columns are decoded when asked for."""
+        """Check the layout; columns are decoded when they are asked for."""
         self.kind = kind
         self.step = step
         self._arrays = arrays

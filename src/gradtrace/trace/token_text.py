@@ -60,7 +60,7 @@ class Rules:
     (sentencepiece); `whole_run`, every byte token of a run of them that is not valid as a whole (tokenizers'
     ByteFallback)."""
     separator: str = ""
-    """Put between tokens: a space for a tokenizer without decoder."""
+    """What is put between tokens: a space for a tokenizer without decoder."""
     leading: Literal["keep", "strip", "first_token", "sentencepiece", "sentencepiece_all"] = "keep"
     """Spaces taken away at the start of a sequence: `strip`, up to `strip_left` (Llama); `first_token`, all of the
     first token (T5 and other Metaspace decoders); `sentencepiece`, the first piece's one; `sentencepiece_all`,
@@ -71,7 +71,7 @@ class Rules:
 @dataclass(frozen=True)
 class TokenText:
     text: str
-    """Its part of the decoded text."""
+    """The part of the decoded text that this token stands for."""
     special: bool
     continuation: bool
     """Ends inside a character that a later token completes."""
@@ -103,7 +103,7 @@ class TokenBytes:
         return Flag(self._flag(token_id))
 
     def _flag(self, token_id: int) -> int:
-        """As a plain number: enum arithmetic is slow where it is done for every token."""
+        """The flag as a plain number: enum arithmetic is slow where it is done for every token."""
         return int(self._flags[token_id]) if 0 <= token_id < len(self) else _MISSING
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
@@ -188,7 +188,7 @@ class TokenBytes:
 
     @classmethod
     def parse(cls, data: bytes) -> TokenBytes:
-        """From the content of `token_bytes.npz`; an `UnsafeNpzError` if it is damaged."""
+        """Read the content of `token_bytes.npz`; an `UnsafeNpzError` says that it is damaged."""
         arrays = SafeNpz(data)
         for name, dtype in _LAYOUT.items():
             if name not in arrays or arrays.members[name].dtype != dtype or arrays[name].ndim != 1:
@@ -211,7 +211,7 @@ class TokenBytes:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> TokenBytes:
-        """From a transformers tokenizer, a `tokenizers.Tokenizer` or a `sentencepiece.SentencePieceProcessor`."""
+        """Read a transformers tokenizer, a `tokenizers.Tokenizer` or a `sentencepiece.SentencePieceProcessor`."""
         from gradtrace.trace.token_vocabulary import read_vocabulary
 
         pieces, flags, rules = read_vocabulary(tokenizer)

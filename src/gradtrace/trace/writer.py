@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class WriterStats:
     written: int = 0
-    """Steps on disk."""
+    """Number of steps that are on disk."""
     failed: int = 0
     """Steps or side files that could not be written; each was reported."""
     bytes: int = 0
@@ -232,7 +232,7 @@ class _StepStore:
         self._put_side_files(self.entries)
 
     def _put_side_files(self, by_step: dict[int, manifest.Entry]) -> None:
-        """For people and scripts; the reader goes by the manifest."""
+        """Write summary.json and latest_step.txt for people and scripts; the reader goes by the manifest."""
         entries = by_step.values()
         summary = {
             "kind": self.kind,

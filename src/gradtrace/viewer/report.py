@@ -81,7 +81,7 @@ class Report:
     height: int = 760
 
     def _repr_html_(self) -> str:
-        """In a notebook: the page in a frame that can run its own script and reach nothing else."""
+        """What a notebook shows: the page in a frame that can run its own script and reach nothing else."""
         source = html.escape(self.page, quote=True)
         return (
             f'<iframe srcdoc="{source}" sandbox="allow-scripts" width="100%" height="{self.height}" '

@@ -50,12 +50,12 @@ SECURITY_HEADERS = {
 
 @dataclass(frozen=True)
 class Access:
-    """Who may read this server."""
+    """The rules by which a request may read this server."""
 
     hosts: frozenset[str]
     """Host names that requests may carry, lower case, without port."""
     any_address: bool = False
-    """Also accept every literal IP address as Host (when bound to all interfaces)."""
+    """Accept every literal IP address as Host (when bound to all interfaces)."""
     token: str | None = None
     """Required from every visitor when set."""
     cookie: str = field(default="gradtrace")

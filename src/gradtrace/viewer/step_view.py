@@ -82,7 +82,8 @@ class StepView:
         return pairs
 
     def _match(self, ours: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
-        """Same rollout row; where rows are unknown, same place in a group of the same size. The tokens must agree."""
+        """Pairs with the same rollout row; where rows are unknown, the same place in a group
+        of the same size. The tokens must agree."""
         assert self.influence is not None
         our_rows, their_rows = self.layout["row"], self.influence["row"]
         by_row = {int(their_rows[r]): r for r in theirs if their_rows[r] >= 0}

@@ -32,7 +32,7 @@ from gradtrace.errors import GradtraceError
 DEFAULT_PORT = 6180
 PORTS_TO_TRY = 50
 DEMO = Path(__file__).parent / "demo"
-"""Recorded by scripts/record_demo."""
+"""The runs that scripts/record_demo recorded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def unpack_demo(folder: Path) -> list[Path]:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Until Ctrl-C."""
+    """Serve the runs until Ctrl-C."""
     import uvicorn
 
     from gradtrace.viewer.catalog import RunCatalog
@@ -168,7 +168,7 @@ def address(host: str, port: int, token: str | None) -> str:
 
 
 def open_browser(url: str, port: int) -> None:
-    """Once the server answers, and only where a browser can appear (not a text browser in this terminal)."""
+    """Open the browser once the server answers, and only where one can appear (not a text browser in this terminal)."""
     shows_windows = not sys.platform.startswith("linux") or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     )

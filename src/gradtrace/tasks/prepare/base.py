@@ -34,7 +34,7 @@ class Example:
 
     @cached_property
     def loose_key(self) -> str:
-        """The same for texts that differ in white space only."""
+        """A text that is the same for texts which differ in white space only."""
         return " ".join(unicodedata.normalize("NFC", self.question).split())
 
     @cached_property
@@ -47,16 +47,16 @@ class Example:
 class Preparation:
     name: str
     ability: str
-    """verl's column: math or code."""
+    """The value of verl's column `ability`: math or code."""
     default_source: str
     test_source: str
-    """Its test split, where the hub has one; else empty."""
+    """Name of the test split on the hub; empty where there is none."""
     licence: str
     homepage: str
     reward: str
     """Name of the reward that judges answers to it."""
     example: Callable[[Row], Example | None]
-    """Reads a row; None leaves it out (it belongs to another data set of the same file)."""
+    """Read a row; None leaves it out (it belongs to another data set of the same file)."""
     instruction: str = ""
     """Appended to the question: how to mark the answer."""
     system_prompt: str = ""
@@ -76,7 +76,7 @@ class Preparation:
         return [{"role": role, "content": content} for role, content in turns]
 
     def row(self, example: Example, split: str, index: int) -> Row:
-        """In verl's column format."""
+        """The example in verl's column format."""
         return {
             "data_source": self.name,
             "prompt": self.messages(example),

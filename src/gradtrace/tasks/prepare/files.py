@@ -25,7 +25,7 @@ class Origin:
     test_source: str
     command: str
     unit: str
-    """Of the length limit: tokens or characters."""
+    """The unit of the length limit: tokens or characters."""
 
 
 def write(folder: Path, preparation: Preparation, cleaned: Cleaned, origin: Origin) -> dict[str, Any]:

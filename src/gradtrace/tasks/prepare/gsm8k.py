@@ -26,13 +26,13 @@ def example(row: Row) -> Example:
 
 
 def operations(solution: str) -> int:
-    """Calculations in it. Most are annotated, `<<48/2=24>>`; some solutions leave out annotations, and those with none
-    or one are mostly algebra: equations in the text count too."""
+    """Number of calculations in a solution. Most are annotated, `<<48/2=24>>`; some solutions leave out annotations,
+    and those with none or one are mostly algebra: equations in the text count too."""
     return max(solution.count("<<"), ANNOTATION.sub("", solution).count("="))
 
 
 def largest_number(example: Example) -> float:
-    """In question and solution, in digits; infinite where fractions or percentages occur."""
+    """The largest number in digits in question and solution; infinite where fractions or percentages occur."""
     text = example.question + "\n" + example.columns["solution"]
     numbers = [number.replace(",", "") for number in NUMBER.findall(text)]
     if FRACTION.search(example.question) or any("." in number for number in numbers):

@@ -77,7 +77,7 @@ def has_statement(test: str) -> bool:
 
 
 def place(item: Item) -> str:
-    """Which item it is, for a message."""
+    """Words that name the item in a message."""
     return str(item.get("row") or f"the item with the prompt {shorten(str(item.get('prompt')), 80)!r}")
 
 

@@ -85,7 +85,7 @@ def enter_namespaces() -> None:
 
 
 def write_maps(pid: int, user: int, group: int) -> None:
-    """Inside, this user is itself; root brings `nobody` along, to become it."""
+    """Map this user to itself inside the namespace; root brings `nobody` along, to become it."""
     folder = Path(f"/proc/{pid}")
     if user == 0:
         try:
@@ -114,12 +114,12 @@ def visible_folders() -> list[str]:
 
 
 def package_folders() -> list[str]:
-    """Where installed packages are, numpy and the like: a model's code may import them."""
+    """Folders of installed packages, numpy and the like: a model's code may import them."""
     return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
 
 
 def build_root() -> None:
-    """In a new mount namespace: mount the jail's files and make them all there is."""
+    """Called in a new mount namespace: mount the jail's files and make them all there is."""
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
     root = next(point for point in MOUNT_POINTS if os.path.isdir(point))
     linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")

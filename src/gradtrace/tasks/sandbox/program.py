@@ -43,14 +43,15 @@ class Limits:
     """Time is the program's own: how busy the machine is with other things does not change a verdict."""
 
     seconds: float
-    """Of computing, by all its processes together; as many of waiting, in which none of them computes or wants to."""
+    """Seconds of computing by all its processes together; and as many again of waiting, while none of them computes
+    or wants to."""
     memory: int
     """Bytes of address space of each process, and of resident memory of all together."""
     processes: int = jail.MOST_PROCESSES
     output: int = 4 << 20
     """Bytes of output; more is an error, not a long answer."""
     sockets: int = 256
-    """Their buffers are memory that no process is charged for."""
+    """Most sockets that may be open at once: their buffers are memory that no process is charged for."""
 
     @property
     def patience(self) -> float:
@@ -104,7 +105,7 @@ class Program:
             raise SetupError(trouble.decode(errors="replace"))
 
     def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """The exit code, when the program has ended."""
         self._ended = True
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
@@ -119,7 +120,7 @@ class Program:
             os.kill(self.pid, signal.SIGKILL)
 
     def _become(self, runner: str, limits: Limits, inputs: list[int], failure: int) -> None:
-        """In the new process: go into the jail and execute the program."""
+        """Called in the new process: go into the jail and execute the program."""
         if not self.isolated:
             assert self.scratch is not None
             os.setsid()
@@ -207,9 +208,9 @@ class Usage:
 
     parent: int
     memory: int
-    """Resident bytes."""
+    """Bytes of memory that are resident."""
     seconds: float
-    """Of computing, with those of its children that it has collected."""
+    """Seconds of computing, with those of its children that it has collected."""
 
 
 def processes() -> dict[int, Usage]:
@@ -251,7 +252,7 @@ def wants_to_compute(pid: int) -> bool:
 
 
 def kill_descendants() -> None:
-    """Until there are none: what they fork meanwhile is ours as well, because orphans come to us."""
+    """Kill children until there are none: what they fork meanwhile is ours as well, because orphans come to us."""
     while below := descendants(os.getpid()):
         for pid in below:
             with contextlib.suppress(ProcessLookupError):

@@ -30,13 +30,13 @@ RETURN = 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40
 """Offsets in struct seccomp_data; the arguments' lower halves, on little-endian machines."""
 NAMESPACES = 0x7E020080
-"""Every CLONE_NEW* flag."""
+"""All CLONE_NEW* flags together: each makes a new namespace."""
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE3 = 435
 FIRST_NEW = 424
-"""From here on all machines have the same numbers. A C library tries new calls first and, told that they do not exist
-(ENOSYS), takes an old one; EPERM it would pass on to the program."""
+"""From this system call on, numbers are the same on all machines. A C library tries new calls first and, told that they
+do not exist (ENOSYS), takes an old one; EPERM it would pass on to the program."""
 SHARED_ANONYMOUS = 0x21
 """MAP_SHARED | MAP_ANONYMOUS: memory that outlives the mapping of the process that filled it, counted nowhere."""
 LOCAL = (socket.AF_UNIX,)
@@ -51,7 +51,7 @@ class _Program(ctypes.Structure):
 
 
 def install(own_network: bool) -> None:
-    """For this process and all it starts. On a machine other than x86_64 and aarch64 there is no filter.
+    """Install the filter for this process and all that it starts, on x86_64 and aarch64; elsewhere there is none.
 
     `own_network`: it has a network namespace, with nobody in it, and may open sockets there.
     """

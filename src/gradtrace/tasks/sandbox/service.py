@@ -123,7 +123,7 @@ class Watch:
         self.own_network = own_network
         self.group = group
         self.output = b""
-        """Of the last."""
+        """What the last program printed."""
         self.exit_code: int | None = None
         self._computed = self._counted = self._waited = 0.0
         if group is not None:
@@ -192,7 +192,7 @@ class Watch:
 
 
 def open_sockets() -> int:
-    """In this process's network namespace, by all processes."""
+    """Number of sockets that all processes of this network namespace have open."""
     with open("/proc/net/sockstat", "rb") as file:
         return int(file.readline().split()[-1])  # sockets: used 17
 

@@ -35,7 +35,7 @@ _COLUMNS = (
 )
 # fmt: on
 
-RECORD = register_instrument(
+register_instrument(
     InstrumentRecord(
         name=ENTROPY_PROBE,
         label="Entropy probe",

@@ -7,7 +7,7 @@ from gradtrace.trace.record import InstrumentRecord, register_instrument
 
 ENTROPY_TRACE = "entropy_trace"
 
-RECORD = register_instrument(
+register_instrument(
     InstrumentRecord(
         name=ENTROPY_TRACE,
         label="Entropy trace",

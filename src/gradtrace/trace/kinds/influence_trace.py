@@ -34,7 +34,7 @@ _COLUMNS = (
 )
 # fmt: on
 
-RECORD = register_instrument(
+register_instrument(
     InstrumentRecord(
         name=INFLUENCE_TRACE,
         label="Influence trace",

@@ -20,7 +20,7 @@ class GroupStatus(enum.IntEnum):
     OVER_PROMPT_CAP = 2
     """The rewards differ, but `max_prompts_per_step` was reached."""
     NON_FINITE = 3
-    """Its gradients or scores were not finite."""
+    """Gradients or scores of the group were not finite."""
     NOT_CAPTURED = 4
     """The hooks saw none of its tokens."""
 

@@ -52,7 +52,7 @@ _COLUMNS = (
 )
 # fmt: on
 
-RECORD = register_instrument(
+register_instrument(
     InstrumentRecord(
         name=TRACIN,
         label="TracIn",

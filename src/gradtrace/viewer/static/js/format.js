@@ -10,7 +10,7 @@ export function fixed(value, decimals = 2) {
   return (value < 0 && Number(text) !== 0 ? MINUS : "") + text;
 }
 
-/** With its sign, plus included; a value that rounds to zero has none. */
+/** A number with its sign, plus included; a value that rounds to zero has none. */
 export function signed(value, decimals = 2) {
   if (!Number.isFinite(value)) return MISSING;
   const text = Math.abs(value).toFixed(decimals);
@@ -41,7 +41,7 @@ function exponent(value, decimals = 2) {
     .replace("e+", "e");
 }
 
-/** For numbers of unknown size, such as metrics: about four significant digits. */
+/** A number of unknown size, such as a metric, with about four significant digits. */
 export function general(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return MISSING;
   const size = Math.abs(value);

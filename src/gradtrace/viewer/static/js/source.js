@@ -74,7 +74,7 @@ export class EmbeddedSource {
   }
 }
 
-/** With its query if that was stored, else without. */
+/** What was stored for a path: with its query if that is there, else without. */
 function lookUp(table, path) {
   for (const key of [path, path.split("?")[0]]) if (Object.hasOwn(table, key)) return table[key];
   throw new SourceError("This report does not hold that part of the run.", 404);

@@ -56,7 +56,7 @@ export class Sheet {
     this.node.append(...this.sections.map((section) => section.node));
   }
 
-  /** From top to bottom. */
+  /** The responses as they stand, from top to bottom. */
   get responses() {
     return this.sections.flatMap((section) => section.members);
   }

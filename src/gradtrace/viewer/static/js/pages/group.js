@@ -333,7 +333,7 @@ class GroupPage extends Page {
     this.context.announce(this.sheet.rows[next.index].node.getAttribute("aria-label"));
   }
 
-  /** From the selected token, else from the first one of the response that has the focus or was jumped to. */
+  /** Move from the selected token, else from the first one of the response that has the focus or was jumped to. */
   moveToken(direction) {
     const selected = this.selection.token;
     if (selected === null) {

@@ -200,7 +200,7 @@ class TokensPage extends Page {
     return this.sorting.compare(value(a), value(b)) || a.index - b.index;
   }
 
-  /** By mean influence both ends matter, so the middle is folded. */
+  /** The rows to show: sorted by mean influence both ends matter, so the middle is folded. */
   visibleRows(entries, tops) {
     if (!entries.length)
       return [
