@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from gradtrace.attribution import AttributionError
 from gradtrace.config import Config, InfluenceTraceConfig
-from gradtrace.config_loader import closest, load_config
+from gradtrace.config.keys import closest
+from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 
 SWEEP = "sweep.influence."

@@ -45,9 +45,10 @@ def run(args: argparse.Namespace) -> None:
 
 def script(shell: str) -> str:
     from gradtrace.cli import COMMANDS
-    from gradtrace.config_loader import schema_keys
+    from gradtrace.config import Config
+    from gradtrace.config.keys import schema_keys
 
-    known = set(schema_keys())
+    known = set(schema_keys(Config))
     sections = {key.rpartition(".")[0] for key in known}
     keys = " ".join(f"{key}=" for key in sorted(known - sections))
     cases = []

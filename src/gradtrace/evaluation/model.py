@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from gradtrace.config import ModelConfig
-from gradtrace.config_loader import looks_local
+from gradtrace.config.policy import looks_local
 from gradtrace.errors import GradtraceError
 from gradtrace.policy.policy import load_model
 from gradtrace.tasks.tokenizer import load_tokenizer

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gradtrace.attribution.config import choice, number
-from gradtrace.config_loader import check_fields, closest, schema_keys
+from gradtrace.config import Config
+from gradtrace.config.keys import check_fields, check_key, closest, schema_keys
 from gradtrace.errors import GradtraceError
 
 
@@ -44,6 +45,12 @@ class ProbeConfig:
     seed: int = 0
     """Seed of the sampling."""
 
+    def validate(self, path: str) -> None:
+        if not all(eta > 0 for eta in self.eta):
+            raise GradtraceError(
+                f"{path}eta={self.eta}: step sizes are positive, in units of the learning rate"
+            )
+
 
 def load_probe_config(file: Path | None, overrides: list[str]) -> tuple[ProbeConfig, list[str]]:
     """The probe's settings, and overrides of the run's configuration.
@@ -57,12 +64,9 @@ def load_probe_config(file: Path | None, overrides: list[str]) -> tuple[ProbeCon
         raise GradtraceError(f"{file}: `run` is a list of overrides, e.g. [rollout.max_new_tokens=64]")
     own = list(ProbeConfig.__dataclass_fields__)
     for key in content:
-        if key not in own:
-            raise GradtraceError(
-                f"{file}, key '{key}': there is no such key. Did you mean '{closest(key, own)}'?"
-            )
+        check_key(key, own, f"{file}, key '{key}'")
     words: list[str] = []
-    known = [*own, *schema_keys()]
+    known = [*own, *schema_keys(Config)]
     for word in overrides:
         key = word.partition("=")[0]
         if "=" not in word or (key not in known and "." not in key):
@@ -76,8 +80,6 @@ def load_probe_config(file: Path | None, overrides: list[str]) -> tuple[ProbeCon
     except OmegaConfBaseException as error:
         raise GradtraceError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
     check_fields(config)
-    if not all(eta > 0 for eta in config.eta):
-        raise GradtraceError(f"eta={config.eta}: step sizes are positive, in units of the learning rate")
     config.eta = sorted({*config.eta, 1.0})
     return config, run
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gradtrace.config import EntropyProbeConfig, EntropyTraceConfig, InfluenceTraceConfig, TracinConfig
-from gradtrace.config_loader import check_fields, closest, schema_keys
+from gradtrace.config.keys import check_fields, check_key, content_keys, schema_keys
 from gradtrace.errors import GradtraceError
 
 
@@ -46,7 +46,9 @@ def read_options(config: Any) -> VerlOptions:
     section = OmegaConf.select(config, "gradtrace", default=None)
     if section is None:
         return VerlOptions()
-    check_keys(OmegaConf.to_container(section, resolve=True))
+    content: Any = OmegaConf.to_container(section, resolve=True)
+    for key in content_keys(content, free=("policy_loss_options", "advantage_options")):
+        check_key(key, list(schema_keys(VerlOptions)), f"+gradtrace.{key}", prefix="gradtrace.")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(VerlOptions), section)
         options: VerlOptions = OmegaConf.to_object(merged)  # type: ignore[assignment]
@@ -58,20 +60,3 @@ def read_options(config: Any) -> VerlOptions:
     if not options.run_dir:
         options = dataclasses.replace(options, run_dir=str(config.trainer.default_local_dir))
     return options
-
-
-def check_keys(section: Any) -> None:
-    valid = set(schema_keys(VerlOptions))
-    free = ("policy_loss_options", "advantage_options")
-
-    def walk(node: dict[str, Any], prefix: str) -> None:
-        for name, value in node.items():
-            path = f"{prefix}{name}"
-            if path not in valid:
-                raise GradtraceError(
-                    f"+gradtrace.{path}: there is no such key. Did you mean 'gradtrace.{closest(path, sorted(valid))}'?"
-                )
-            if isinstance(value, dict) and path not in free:
-                walk(value, f"{path}.")
-
-    walk(section, "")

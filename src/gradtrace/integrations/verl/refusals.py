@@ -52,10 +52,7 @@ def check_tracing(engine: Any, knobs: InfluenceTraceConfig) -> None:
 
 def check_selection_settings(settings: TracinConfig, responses: int) -> None:
     """`responses`: to each training prompt."""
-    if (settings.val_n or responses) < 2:
-        raise GradtraceError(
-            "tracin needs at least 2 responses per validation prompt, or no two rewards can differ: set tracin.val_n=8."
-        )
+    settings.validate_with(responses, "gradtrace.tracin.")
     if settings.method == "tangent":
         raise GradtraceError(
             "tracin.method=tangent cannot run on verl: forward mode does not go through FSDP's sharded weights. Use "

@@ -13,7 +13,7 @@ import yaml
 
 from gradtrace.algorithms import advantage, policy_loss
 from gradtrace.config import Config
-from gradtrace.config_loader import schema_keys
+from gradtrace.config.keys import schema_keys
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl import cpu
 from gradtrace.integrations.verl.launch.data import TEMPLATE
@@ -166,7 +166,7 @@ def check_sizes(config: Config) -> None:
 
 
 def leaves() -> Iterator[str]:
-    keys = list(schema_keys())
+    keys = list(schema_keys(Config))
     return (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
 
 

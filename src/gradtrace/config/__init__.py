@@ -1,0 +1,73 @@
+"""Every setting of a run, typed, with its meaning under it.
+
+`gradtrace train KEY=VALUE …` overrides any of them by its path (`actor.optim.lr=1e-6`); a recipe
+(`conf/NAME.yaml`, chosen with `recipe=NAME`) is a set of such values. `config_loader` composes them, and
+`keys.check_fields` checks them: bounds and choices stand with each field, and `validate` of a class says what is wrong
+only in combination.
+"""
+
+from __future__ import annotations
+
+from gradtrace.config.algorithm import (
+    AlgorithmConfig,
+    DynamicSamplingConfig,
+    LengthShapingConfig,
+    OverlongConfig,
+)
+from gradtrace.config.instruments import (
+    EntropyProbeConfig,
+    EntropyTraceConfig,
+    InfluenceTraceConfig,
+    TracinConfig,
+)
+from gradtrace.config.policy import (
+    ActorConfig,
+    CriticConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
+from gradtrace.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    TrainerConfig,
+    ValidationConfig,
+)
+from gradtrace.config.tasks import (
+    ArithmeticConfig,
+    DataConfig,
+    RewardConfig,
+    TaskConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "ArithmeticConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "DynamicSamplingConfig",
+    "EntropyProbeConfig",
+    "EntropyTraceConfig",
+    "InfluenceTraceConfig",
+    "LengthShapingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OverlongConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "TaskConfig",
+    "TracinConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "WarmStartConfig",
+]

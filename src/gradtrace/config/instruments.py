@@ -1,0 +1,126 @@
+"""Settings of the instruments, the same in every host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gradtrace.attribution.config import InfluenceConfig, choice, number
+from gradtrace.attribution.errors import AttributionError
+from gradtrace.errors import GradtraceError
+
+
+@dataclass
+class EntropyTraceConfig:
+    enable: bool = False
+    """Store entropy and log-prob of every response token."""
+    write_every: int = number(1, minimum=1)
+    """Steps between traces."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = choice("warn", "raise")
+    """What a failed write does to the run."""
+
+
+@dataclass
+class InfluenceTraceConfig(InfluenceConfig):
+    """The tracer's knobs, and what a run adds to them."""
+
+    enable: bool = False
+    """Score every response token: did its gradient help the accepted responses against the rejected ones?"""
+    max_prompts_per_step: int = number(0, minimum=0)
+    """Trace at most this many prompts with mixed rewards; 0 is no cap."""
+    write_every: int = number(1, minimum=1)
+    """Steps between traces."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = choice("warn", "raise")
+    """What a failed trace does to the run."""
+    pairwise_max_mb: float = number(64.0, minimum=0)
+    """Store the effect of each token on each sibling response while a step's file stays below this; 0 is never."""
+
+    def __post_init__(self) -> None:
+        """Values are checked by `validate`, which names a key by its whole path."""
+        self.pairwise = self.pairwise and self.pairwise_max_mb > 0
+
+    def validate(self, path: str) -> None:
+        try:
+            self.check()
+        except AttributionError as error:
+            raise GradtraceError(f"{path.rstrip('.')}: {error}.") from None
+
+
+@dataclass
+class TracinConfig:
+    enable: bool = False
+    """Score every response against a validation set, and train on those that help it."""
+    method: str = choice("auto", "ghost", "tangent")
+    """A backward pass with hooks, or one forward-mode pass; the same scores. `auto` takes the cheaper."""
+    parameters: str = choice("linear", "all")
+    """Scores over linear layers (biases and tied embeddings included), or over every trainable parameter."""
+    preconditioner: str = choice("adam", "none")
+    """`adam`: weigh the validation gradient by Adam's second moments, as the real update is."""
+    selection: str = choice("drop_lowest", "positive", "top_fraction", "soft", "none")
+    """What the update uses. `positive`: scores above 0. `top_fraction`: the best. `drop_lowest`: all but the most
+    negative. `soft`: all, weighted. `none`: score only."""
+    min_positive_ratio: float = number(0.1, minimum=0, maximum=1)
+    """`positive`: with a smaller share of positive scores the best `fallback_fraction` are kept instead."""
+    fallback_fraction: float = number(0.5, minimum=0, maximum=1)
+    """The share of the best that this fallback keeps."""
+    top_fraction: float = number(0.5, minimum=0, maximum=1)
+    """`top_fraction`: the share that is kept."""
+    drop_share: float = number(0.5, minimum=0, maximum=1)
+    """`drop_lowest`: the share of the negative scores that is dropped, the most negative ones."""
+    soft_temperature: float = number(1.0, minimum=0)
+    """`soft`: an advantage is multiplied with σ(score / (this · spread of the scores)), mean 1. Towards 0 it becomes
+    `positive`."""
+    val_batch_size: int = number(64, minimum=1)
+    """Validation prompts."""
+    val_n: int = number(0, minimum=0)
+    """Responses per validation prompt; 0 means rollout.n."""
+    val_strategy: str = choice("random", "lowest_reward", "highest_reward", "balanced")
+    """Which prompts make the validation set: as they come, or by mean reward among val_candidates as many. `balanced`:
+    where right and wrong responses are equally many."""
+    val_candidates: int = number(2, minimum=1)
+    """Prompts sampled for each one chosen, where val_strategy chooses."""
+    val_refresh_every: int = number(1, minimum=1)
+    """Steps between fresh validation rollouts. Old ones cost nothing, and fit the policy less and less."""
+    val_files: list[str] = field(default_factory=list)
+    """Validation prompts of your own (.jsonl, .json, .parquet); empty: the task's validation prompts, without those
+    that trainer.validation reports on."""
+    diagnose_every: int = number(10, minimum=0)
+    """Steps between diagnoses, which score against parts of the validation set (a few passes more); 0 is never."""
+    write_every: int = number(1, minimum=1)
+    """Steps between traces."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = choice("warn", "raise")
+    """What a failed write does to the run."""
+
+    def validate(self, path: str) -> None:
+        if self.enable and self.method == "ghost" and self.parameters == "all":
+            raise GradtraceError(
+                f"{path}method=ghost sees linear layers only: set {path}parameters=linear or {path}method=tangent."
+            )
+
+    def validate_with(self, responses: int, path: str) -> None:
+        """`responses`: to each training prompt."""
+        if self.enable and (self.val_n or responses) < 2:
+            raise GradtraceError(
+                f"{path.rstrip('.')} needs at least 2 responses per validation prompt, whose rewards it compares: set "
+                f"{path}val_n=8."
+            )
+
+
+@dataclass
+class EntropyProbeConfig:
+    every: int = number(0, minimum=0)
+    """Steps between probes: the entropy change of the step's first optimizer step, predicted before it and measured
+    after it; 0 is never."""
+    prompts: int = number(128, minimum=2)
+    """Held-out prompts that entropy is measured on, at most; a new response to each in every probe."""
+    n: int = number(1, minimum=1)
+    """Responses per prompt."""
+    fsync: bool = False
+    """Force every trace file to the disk before it counts as written."""
+    on_error: str = choice("warn", "raise")
+    """What a failed probe does to the run."""
