@@ -49,9 +49,9 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     if trainer.influence_trace.enable:
         writer = open_writer(files, INFLUENCE_TRACE, trainer.influence_trace, report)
         try:
-            record = InfluenceRecord(trainer.influence_trace, writer, meta, truth)
+            record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
             loss = loss_traits(parts.config.algorithm)
-            observers.append(InfluenceTraceInstrument(parts.policy, record, loss, report))
+            observers.append(InfluenceTraceInstrument(parts.policy, record, loss))
         except AttributionError as error:
             raise GradtraceError(f"trainer.influence_trace: {error}") from error
     if trainer.entropy_probe.every:

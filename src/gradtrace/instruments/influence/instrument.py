@@ -9,7 +9,6 @@ anyway. With `all_selected` the scope is therefore the selected responses of one
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
 from gradtrace.policy.microbatch import MicroBatch, Sequences
 from gradtrace.policy.policy import Policy
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -51,12 +48,10 @@ class InfluenceTraceInstrument(StepObserver):
         policy: Policy,
         record: InfluenceRecord,
         loss: TrainingPass,
-        report: Callable[[str], None] = logger.warning,
     ) -> None:
         self.policy = policy
         self.record = record
         self.config = record.config
-        self.report = report
         self.tracer = InfluenceTracer(policy.model, self.config, defer_errors=True)
         self.tracer.close()  # hooks are on the model during updates only: the sampler's fast path wants it bare
         self.capture = InfluenceCapture(self.tracer, loss)
@@ -164,4 +159,4 @@ class InfluenceTraceInstrument(StepObserver):
                 if self.config.on_error == "raise":
                     raise
                 state.failure = error
-        return self.record.failed(state.failure, capture.status, step, self.report)
+        return self.record.failed(state.failure, capture.status, step)

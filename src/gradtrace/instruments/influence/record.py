@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.instruments.influence.columns import describe, influence_columns
+from gradtrace.instruments.influence.empty import why_empty
 from gradtrace.trace.schema import GroupStatus
 from gradtrace.trace.writer import TraceWriter
+
+logger = logging.getLogger(__name__)
 
 NOT_ADDED = ("debug_modules", "debug_modules_fired")
 """Metrics that every mini-batch has alike; the others are added up over the mini-batches of a step."""
@@ -20,13 +25,21 @@ NOT_ADDED = ("debug_modules", "debug_modules_fired")
 
 class InfluenceRecord:
     def __init__(
-        self, config: Any, writer: TraceWriter, meta: dict[str, Any] | None = None, truth: Truth = no_truth
+        self,
+        config: Any,
+        writer: TraceWriter,
+        meta: dict[str, Any] | None = None,
+        truth: Truth = no_truth,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
         """`config` is an `InfluenceTraceConfig`; `meta` goes into every file beside the meaning of the scores."""
         self.config = config
         self.writer = writer
         self.meta = (meta or {}) | describe(config)
         self.truth = truth
+        self.report = report
+        self.told: set[str] = set()
+        """Causes of empty traces, and the tracer's remarks, that were reported: each is said once in a run."""
         self.errors = 0
         """Steps that could not be traced."""
 
@@ -35,15 +48,22 @@ class InfluenceRecord:
         columns, meta = influence_columns(
             batch, scored, status, self.config, self.config.pairwise_max_mb, self.truth
         )
+        if not len(columns["group"]):
+            cause, sentence = why_empty(batch, torch.as_tensor(columns["group_status"]))
+            meta["empty"] = sentence
+            self._tell_once(cause, f"step {step} has no rows: {sentence}.")
         self.writer.write(step, columns, self.meta | meta)
         return self.metrics(status, scored, columns)
 
-    def failed(
-        self, reason: object, status: Tensor, step: int, report: Callable[[str], None]
-    ) -> dict[str, float]:
+    def _tell_once(self, about: str, sentence: str) -> None:
+        if about not in self.told:
+            self.told.add(about)
+            self.report(f"influence trace: {sentence}")
+
+    def failed(self, reason: object, status: Tensor, step: int) -> dict[str, float]:
         """A failing trace is shown and counted, and costs this step's trace; it does not cost the run."""
         self.errors += 1
-        report(f"influence trace: step {step} is not traced: {reason}")
+        self.report(f"influence trace: step {step} is not traced: {reason}")
         return self.metrics(status, [], {})
 
     def metrics(self, status: Tensor, scored: list[Scored], columns: dict[str, Any]) -> dict[str, float]:

@@ -10,7 +10,6 @@ from gradtrace.trace.record import Column, InstrumentRecord, register_instrument
 INFLUENCE_TRACE = "influence_trace"
 
 
-
 class Credit(enum.IntEnum):
     """What a response's score of a token counts."""
 
@@ -97,6 +96,7 @@ register_instrument(
             "accepted_rejected_scope": "per_prompt or all_selected",
             "output_function": "the objective whose gradients are traced",
             "exclude_self_response": "a token's own response is left out of its score",
+            "empty": "why the file has no responses, where it has none",
             "sign": SIGN_STATEMENT,
         },
         page=None,

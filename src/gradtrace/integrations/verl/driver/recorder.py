@@ -55,7 +55,7 @@ class Recorder:
         self.influence: InfluenceRecord | None = None
         if options.influence_trace.enable:
             writer = open_writer(self.files, INFLUENCE_TRACE, options.influence_trace, report)
-            self.influence = InfluenceRecord(options.influence_trace, writer, meta, truth)
+            self.influence = InfluenceRecord(options.influence_trace, writer, meta, truth, report)
             self.parts_dir.mkdir(parents=True, exist_ok=True)
         self.probe: ProbeRecorder | None = None
         if options.entropy_probe.every:
@@ -128,7 +128,7 @@ class Recorder:
             reason = next(iter(joined.failures.values()))
             if self.options.influence_trace.on_error == "raise":
                 raise GradtraceError(f"influence trace: step {step} is not traced: {reason}")
-            return self.influence.failed(reason, status, step, self.report)
+            return self.influence.failed(reason, status, step)
         return self.influence.write(batch, joined.scored, status, step)
 
     # ------------------------------------------------------------ metrics

@@ -35,7 +35,6 @@ from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import stop_token_ids
 from gradtrace.tasks.named import TASKS
 
-
 CPU_POLL_SECONDS = 0.05
 
 
