@@ -53,10 +53,12 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path, capsys: pytest.Captur
 
 def log_run(path: Path, steps: int = 20, **metrics: Any) -> Run:
     """A run whose metrics are numbers, or functions of the step."""
-    files = RunFiles(path)
-    for step in range(1, steps + 1):
-        named = {name.replace("__", "/"): value for name, value in metrics.items()}
-        files.log(step, {name: value(step) if callable(value) else value for name, value in named.items()})
+    with RunFiles(path) as files:
+        for step in range(1, steps + 1):
+            named = {name.replace("__", "/"): value for name, value in metrics.items()}
+            files.log(
+                step, {name: value(step) if callable(value) else value for name, value in named.items()}
+            )
     return open_run(path)
 
 

@@ -43,6 +43,8 @@ def load_config(overrides: list[str]) -> Config:
     config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
     if config.trainer.traces:
         config.trainer.entropy_trace.enable = config.trainer.influence_trace.enable = True
+    if config.resume:
+        refuse_code_of(config.resume, config, keys)
     check_fields(config)
     check_reward(config)
     return config
@@ -75,7 +77,7 @@ def override_keys(overrides: list[str]) -> dict[str, str]:
 def find_recipe(keys: dict[str, str]) -> Path:
     """The YAML file that `resume=` or `recipe=` names."""
     if resume := keys.get("resume"):
-        saved = Path(resume) / "config.yaml"
+        saved = run_of(Path(resume)) / "config.yaml"
         if not saved.is_file():
             raise GradtraceError(
                 f"resume={resume}: there is no {saved}. Give the folder of a run, e.g. runs/demo."
@@ -92,6 +94,21 @@ def find_recipe(keys: dict[str, str]) -> Path:
             f"Valid: {', '.join(recipes())}, or the path of a YAML file."
         )
     return CONF / f"{recipe}.yaml"
+
+
+def run_of(path: Path) -> Path:
+    """The run of a checkpoint in RUN/checkpoints, or the path itself."""
+    return path.parent.parent if path.absolute().parent.name == "checkpoints" else path
+
+
+def refuse_code_of(run: str, config: Config, keys: dict[str, str]) -> None:
+    """A run folder may come from somebody else: what its configuration would execute has to be asked for."""
+    if config.reward.path and "reward.path" not in keys:
+        raise GradtraceError(
+            f"The configuration in {run} names Python code to execute, reward.path={config.reward.path}. A run that "
+            "you were given could name anything: if you trust that file, add reward.path="
+            f"{config.reward.path} to the command; else another reward.name=… reward.path=''."
+        )
 
 
 def check_run_key(key: str, valid: set[str], where: str) -> None:

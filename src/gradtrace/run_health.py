@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradtrace.instruments.tracin.diagnosis import diagnose_step
+from gradtrace.trace.lock import is_held
 from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import INFLUENCE_TRACE, TRACIN, GroupStatus
 from gradtrace.trace.step import Step
@@ -46,7 +47,8 @@ def examine(run: Run) -> list[Finding]:
         *_metrics_findings(rows),
         *_instrument_findings(run, rows),
     ]
-    if not rows and not run.kinds() and not (run.path / "ablation.json").exists():
+    traced = any(run.steps(kind) for kind in run.kinds())
+    if not rows and not traced and not is_held(run.path) and not (run.path / "ablation.json").exists():
         findings.append(Finding(True, "metrics.jsonl has no line: the run never finished a step."))
     damaged = [Finding(True, f"{problem} (left out when reading)") for problem in run.verify()]
     every = [*damaged, *findings]

@@ -312,9 +312,8 @@ def test_resumed_traces_are_those_of_an_uninterrupted_run(tmp_path: Path) -> Non
     )
     straight = run(tmp_path, *more)
     broken = run(tmp_path, *more, "trainer.total_steps=3")  # its last checkpoint is step 3
-    from gradtrace.config_loader import load_config
 
-    train(load_config([f"resume={broken}", "trainer.total_steps=4"]))
+    train(small.resume(broken, "trainer.total_steps=4"))
     for kind in ("entropy_trace", "influence_trace"):
         for step in range(1, 5):
             ours, theirs = columns(broken, kind, step), columns(straight, kind, step)

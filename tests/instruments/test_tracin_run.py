@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gradtrace import open_run
-from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.tracin.diagnosis import diagnose_step
 from gradtrace.instruments.tracin.validation import choose_groups
@@ -150,7 +149,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, more: tuple[str, ...]) -
     stopped = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, total_steps=2))
     first_part = train(stopped).run_dir
     torch.manual_seed(12345)
-    train(load_config([f"resume={first_part}", "trainer.total_steps=5"]))
+    train(small.resume(first_part, "trainer.total_steps=5"))
     assert small.metrics(first_part) == small.metrics(straight)
     assert files(straight, 5) == files(first_part, 5)
 

@@ -58,6 +58,13 @@ def overrides(folder: Path, *more: str) -> list[str]:
     ]
 
 
+def resume(run_dir: Path, *more: str) -> Config:
+    """The run goes on, with its own reward, which has to be asked for."""
+    return load_config(
+        [f"resume={run_dir}", f"reward.path={run_dir.parents[1] / 'reward.py'}:count_ones", *more]
+    )
+
+
 def config(folder: Path, *more: str) -> Config:
     return load_config(overrides(folder, *more))
 

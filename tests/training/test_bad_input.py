@@ -12,6 +12,7 @@ from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.training.checkpoint import Checkpoints
 from gradtrace.training.run import train
+from tests.training import small
 from tests.training.small import config, metrics, overrides
 
 
@@ -96,7 +97,7 @@ def test_failing_reward_saves_the_run_before_the_failed_step(tmp_path: Path, kin
     latest = Checkpoints(run_dir).latest()
     assert latest is not None and latest.name == "step_000002"
     (tmp_path / "reward.py").write_text(source)
-    train(load_config([f"resume={run_dir}"]))
+    train(small.resume(run_dir))
     assert metrics(run_dir) == metrics(straight)
 
 

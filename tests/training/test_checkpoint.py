@@ -13,9 +13,11 @@ import pytest
 
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
+from gradtrace.trace.atomic import seal
 from gradtrace.training import run
-from gradtrace.training.checkpoint import Checkpoints
+from gradtrace.training.checkpoint import Checkpoints, checkpoint_of
 from gradtrace.training.loop import Trainer
+from tests.training import small
 from tests.training.small import config, metrics, overrides
 
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate")
@@ -127,7 +129,7 @@ def test_disk_that_fills_up_while_saving_costs_one_checkpoint(tmp_path: Path) ->
     folder = tmp_path / "runs/demo"
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step_000002"]
     straight = run.train(config(tmp_path, *settings, "trainer.name=straight")).run_dir
-    run.train(load_config([f"resume={folder}"]))
+    run.train(small.resume(folder))
     assert metrics(folder) == metrics(straight)
 
 
@@ -159,9 +161,53 @@ def test_kill_at_any_file_operation_leaves_a_loadable_checkpoint(tmp_path: Path)
         latest = Checkpoints(run_dir).latest()
         assert latest is not None
         latest_names.append(latest.name)
-        run.train(load_config([f"resume={run_dir}"]))
+        run.train(small.resume(run_dir))
         assert metrics(run_dir) == metrics(straight)
     assert len(latest_names) >= 8, (
         "the checkpoint made fewer file operations than expected: is it still caught?"
     )
     assert latest_names[0] == "step_000002" and latest_names[-1] == "step_000004"
+
+
+def flip(path: Path) -> None:
+    """One bit, in the middle of the file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["policy/model.safetensors", "optimizer.safetensors", "rng.safetensors"])
+def test_flipped_bit_is_named_and_the_last_good_checkpoint_offered(tmp_path: Path, name: str) -> None:
+    run_dir = run.train(config(tmp_path, "trainer.checkpoint.every=2")).run_dir
+    straight = metrics(run_dir)
+    good, broken = (run_dir / "checkpoints" / f"step_00000{step}" for step in (2, 4))
+    flip(broken / name)
+    with pytest.raises(GradtraceError) as error:
+        run.train(small.resume(run_dir, "trainer.total_steps=5"))
+    for words in (f"{broken} is damaged: {name} does not have the bytes", f"resume={good}"):
+        assert words in str(error.value)
+    reward = f"reward.path={tmp_path / 'reward.py'}:count_ones"
+    again = run.train(load_config([f"resume={good}", reward, "trainer.total_steps=4"]))
+    assert again.run_dir == run_dir and again.finished and metrics(run_dir) == straight
+    assert Checkpoints(run_dir).latest() == broken  # made again
+
+
+def test_checkpoints_of_earlier_versions_are_checked_by_size(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.save(1, fill)
+    (folder / "complete.json").write_bytes(seal({"files": {"inner/file.txt": len("content")}}))
+    assert checkpoints.latest() == folder
+    (folder / "inner/file.txt").write_text("less")
+    with pytest.raises(GradtraceError, match=r"7 bytes and has 4\. There is no other checkpoint"):
+        checkpoints.latest()
+
+
+def test_commands_take_the_latest_checkpoint_of_a_run_and_list_what_there_is(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run")
+    with pytest.raises(GradtraceError, match=r"no checkpoint and no run with one: .*run has no checkpoints"):
+        checkpoint_of(tmp_path / "run")
+    folders = [checkpoints.save(step, fill) for step in (2, 4)]
+    assert checkpoint_of(tmp_path / "run") == folders[1]
+    assert checkpoint_of(folders[0]) == folders[0]
+    with pytest.raises(GradtraceError, match=r"checkpoints has step_000002, step_000004\."):
+        checkpoint_of(tmp_path / "run" / "checkpoints" / "step_000003")

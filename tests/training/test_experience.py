@@ -106,7 +106,7 @@ def test_length_shaping_changes_rewards_but_not_the_score(tmp_path: Path, shape:
 def test_rewards_by_name_judge_the_whole_rollout_with_extras(tmp_path: Path) -> None:
     """`math` in its worker processes; the tiny model writes digits, so that some answers are right."""
     names = ["reward.path=", "reward.name=math", "reward.options={workers: 1, timeout: 20}"]
-    run = trainer(tmp_path, *names, "reward.extra={marker_format: 0.5}", "data.train_batch_size=16")
+    run = trainer(tmp_path, *names, "reward.extra={marker_format: 0.5}", "data.train_batch_size=96")
     batch, _ = collect(run)
     assert batch.rewards is not None and batch.texts is not None
     items = [batch.items[group] for group in batch.group.tolist()]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace.config_loader import load_config
 from gradtrace.training.checkpoint import Checkpoints
 from gradtrace.training.run import train
+from tests.training import small
 from tests.training.small import config, metrics, overrides
 
 SLOW_REWARD = """
@@ -53,7 +53,7 @@ def test_first_interrupt_saves_a_run_that_resumes(tmp_path: Path, number: signal
     made = metrics(run_dir)[-1]["step"]
     latest = Checkpoints(run_dir).latest()
     assert latest is not None and latest.name == f"step_{made:06d}"
-    resumed = load_config([f"resume={run_dir}", f"trainer.total_steps={made + 2}"])
+    resumed = small.resume(run_dir, f"trainer.total_steps={made + 2}")
     assert train(resumed).finished
     straight = train(
         config(

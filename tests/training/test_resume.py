@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.training.run import train
+from tests.training import small
 from tests.training.small import config, metrics
 
 VARIANTS = {
@@ -46,7 +46,7 @@ def test_resumed_run_equals_the_straight_run(tmp_path: Path, variant: str) -> No
     stopped = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, total_steps=2))
     first_part = train(stopped).run_dir
     torch.manual_seed(12345)  # the state of this process must not matter
-    resumed = train(load_config([f"resume={first_part}", "trainer.total_steps=5"]))
+    resumed = train(small.resume(first_part, "trainer.total_steps=5"))
     assert resumed.finished and resumed.run_dir == first_part
     assert metrics(first_part) == metrics(straight)
     a, b = files(straight, 5), files(first_part, 5)
@@ -68,7 +68,7 @@ def test_metrics_after_the_checkpoint_are_written_again_not_twice(tmp_path: Path
     second = train(config(tmp_path, "trainer.checkpoint.every=3", "trainer.total_steps=3")).run_dir
     # As a process killed in step 5 leaves it: metrics up to 4, the newest checkpoint at 3.
     (second / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
-    train(load_config([f"resume={second}", "trainer.total_steps=4"]))
+    train(small.resume(second, "trainer.total_steps=4"))
     assert metrics(second) == before
     assert [record["step"] for record in metrics(second)] == [0, 1, 2, 3, 4]
 
@@ -77,13 +77,13 @@ def test_run_without_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
     run_dir = train(config(tmp_path, "trainer.total_steps=1")).run_dir
     (run_dir / "checkpoints/latest").unlink()
     with pytest.raises(GradtraceError, match="no complete checkpoint"):
-        train(load_config([f"resume={run_dir}"]))
+        train(small.resume(run_dir))
 
 
 def test_finished_run_resumes_to_itself(tmp_path: Path) -> None:
     run_dir = train(config(tmp_path, "trainer.total_steps=2")).run_dir
     before = files(run_dir, 2)
-    assert train(load_config([f"resume={run_dir}"])).finished
+    assert train(small.resume(run_dir)).finished
     assert files(run_dir, 2) == before and len(metrics(run_dir)) == 3
 
 

@@ -250,16 +250,16 @@ def test_the_state_of_a_run_is_told(tmp_path: Path) -> None:
         os.utime(path, (time, time))
 
     run.write_step(1)
-    assert state_of(opened) == "live"
-    run.files.write_summary({"finished": False})
-    assert state_of(opened) == "stopped"
-    written_at(summary, metrics.stat().st_mtime - 100)  # resumed after that summary
-    assert state_of(opened) == "live"
-    run.finish()
-    assert state_of(opened) == "finished"
-    summary.unlink()
     for path in run.path.rglob("*"):
         written_at(path, 1e9)
+    assert state_of(opened) == "live"  # however long ago it wrote: its process lives
+    run.files.close(finished=False)
+    assert state_of(opened) == "stopped"
+    written_at(summary, metrics.stat().st_mtime - 100)  # resumed after that summary, and killed
+    assert state_of(opened) == "quiet"
+    run.files.write_summary({"finished": True})
+    assert state_of(opened) == "finished"
+    summary.unlink()
     assert state_of(opened) == "quiet"
 
 

@@ -178,8 +178,10 @@ def _load(path: str) -> Any:
         raise GradtraceError(f"there is no model at {path}; give a folder with config.json, or a hub name")
     transformers.utils.logging.disable_progress_bar()
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False
+        )
+    except Exception as error:
         raise GradtraceError(f"{path} cannot be loaded as a causal language model: {error}") from error
 
 

@@ -93,9 +93,21 @@ def load_model(path: str | Path, config: ModelConfig, key: str = "model.path") -
     """The causal LM in `path` in float32 on its device, without dropout, in eval mode."""
     options: dict[str, Any] = {} if config.attention == "auto" else {"attn_implementation": config.attention}
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
-    except (OSError, ValueError, ImportError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except (
+        Exception
+    ) as error:  # damaged weights and configurations fail in many libraries, each in its own way
         raise GradtraceError(f"{key}={path}: the model cannot be loaded. {error}") from error
+    model, info = loaded
+    if missing := sorted(
+        set(info["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", None) or {})
+    ):
+        raise GradtraceError(
+            f"{key}={path}: {len(missing)} weights are not in its files, the first is {missing[0]}; they would be "
+            "random numbers."
+        )
     disable_dropout(model)
     model = nn.Module.to(model, choose_device(config.device)).eval()
     accelerate(model)

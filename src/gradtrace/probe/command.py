@@ -28,7 +28,9 @@ from typing import Any
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", type=Path, help="RUN/checkpoints/step_N, or a plain transformers folder"
+        "checkpoint",
+        type=Path,
+        help="RUN (its latest), RUN/checkpoints/step_N, or a plain transformers folder",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the probe or of its run"

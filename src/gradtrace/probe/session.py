@@ -37,7 +37,7 @@ from gradtrace.probe.results import Fresh, ProbeResults
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.atomic import unseal
-from gradtrace.training.checkpoint import MARKER, check_complete
+from gradtrace.training.checkpoint import MARKER, checkpoint_of
 from gradtrace.training.parts import Parts, build_parts, needs_reference
 from gradtrace.training.state import OPTIMIZER, STATE
 
@@ -90,16 +90,13 @@ class Source:
 
     @staticmethod
     def of(checkpoint: Path, config: ProbeConfig, overrides: list[str]) -> Source:
-        if not checkpoint.is_dir():
-            raise GradtraceError(f"{checkpoint}: there is no such folder")
-        checkpoint = checkpoint.resolve()
         plain = (checkpoint / "config.json").is_file()
+        checkpoint = checkpoint.resolve() if plain else checkpoint_of(checkpoint.resolve())
         if plain:
             run = load_config([*overrides, f"model.path={checkpoint}"])
             files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(checkpoint.iterdir())]
             seal = hashlib.sha256(repr(files).encode()).hexdigest()
         else:
-            check_complete(checkpoint)
             run = load_config([f"resume={checkpoint.parent.parent}", *overrides])
             seal = hashlib.sha256((checkpoint / MARKER).read_bytes()).hexdigest()
         if plain and config.optimizer == "checkpoint":

@@ -175,7 +175,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.tokenizer:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
         TokenBytes.from_tokenizer(tokenizer).save(Path(args.run_dir) / "token_bytes.npz")
     console = Console()
     console.print(f"{len(report.steps)} steps imported into {args.run_dir}", markup=False)

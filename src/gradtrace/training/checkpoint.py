@@ -5,7 +5,7 @@
       step_000010/
         policy/               a plain transformers (or peft) folder
         optimizer.safetensors, rng.safetensors, state.json …
-        complete.json         every file and its size; written last
+        complete.json         every file, its size and its SHA-256; written last
 
 A checkpoint is filled in a temporary folder and renamed into place; only then `latest` moves, and only then
 older ones go. A process killed at any moment leaves the previous checkpoint as it was.
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -61,9 +63,26 @@ class Checkpoints:
         pointer = self.folder / LATEST
         if not pointer.is_file():
             return None
-        folder = self.folder / pointer.read_text().strip()
-        check_complete(folder)
+        folder = self.folder / Path(pointer.read_text(errors="replace").strip()).name
+        try:
+            check_complete(folder)
+        except GradtraceError as error:
+            raise GradtraceError(f"{error} {self._instead_of(folder)}") from None
         return folder
+
+    def go_back_to(self, name: str) -> None:
+        """Make an earlier checkpoint the latest; those after it go when the run goes on."""
+        check_complete(self.folder / name)
+        atomic_write(self.folder / LATEST, f"{name}\n".encode(), fsync=True)
+
+    def _instead_of(self, damaged: Path) -> str:
+        """What to do about a damaged checkpoint."""
+        for folder in reversed(self._all()):
+            with contextlib.suppress(GradtraceError):
+                if folder != damaged:
+                    check_complete(folder)
+                    return f"The last good checkpoint is {folder}: continue with: gradtrace train resume={folder}"
+        return "There is no other checkpoint of this run."
 
     def discard_unfinished(self) -> None:
         """Remove what a killed process left: temporary folders, and checkpoints that `latest` never reached."""
@@ -100,9 +119,22 @@ class Checkpoints:
         )
 
 
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that is meant, checked: `path` itself, or the latest of the run in `path`."""
+    if (path / MARKER).is_file():
+        check_complete(path)
+        return path
+    if latest := Checkpoints(path).latest():
+        return latest
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    found = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
+    there = f"{run / 'checkpoints'} has {', '.join(found)}" if found else f"{run} has no checkpoints"
+    raise GradtraceError(f"{path} is no checkpoint and no run with one: {there}.")
+
+
 def write_marker(folder: Path) -> None:
     files = {
-        str(path.relative_to(folder)): path.stat().st_size
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -110,15 +142,23 @@ def write_marker(folder: Path) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Every file that the marker lists is there with its size."""
+    """Every file that the marker lists is there, with the bytes that were written. It reads all of them."""
     try:
-        files: dict[str, int] = unseal((folder / MARKER).read_bytes())["files"]
+        listed: dict[str, Any] = unseal((folder / MARKER).read_bytes())["files"]
     except (OSError, DamagedError, KeyError) as error:
-        raise GradtraceError(f"{folder} is not a complete checkpoint: {MARKER}: {error}") from error
-    for name, size in files.items():
+        raise GradtraceError(f"{folder} is not a complete checkpoint: {MARKER}: {error}.") from error
+    for name, written in listed.items():
         path = folder / name
+        size = written if isinstance(written, int) else written["bytes"]  # markers once had nothing but sizes
         if not path.is_file() or path.stat().st_size != size:
             raise GradtraceError(
                 f"{folder} is damaged: {name} should have {size} bytes"
                 f" and has {path.stat().st_size if path.is_file() else 'vanished'}."
             )
+        if not isinstance(written, int) and digest(path) != written["sha256"]:
+            raise GradtraceError(f"{folder} is damaged: {name} does not have the bytes that were written.")
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

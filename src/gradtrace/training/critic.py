@@ -98,8 +98,10 @@ def load_critic(path: str | Path, config: Config, checkpoint: Path | None = None
     device = choose_device(config.model.device)
     options = {} if config.model.attention == "auto" else {"attn_implementation": config.model.attention}
     try:
-        backbone = AutoModel.from_pretrained(checkpoint or path, dtype=torch.float32, **options)
-    except (OSError, ValueError) as error:
+        backbone = AutoModel.from_pretrained(
+            checkpoint or path, dtype=torch.float32, trust_remote_code=False, **options
+        )
+    except Exception as error:
         raise GradtraceError(f"critic.path={path}: the model cannot be loaded. {error}") from error
     disable_dropout(backbone)
     model = ValueModel(backbone.eval())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from gradtrace.config import Config
-from gradtrace.config_loader import to_yaml
+from gradtrace.config_loader import run_of, to_yaml
 from gradtrace.errors import GradtraceError
+from gradtrace.trace import lock
 from gradtrace.trace.reader import open_run
-from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
 from gradtrace.training.checkpoint import Checkpoints
 from gradtrace.training.instruments import build_observer
 from gradtrace.training.logger import open_trackers
@@ -30,37 +33,56 @@ class Outcome:
 def train(config: Config, display: Display | None = None) -> Outcome:
     """Make a run, or continue the one that `config.resume` names."""
     display = display or SilentDisplay()
-    run_dir = Path(config.resume) if config.resume else new_run_dir(config)
-    checkpoints = Checkpoints(run_dir)
-    checkpoint = checkpoints.latest() if config.resume else None
-    if config.resume and checkpoint is None:
-        raise GradtraceError(f"resume={run_dir}: it has no complete checkpoint to continue from.")
-    checkpoints.discard_unfinished()
-    parts = build_parts(config, checkpoint, display.warm_start)
-    last_step = load_state(checkpoint, parts) if checkpoint is not None else 0
+    with contextlib.ExitStack() as until_the_end:
+        checkpoint = None
+        if config.resume:
+            run_dir, checkpoint = until_the_end.enter_context(resumed(config.resume))
+        parts = build_parts(config, checkpoint, display.warm_start)
+        last_step = load_state(checkpoint, parts) if checkpoint is not None else 0
+        if not config.resume:
+            run_dir = new_run_dir(config)
 
-    files = RunFiles(run_dir)
-    files.write_config(to_yaml(dataclasses.replace(config, resume="")))
-    trackers = open_trackers(config.trainer.logger, run_dir, dataclasses.asdict(config))
-    display.begin(last_step, config.trainer.total_steps)
-    observer = build_observer(parts, files, display.message)
-    if checkpoint is not None:
-        observer.load_state(load_observer_state(checkpoint))
-    trainer = Trainer(parts, files, observer, display, trackers)
-    reached = trainer.fit(last_step)
-    outcome = Outcome(run_dir, reached, reached == config.trainer.total_steps)
+        with nothing_left_on_error(run_dir, is_new=not config.resume):
+            files = until_the_end.enter_context(RunFiles(run_dir))
+            files.write_config(to_yaml(dataclasses.replace(config, resume="")))
+            trackers = open_trackers(config.trainer.logger, run_dir, dataclasses.asdict(config))
+            observer = build_observer(parts, files, files.messages.telling(display.message))
+        display.begin(last_step, config.trainer.total_steps)
+        if checkpoint is not None:
+            observer.load_state(load_observer_state(checkpoint))
+        trainer = Trainer(parts, files, observer, display, trackers)
+        reached = trainer.fit(last_step)
+        outcome = Outcome(run_dir, reached, reached == config.trainer.total_steps)
 
-    rewards = reward_curve(run_dir)
-    files.write_summary(
-        {
-            "steps": reached,
-            "finished": outcome.finished,
-            "parameters": sum(p.numel() for p in parts.policy.model.parameters()),
-            "final_reward": rewards[-1][1] if rewards else None,
-        }
-    )
+        rewards = reward_curve(run_dir)
+        files.write_summary(
+            {
+                "steps": reached,
+                "finished": outcome.finished,
+                "parameters": sum(p.numel() for p in parts.policy.model.parameters()),
+                "final_reward": rewards[-1][1] if rewards else None,
+            }
+        )
     display.end(run_dir, rewards, outcome.finished)
     return outcome
+
+
+@contextlib.contextmanager
+def resumed(resume: str) -> Iterator[tuple[Path, Path]]:
+    """(run, checkpoint to go on from) of `resume=RUN` or `resume=RUN/checkpoints/step_000010`, with its lock."""
+    run_dir = run_of(Path(resume))
+    lock.acquire(run_dir)
+    try:
+        checkpoints = Checkpoints(run_dir)
+        if Path(resume) != run_dir:
+            checkpoints.go_back_to(Path(resume).name)
+        checkpoint = checkpoints.latest()
+        if checkpoint is None:
+            raise GradtraceError(f"resume={resume}: it has no complete checkpoint to continue from.")
+        checkpoints.discard_unfinished()
+        yield run_dir, checkpoint
+    finally:
+        lock.release(run_dir)
 
 
 def new_run_dir(config: Config) -> Path:
@@ -74,6 +96,10 @@ def new_run_dir(config: Config) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise GradtraceError(
+                f"trainer.runs_dir={runs}: {folder} cannot be made: {error.strerror}."
+            ) from None
         else:
             return folder
 

@@ -6,17 +6,14 @@ trace) and gets only what came after that.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradtrace.trace.lock import is_held
 from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import KINDS
 from gradtrace.viewer.catalog import ABLATION, ServedRun, last_activity
-
-QUIET_SECONDS = 180.0
-"""A run without a final summary that wrote nothing for this long has probably stopped."""
 
 
 def run_news(
@@ -67,12 +64,14 @@ def _trace_news(served: ServedRun, kind: str, after: float) -> dict[str, Any]:
 
 
 def state_of(run: Run) -> str:
-    """finished, stopped (before its last step), live (still writing) or quiet (no end noted, nothing written for a
-    while). A summary older than the last metrics belongs to an earlier part of a run that was resumed."""
-    summary, written = run.summary, last_activity(run.path)
+    """finished, stopped (before its last step), live (a process holds its lock) or quiet (no end noted, and nobody
+    writes). A summary older than the last metrics belongs to an earlier part of a run that was resumed."""
+    if is_held(run.path):
+        return "live"
+    summary = run.summary
     if summary and _changed(run.path / "summary.json") >= _changed(run.path / "metrics.jsonl"):
         return "stopped" if summary.get("finished") is False else "finished"
-    return "live" if time.time() - written < QUIET_SECONDS else "quiet"
+    return "quiet"
 
 
 def _changed(path: Path) -> float:

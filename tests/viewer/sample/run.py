@@ -285,6 +285,7 @@ class SampleRun:
     def finish(self) -> None:
         self.close()
         self.files.write_summary({"finished": True, "steps": self.total_steps})
+        self.files.close()
 
     def close(self) -> None:
         writers = (self.entropy_writer, self.influence_writer, self.tracin_writer, self.probe_writer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from gradtrace.integrations.trl.settings import TraceSettings
 from gradtrace.metrics import Timer, batch_metrics
 from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
-from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
@@ -78,17 +79,19 @@ class TraceSession:
         args, state = self.trainer.args, self.trainer.state
         slices_done = state.global_step * args.gradient_accumulation_steps
         self.step = slices_done // (args.steps_per_generation * self.trainer.num_iterations)
-        self._files = files = RunFiles(self.settings.path)
-        if self.step == 0 and (files.path / "metrics.jsonl").stat().st_size:
+        path = Path(self.settings.path)
+        if self.step == 0 and (path / "metrics.jsonl").is_file() and (path / "metrics.jsonl").stat().st_size:
             raise GradtraceError(
-                f"run_dir={files.path} holds a run already. Choose another folder, or continue that run with "
+                f"run_dir={path} holds a run already. Choose another folder, or continue that run with "
                 "trainer.train(resume_from_checkpoint=…)."
             )
-        files.truncate_after(self.step)
-        files.write_config(run_config(self.trainer, self.settings))
-        files.write_token_bytes(TokenBytes.from_tokenizer(self.trainer._tokenizer))
-        self._observer = self._instruments()
-        self._observer.start(self.step)
+        with nothing_left_on_error(path, is_new=not path.exists()):
+            self._files = files = RunFiles(path)
+            files.truncate_after(self.step)
+            files.write_config(run_config(self.trainer, self.settings))
+            files.write_token_bytes(TokenBytes.from_tokenizer(self.trainer._tokenizer))
+            self._observer = self._instruments()
+            self._observer.start(self.step)
 
     def _instruments(self) -> StepObserver:
         trainer, settings = self.trainer, self.settings
@@ -127,9 +130,10 @@ class TraceSession:
             return
         self._finish()
         self._flush_metrics()
-        self._files.write_summary({"steps": self.step, "finished": True})
         self._observer.close()
         self._observer = None
+        self._files.write_summary({"steps": self.step, "finished": True})
+        self._files.close()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

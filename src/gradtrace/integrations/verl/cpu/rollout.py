@@ -31,8 +31,9 @@ class Server:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        safely = {"trust_remote_code": False}
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **safely).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path, **safely)
         self.stop_token_ids = stop_token_ids(tokenizer)
         self.sampler = Sampler(self.model, tokenizer.pad_token_id or 0)
         self.response_length = response_length

@@ -20,6 +20,7 @@ from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
 from gradtrace.integrations.verl.influence_parts import join_parts
 from gradtrace.integrations.verl.options import VerlOptions
 from gradtrace.integrations.verl.step_labels import StepLabels
+from gradtrace.trace import lock
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
@@ -41,10 +42,10 @@ class Recorder:
         report: Callable[[str], None],
     ) -> None:
         self.options = options
-        self.files = RunFiles(options.run_dir)
+        self.files = RunFiles(options.run_dir, role=lock.DRIVER)
         self.ranks = ranks
         self.truth = truth
-        self.report = report
+        self.report = report = self.files.messages.telling(report)
         meta = {"task": options.task, "temperature": temperature}
         self.entropy: EntropyTrace | None = None
         if options.entropy_trace.enable:
@@ -86,9 +87,10 @@ class Recorder:
         writers = (self.entropy and self.entropy.writer, self.influence and self.influence.writer, probe)
         return [*(writer for writer in writers if writer is not None), *self.more_writers]
 
-    def close(self) -> None:
+    def close(self, finished: bool = True) -> None:
         for writer in self._writers():
             writer.close()
+        self.files.close(finished)
 
     # ------------------------------------------------------------ a step
 

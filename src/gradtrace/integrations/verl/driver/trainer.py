@@ -149,7 +149,7 @@ class GradtraceTrainer(PPOTrainerSync):
         finally:
             if self.watch is not None:
                 self.watch.stop()
-            self.recorder.close()
+            self.recorder.close(finished=not self.status.error)
 
     def _start_watch(self, agent_loop_manager: Any) -> None:
         workers = {f"actor rank {r}": w for r, w in enumerate(self.actor_rollout_wg.workers)}

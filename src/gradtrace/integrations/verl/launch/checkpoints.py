@@ -3,6 +3,7 @@ transformers folder."""
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -41,16 +42,34 @@ def saved_world_size(folder: Path) -> int:
 
 
 def full_states(folder: Path, kind: str) -> list[Any]:
-    """The saved objects of all ranks (`kind`: model, optim or extra_state), on the CPU."""
+    """The saved objects of all ranks (`kind`: model, optim or extra_state), on the CPU.
+
+    Tensors, arrays and plain data alone: a pickle that would call anything else is refused.
+    """
     import torch
-    import torch.distributed.tensor  # shards are DTensors
+    import torch.distributed.tensor  # shards are DTensors; it lists its classes as harmless
 
     world = saved_world_size(folder)
+    files = [folder / f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
+    with torch.serialization.safe_globals(arrays_of_numpy()):
+        try:
+            return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+            named = next((file for file in files if file.name in str(error)), files[0])
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise GradtraceError(f"{named} cannot be read as plain tensors: {first}") from error
+
+
+def arrays_of_numpy() -> list[Any]:
+    """What a pickled state of a random generator consists of."""
+    import numpy
+    from numpy._core.multiarray import _reconstruct
+
     return [
-        torch.load(
-            folder / f"{kind}_world_size_{world}_rank_{rank}.pt", map_location="cpu", weights_only=False
-        )
-        for rank in range(world)
+        _reconstruct,
+        numpy.ndarray,
+        numpy.dtype,
+        *(type(numpy.dtype(name)) for name in ("u4", "i8", "f8")),
     ]
 
 
@@ -82,9 +101,9 @@ def export_policy(run_dir: Path) -> Path:
     source = latest_folder(run_dir)
     target = run_dir / "policy"
     weights = full_model(source)
-    config = AutoConfig.from_pretrained(source / "huggingface")
+    config = AutoConfig.from_pretrained(source / "huggingface", trust_remote_code=False)
     with torch.device("cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if any("lora_" in name for name in weights):
         weights = merge_lora(weights, source)
     missing, unexpected = model.load_state_dict(weights, strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -21,7 +22,8 @@ from gradtrace.integrations.verl.driver.status import clear_status, describe, re
 from gradtrace.integrations.verl.launch.checkpoints import export_policy, latest_step
 from gradtrace.integrations.verl.launch.data import write_prompts
 from gradtrace.integrations.verl.launch.translate import TRACIN_PROMPTS, Translation, translate
-from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace import lock
+from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
 from gradtrace.training.parts import build_task
 from gradtrace.training.run import Outcome, new_run_dir, reward_curve
 from gradtrace.training.terminal import Display, SilentDisplay
@@ -36,18 +38,22 @@ def train(config: Config, display: Display | None = None) -> Outcome:
     """Make a run, or continue the one that `config.resume` names."""
     display = display or SilentDisplay()
     check_installed()
+    if config.resume and latest_step(Path(config.resume)) is None:
+        raise GradtraceError(f"resume={config.resume}: it has no complete checkpoint to continue from.")
     run_dir = (Path(config.resume) if config.resume else new_run_dir(config)).absolute()
-    if config.resume and latest_step(run_dir) is None:
-        raise GradtraceError(f"resume={run_dir}: it has no complete checkpoint to continue from.")
-    translation = prepare(config, run_dir, display)
-    display.begin(latest_step(run_dir) or 0, config.trainer.total_steps)
-    finished = run_with_restarts(config, translation, run_dir, display)
-    rewards = reward_curve(run_dir)
-    reached = rewards[-1][0] if rewards else 0
-    if finished:
-        export_policy(run_dir)
-    summary = {"steps": reached, "finished": finished, "final_reward": rewards[-1][1] if rewards else None}
-    RunFiles(run_dir).write_summary(summary)
+    with contextlib.ExitStack() as until_the_end:
+        with nothing_left_on_error(run_dir, is_new=not config.resume):
+            files = until_the_end.enter_context(RunFiles(run_dir))
+            lock.refuse_driver(run_dir)
+            translation = prepare(config, files, display)
+        display.begin(latest_step(run_dir) or 0, config.trainer.total_steps)
+        finished = run_with_restarts(config, translation, run_dir, display)
+        rewards = reward_curve(run_dir)
+        reached = rewards[-1][0] if rewards else 0
+        if finished:
+            export_policy(run_dir)
+        last = rewards[-1][1] if rewards else None
+        files.write_summary({"steps": reached, "finished": finished, "final_reward": last})
     display.end(run_dir, rewards, finished)
     return Outcome(run_dir, reached, finished)
 
@@ -75,12 +81,12 @@ def uses_cpu(config: Config) -> bool:
     return config.model.device == "cpu" or not torch.cuda.is_available()
 
 
-def prepare(config: Config, run_dir: Path, display: Display) -> Translation:
+def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
     """The run's files before its first step: configuration, data, translation."""
+    run_dir = files.path
     # Before the task, whose warm start may take a while: what verl cannot do is said at once.
     translate(config, run_dir, "", uses_cpu(config))
     model, task = build_task(config, display.warm_start)
-    files = RunFiles(run_dir)
     files.write_config(to_yaml(dataclasses.replace(config, resume="")))
     # By itself: beside a model's config.json transformers loads the tokenizer class of that model's family.
     task.tokenizer.save_pretrained(run_dir / "tokenizer")
