@@ -40,7 +40,9 @@ class Batch:
 
 
 def capture_overhead(model: nn.Module, batch: Batch, rounds: int) -> tuple[float, dict[str, Any]]:
-    tracer = InfluenceTracer(model, InfluenceConfig(module_name_filter=MODULES, projection_dim_factor=32))
+    tracer = InfluenceTracer(
+        model, InfluenceConfig.older(module_name_filter=MODULES, projection_dim_factor=32)
+    )
     traces = []
 
     def plain() -> None:

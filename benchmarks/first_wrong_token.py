@@ -86,7 +86,7 @@ def scores_of(parts: Parts, batch: RolloutBatch, seed: int) -> Scores:
             values, _ = parts.policy.statistics(Sequences.of(batch).padded(chosen))
             return values * weight[chosen].repeat_interleave(batch.response_lengths[chosen])
 
-        config = InfluenceConfig(
+        config = InfluenceConfig.older(
             hessian_mode=mode,  # type: ignore[arg-type]
             exclude_self_response=leave_out,
             projection_dim_factor=0,

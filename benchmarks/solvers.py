@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.common import alternate, emit, parse_arguments, peak_memory
 from gradtrace.attribution.collectives import Ranks
-from gradtrace.attribution.solvers import TokenRows, cheapest_token_solver, make_curvature
+from gradtrace.attribution.solvers import Damping, TokenRows, cheapest_token_solver, make_curvature
 
 SIZES = {1296: (36, 36), 5184: (72, 72), 13824: (96, 144)}
 TOKENS, RESPONSES = 2048, 16
@@ -46,10 +46,9 @@ def influences(problem: tuple[Tensor, TokenRows], source: str, solver: str) -> T
     curvature = make_curvature(
         gradients,
         rows,
-        mode="inverse",
         source=source,
         solver=solver,
-        reg_lambda=0.0,
+        damping=Damping(0.0, "per_dimension"),
         ranks=Ranks(),
     )
     return curvature.token_scores(torch.eye(RESPONSES, dtype=gradients.dtype))[0]

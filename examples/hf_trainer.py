@@ -58,7 +58,7 @@ def join(groups: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class TracedTrainer(Trainer):
     def __init__(self, *args: Any, run_dir: str, tokenizer: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.config = InfluenceConfig(projection_dim_factor=0)
+        self.config = InfluenceConfig.older(projection_dim_factor=0)
         self.tracer = InfluenceTracer(self.model, self.config)  # ◆ 1. hooks on the model
         self.files, self.writer = RunFiles(run_dir), TraceWriter(run_dir, "influence_trace")
         self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))

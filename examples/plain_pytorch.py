@@ -32,7 +32,7 @@ class Model(nn.Module):
 torch.manual_seed(0)
 run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/plain_pytorch"
 optimizer = torch.optim.Adam((model := Model()).parameters(), lr=1e-2)
-tracer = InfluenceTracer(model, config := InfluenceConfig(projection_dim_factor=0))  # ◆
+tracer = InfluenceTracer(model, config := InfluenceConfig.older(projection_dim_factor=0))  # ◆
 files, writer = RunFiles(run_dir), TraceWriter(run_dir, "influence_trace")  # ◆
 files.write_token_bytes(TokenBytes([letter.encode() for letter in "abcdefgh"], [0] * 8, Rules()))  # ◆
 prompts, group = torch.arange(4)[:, None], (rows := torch.arange(4 * GROUP)) // GROUP

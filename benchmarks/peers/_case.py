@@ -81,7 +81,7 @@ def token_log_probs(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
 def our_scores(case: Case) -> Tensor:
     """[R, T, R]: effect of each token on each response."""
     rows = torch.arange(len(case.ids))
-    config = InfluenceConfig(
+    config = InfluenceConfig.older(
         hessian_mode="identity",
         projection_dim_factor=0,
         response_reduction="sum",

@@ -121,6 +121,7 @@ def random_responses(
         # Two tokens at least: at a single position attention has no gradient, and H⁻¹ with a relative λ would
         # blow its rounding error up to size one, in the engine and in the reference alike.
         prompt = torch.randint(0, VOCAB, (integer(2, longest_prompt),), generator=generator)
+        prompt[1] = (prompt[1] + int(prompt[0] == prompt[1])) % VOCAB  # equal tokens are as one position
         for _ in range(n):
             response = torch.randint(0, VOCAB, (integer(1, longest),), generator=generator)
             sequences.append(torch.cat([prompt, response]))

@@ -20,8 +20,8 @@ REFERENCE_NAMES = {
 
 
 def exact_config(**knobs: object) -> InfluenceConfig:
-    """Everything traced, nothing projected."""
-    return InfluenceConfig(**{"projection_dim_factor": 0, "module_name_filter": ".*", **knobs})  # type: ignore[arg-type]
+    """Everything traced, nothing projected, and the form of the score in which step and target are one."""
+    return InfluenceConfig.older(**{"projection_dim_factor": 0, "module_name_filter": ".*", **knobs})
 
 
 def engine_scores(
@@ -32,10 +32,11 @@ def engine_scores(
     labels_at_capture: bool = False,
     packed: bool = False,
     sign: Tensor | None = None,
+    optimizer: object = None,
 ) -> InfluenceTrace:
     """`splits`: the responses of each micro-batch."""
     splits = [list(range(len(batch)))] if splits is None else splits
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config, optimizer=optimizer) as tracer:
         for rows in splits:
             capture(tracer, model, batch, rows, labels_at_capture, packed, sign)
         return tracer.score(

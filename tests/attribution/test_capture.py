@@ -20,7 +20,8 @@ from tests.attribution.scoring import assert_close, brute_force, capture, engine
 
 def response_gradients(tracer: InfluenceTracer, response: int) -> dict[str, torch.Tensor]:
     return {
-        block.parameter_name: block.weight_direction(tracer._stored[block][response].gradient)
+        block.parameter_name: block.weight_direction(tracer._store.targets[block][response])
+        / tracer._ledger.factors[response]  # without the mean over tokens
         for block in tracer.blocks
     }
 
@@ -139,8 +140,8 @@ def test_autocast_factors_give_the_weight_gradient_of_the_rounded_pass() -> None
             with tracer.capture(response=torch.arange(6), tokens=tokens):
                 loss.backward()
         for block in tracer.blocks:
-            stored = tracer._stored[block]
-            total = torch.stack([stored[r].gradient for r in range(6)]).sum(0)
+            stored = tracer._store.targets[block]
+            total = torch.stack([stored[r] / tracer._ledger.factors[r] for r in range(6)]).sum(0)
             assert total.dtype == torch.float32
             actual = block.sites[0].module.weight.grad
             assert float((total - actual).norm() / actual.norm()) < 5e-3, block.name
@@ -155,7 +156,7 @@ def test_an_inplace_operation_on_the_logits_is_harmless() -> None:
         logits.div_(0.7)  # verl does this
         with tracer.capture(response=torch.arange(3), tokens=tokens):
             (token_log_probs(logits, ids) * weights).sum().backward()
-        total = sum(tracer._stored[tracer.blocks[0]][r].gradient for r in range(3))
+        total = sum(tracer._store.targets[tracer.blocks[0]][r] / tracer._ledger.factors[r] for r in range(3))
     assert torch.allclose(total, model.lm_head.weight.grad, atol=1e-12)
 
 
@@ -208,9 +209,9 @@ def test_whole_groups_are_scored_inside_the_backward_pass_and_nothing_is_stored(
     model, batch = tiny_model(), random_responses(groups=2, n=3)
     with InfluenceTracer(model, exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1, 2], labels_at_capture=True)
-        assert all(not stored for stored in tracer._stored.values())
+        assert all(not stored for stored in tracer._store.targets.values())
         capture(tracer, model, batch, [3, 4], labels_at_capture=True)
-        assert all(set(stored) == {3, 4} for stored in tracer._stored.values())
+        assert all(set(stored) == {3, 4} for stored in tracer._store.targets.values())
 
 
 def test_passes_outside_a_capture_are_not_recorded() -> None:
@@ -219,7 +220,7 @@ def test_passes_outside_a_capture_are_not_recorded() -> None:
         padded_objective(model, batch, [0, 1]).backward()
         with torch.no_grad():
             padded_objective(model, batch, [0, 1])
-        assert all(not stored for stored in tracer._stored.values())
+        assert all(not stored for stored in tracer._store.targets.values())
 
 
 def test_max_modules_are_spread_over_the_depth() -> None:

@@ -24,7 +24,7 @@ def loss_of(model: nn.Module) -> Callable[[], torch.Tensor]:
 
 
 def only_problem(model: nn.Module, loss_fn: Callable[[], torch.Tensor], **knobs: object) -> str:
-    report = check_gradient_flow(model, loss_fn, InfluenceConfig(**knobs))  # type: ignore[arg-type]
+    report = check_gradient_flow(model, loss_fn, InfluenceConfig.older(**knobs))  # type: ignore[arg-type]
     assert len(report.problems) == 1
     return report.problems[0]
 

@@ -43,7 +43,7 @@ def test_a_mask_that_cannot_be_right_is_refused(
     model: nn.Module, response: torch.Tensor, tokens: torch.Tensor, message: str
 ) -> None:
     with (
-        InfluenceTracer(model) as tracer,
+        InfluenceTracer(model, exact_config()) as tracer,
         pytest.raises(AttributionError, match=message),
         tracer.capture(response=response, tokens=tokens),
     ):
@@ -52,7 +52,7 @@ def test_a_mask_that_cannot_be_right_is_refused(
 
 def test_a_mask_of_another_batch_is_refused_in_the_backward_pass(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model) as tracer:
+    with InfluenceTracer(model, exact_config()) as tracer:
         loss = padded_objective(model, batch, [0, 1, 2])
         with (
             pytest.raises(AttributionError, match="batch that is going backward"),
@@ -63,12 +63,12 @@ def test_a_mask_of_another_batch_is_refused_in_the_backward_pass(model: nn.Modul
 
 def test_a_response_id_out_of_range_is_refused(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model) as tracer:
+    with InfluenceTracer(model, exact_config()) as tracer:
         capture(tracer, model, batch, [0, 5])
         with pytest.raises(AttributionError, match="response id 5"):
             tracer.score(accepted=batch.accepted[:4], group=batch.group[:4])
     with (
-        InfluenceTracer(model) as tracer,
+        InfluenceTracer(model, exact_config()) as tracer,
         pytest.raises(AttributionError, match="response id 5 is out of range"),
         tracer.capture(
             response=torch.tensor([0, 5]), tokens=masks(), accepted=batch.accepted[:4], group=batch.group[:4]
@@ -79,7 +79,7 @@ def test_a_response_id_out_of_range_is_refused(model: nn.Module) -> None:
 
 def test_a_response_captured_twice_is_refused(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model) as tracer:
+    with InfluenceTracer(model, exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1])
         with pytest.raises(AttributionError, match="captured already"):
             capture(tracer, model, batch, [1, 2])
@@ -87,7 +87,7 @@ def test_a_response_captured_twice_is_refused(model: nn.Module) -> None:
 
 def test_labels_that_change_between_captures_are_refused(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model) as tracer:
+    with InfluenceTracer(model, exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1], labels_at_capture=True)
         with pytest.raises(AttributionError, match="differ"):
             tracer.score(accepted=~batch.accepted, group=batch.group)
@@ -127,14 +127,17 @@ def test_a_nan_gradient_costs_its_group_and_no_other(model: nn.Module, streamed:
 
 
 def test_nothing_captured_is_an_error(model: nn.Module) -> None:
-    with InfluenceTracer(model) as tracer, pytest.raises(AttributionError, match="nothing was captured"):
+    with (
+        InfluenceTracer(model, exact_config()) as tracer,
+        pytest.raises(AttributionError, match="nothing was captured"),
+    ):
         tracer.score(accepted=torch.tensor([True, False]), group=torch.zeros(2, dtype=torch.long))
 
 
 def test_a_backward_pass_that_fires_no_hook_is_an_error_that_says_why(model: nn.Module) -> None:
     batch = random_responses(groups=1)
     loss = padded_objective(model, batch, [0, 1, 2])  # before the tracer exists
-    with InfluenceTracer(model) as tracer:
+    with InfluenceTracer(model, exact_config()) as tracer:
         with tracer.capture(response=torch.arange(3), tokens=batch.padded([0, 1, 2])[2]):
             loss.backward()
         with pytest.raises(AttributionError, match=r"no hook .* fired"):
@@ -160,7 +163,7 @@ def test_layers_below_a_detach_are_named(model: nn.Module) -> None:
 def test_frozen_layers_are_named(model: nn.Module) -> None:
     model.requires_grad_(False)
     with pytest.raises(AttributionError, match=r"frozen .* model\.layers\.0\.self_attn\.q_proj"):
-        InfluenceTracer(model)
+        InfluenceTracer(model, exact_config())
 
 
 def test_a_filter_that_matches_nothing_shows_what_there_is(model: nn.Module) -> None:
@@ -175,7 +178,10 @@ def test_a_model_without_linear_layers_is_refused() -> None:
 
 def test_missing_labels_terms_and_advantages_are_named(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model) as tracer, pytest.raises(AttributionError, match="accepted and group"):
+    with (
+        InfluenceTracer(model, exact_config()) as tracer,
+        pytest.raises(AttributionError, match="accepted and group"),
+    ):
         tracer.score()
     with InfluenceTracer(model, exact_config(credit="both")) as tracer:
         capture(tracer, model, batch, list(range(6)))
@@ -202,17 +208,19 @@ def test_terms_of_the_wrong_length_are_refused(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "knobs, message",
     [
-        ({"hessian_mode": "invers"}, "'inverse', 'identity'"),
+        ({"hessian_mode": "invers"}, "'optimizer', 'identity', 'inverse'"),
         ({"credit": "token"}, "'loss_term'"),
         ({"projection_dim_factor": -1}, "negative"),
         ({"solver": "gram"}, "hessian_source='response'"),
         ({"solver": "response", "hessian_source": "token"}, "hessian_source='token'"),
         ({"solver": "cg", "hessian_mode": "identity"}, "nothing to solve"),
+        ({"reg_scale": 0.0}, "reg_scale"),
+        ({"preconditioner_form": "exact", "projection_dim_factor": 2}, "projected gradients"),
     ],
 )
 def test_a_knob_that_cannot_be_right_is_refused(knobs: dict[str, object], message: str) -> None:
     with pytest.raises(AttributionError, match=message):
-        InfluenceConfig(**knobs)  # type: ignore[arg-type]
+        InfluenceConfig.older(**knobs)
 
 
 def test_a_failed_backward_leaves_no_half_capture(model: nn.Module) -> None:
@@ -220,6 +228,7 @@ def test_a_failed_backward_leaves_no_half_capture(model: nn.Module) -> None:
     with InfluenceTracer(model, exact_config()) as tracer:
         tokens = batch.padded([0, 1, 2])[2]
         with pytest.raises(ValueError), tracer.capture(response=torch.arange(3), tokens=tokens):
+            padded_objective(model, batch, [0, 1, 2]).backward()
             raise ValueError("out of memory, say")
         capture(tracer, model, batch, [0, 1, 2])
         assert tracer.score(accepted=batch.accepted, group=batch.group).token_scores[0].numel() > 0
@@ -240,7 +249,7 @@ def test_the_memory_estimate_follows_the_sizes() -> None:
 
 def test_deferred_errors_leave_the_backward_pass_alone(model: nn.Module) -> None:
     batch = random_responses(groups=1)
-    with InfluenceTracer(model, defer_errors=True) as tracer:
+    with InfluenceTracer(model, exact_config(), defer_errors=True) as tracer:
         loss = padded_objective(model, batch, [0, 1, 2])
         with tracer.capture(response=torch.arange(2), tokens=masks(2, 30)):
             loss.backward()

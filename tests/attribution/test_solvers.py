@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.solvers import MAX_DENSE_DIM, TokenRows, cheapest_token_solver, make_curvature
+from gradtrace.attribution.solvers import (
+    MAX_DENSE_DIM,
+    Damping,
+    TokenRows,
+    cheapest_token_solver,
+    make_curvature,
+)
 
 
 def problem(
@@ -32,10 +38,9 @@ def solve(gradients: torch.Tensor, rows: TokenRows, source: str, solver: str, re
     curvature = make_curvature(
         gradients,
         rows,
-        mode="inverse",
         source=source,
         solver=solver,
-        reg_lambda=reg_lambda,
+        damping=Damping(reg_lambda, "per_dimension"),
         ranks=Ranks(),
     )
     weights = torch.eye(gradients.shape[1], dtype=gradients.dtype)
@@ -103,9 +108,8 @@ def test_gram_refuses_a_group_that_is_split_over_ranks() -> None:
         make_curvature(
             gradients,
             rows,
-            mode="inverse",
             source="token",
             solver="gram",
-            reg_lambda=0.0,
+            damping=Damping(0.0, "per_dimension"),
             ranks=ranks,
         )

@@ -120,7 +120,7 @@ def test_scores_in_the_loop_equal_the_engine_on_the_same_batch(
     rows = torch.from_numpy(step["row"].astype(np.int64))
     assert len(rows) == metrics["influence_trace/selected_responses"] > 0
     expected = np.concatenate(
-        engine_scores(trainer.parts.policy, batch, rows, InfluenceConfig(projection_dim_factor=0))
+        engine_scores(trainer.parts.policy, batch, rows, InfluenceConfig.older(projection_dim_factor=0))
     )
     scale = np.abs(expected).max()
     np.testing.assert_allclose(step["influence_position"] / scale, expected / scale, atol=2e-4)

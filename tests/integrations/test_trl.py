@@ -83,7 +83,7 @@ def test_scores_equal_the_engines_on_the_same_batch(name: str, tmp_path: Path) -
 )
 def test_every_objective_equals_the_engines(name: str, output_function: Any, tmp_path: Path) -> None:
     """With KL the training pass is not the objective: the trace makes a pass of its own, left-padded."""
-    config = InfluenceConfig(projection_dim_factor=0, credit="both", output_function=output_function)
+    config = InfluenceConfig.older(projection_dim_factor=0, credit="both", output_function=output_function)
     model = train(tmp_path, SETUPS[name], influence=config)
     assert_equal(step_of(tmp_path), engine_scores(model, step_of(tmp_path), config))
 
@@ -121,7 +121,9 @@ def test_tracing_changes_nothing(name: str, tmp_path: Path) -> None:
     for traced in (False, True):
         trainer = grpo_trainer(tmp_path / str(traced), **SETUPS[name])
         if traced:
-            objective = InfluenceConfig(output_function="log_prob", credit="both")  # with passes of its own
+            objective = InfluenceConfig.older(
+                output_function="log_prob", credit="both"
+            )  # with passes of its own
             attach(trainer, tmp_path / "run", influence=objective, on_error="raise")
         trainer.train()
         runs.append((weights(trainer), torch.get_rng_state(), trainer.state.log_history))

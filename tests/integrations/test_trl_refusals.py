@@ -103,7 +103,7 @@ AT_THE_START = {
         "selection: method is 'by_hand'",
     ),
     "modules_of_the_trace_that_do_not_exist": (
-        {"influence": InfluenceConfig(module_name_filter=["no_such_module"])},
+        {"influence": InfluenceConfig.older(module_name_filter=["no_such_module"])},
         {},
         "influence trace: .*no_such_module",
     ),

@@ -16,10 +16,10 @@ from gradtrace.integrations.trl import attach
 from gradtrace.trace.step import Step
 from tests.integrations.trl_runs import grpo_trainer
 
-POSITION = InfluenceConfig(projection_dim_factor=0)
-UNSCALED = InfluenceConfig(projection_dim_factor=0, hessian_mode="identity")
+POSITION = InfluenceConfig.older(projection_dim_factor=0)
+UNSCALED = InfluenceConfig.older(projection_dim_factor=0, hessian_mode="identity")
 """With curvature, a factor common to all gradients would cancel; here it shows."""
-EXACT = InfluenceConfig(projection_dim_factor=0, credit="both")
+EXACT = InfluenceConfig.older(projection_dim_factor=0, credit="both")
 
 
 def step_of(folder: Path, number: int = 1, kind: str = "influence_trace") -> Step:

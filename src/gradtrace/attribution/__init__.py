@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from gradtrace.attribution.geometry import Factored, Geometry
     from gradtrace.attribution.ghost import GhostProduct
     from gradtrace.attribution.objectives import (
+        Passes,
         TrainingPass,
         needs_own_backward,
         objective,
         objective_sign,
         objective_weights,
+        plan_passes,
         riding_scale,
+        step_scale,
+        target_scale,
     )
     from gradtrace.attribution.result import SIGN, UNIT, InfluenceTrace
     from gradtrace.attribution.tangent import directional_derivative
@@ -33,13 +37,17 @@ __all__ = [
     "InfluenceConfig",
     "InfluenceTrace",
     "InfluenceTracer",
+    "Passes",
     "TrainingPass",
     "directional_derivative",
     "needs_own_backward",
     "objective",
     "objective_sign",
     "objective_weights",
+    "plan_passes",
     "riding_scale",
+    "step_scale",
+    "target_scale",
 ]
 _MODULE_OF = {
     "Factored": "geometry",
@@ -49,6 +57,7 @@ _MODULE_OF = {
     "InfluenceConfig": "config",
     "InfluenceTrace": "result",
     "InfluenceTracer": "tracer",
+    "Passes": "objectives",
     "SIGN": "result",
     "TrainingPass": "objectives",
     "UNIT": "result",
@@ -57,7 +66,10 @@ _MODULE_OF = {
     "objective": "objectives",
     "objective_sign": "objectives",
     "objective_weights": "objectives",
+    "plan_passes": "objectives",
     "riding_scale": "objectives",
+    "step_scale": "objectives",
+    "target_scale": "objectives",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +91,28 @@ class Capture:
         """[n, k_out, k_in]: per response Σ u vᵀ over all its positions, its prompt's included."""
         parts = [self._gradients_of(part, responses) for part in self.parts[block]]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def combined(self, block: Block, weights: Mapping[int, Tensor]) -> Tensor:
+        """[m, k_out, k_in]: Σ_r weights[r] · (the gradient of r), for weights [m] of some responses; one product where
+        m is 1, and never a gradient for each response."""
+        responses = sorted(weights)
+        table = torch.stack([weights[r] for r in responses])  # [n, m]
+        some = self.parts[block][0].u
+        if table.shape[1] > 1:
+            return torch.einsum("nm,noi->moi", table.to(some), self.gradients(block, responses))
+        by_response = torch.zeros(max(self.layout.responses) + 2, dtype=table.dtype)  # the last one is for −1
+        by_response[responses] = table[:, 0]
+        by_position = by_response[self.layout.response]
+        total = None
+        for part in self.parts[block]:
+            factor = by_position if part.positions is None else by_position[part.positions]
+            rows = factor.nonzero().squeeze(-1)
+            chosen = rows.to(part.u.device)
+            u, v = (part.u, part.v) if len(rows) == len(factor) else (part.u[chosen], part.v[chosen])
+            product = (u * factor[rows][:, None].to(u)).T @ v
+            total = product if total is None else total + product
+        assert total is not None
+        return total[None]
 
     def _gradients_of(self, part: Part, responses: list[int]) -> Tensor:
         if self.layout.row_response is None or part.positions is not None:

@@ -24,6 +24,11 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.bytes_moved = 0
 
+    @property
+    def place(self) -> int:
+        """This rank's number among them."""
+        return 0 if self.size == 1 else dist.get_rank(self.group)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place, the same bits on every rank."""
         if self.size > 1:

@@ -21,13 +21,21 @@ def number(default: float, minimum: float | None = None, maximum: float | None =
 
 @dataclass
 class InfluenceConfig:
-    hessian_mode: str = choice("inverse", "identity")
-    """`inverse`: infl(t→r) = g_tᵀ H⁻¹ g_r with the regularised Gauss-Newton H below. `identity`: H = I."""
+    hessian_mode: str = choice("optimizer", "identity", "inverse")
+    """The geometry in which two gradients meet. `optimizer`: infl(t→r) = g_tᵀ P g_r with P what the optimizer does to
+    a gradient, 1/(√v̂+ε) for Adam; without a known optimizer it is `identity`. `identity`: g_tᵀ g_r. `inverse`:
+    g_tᵀ H⁻¹ g_r with the regularised Gauss-Newton H below."""
+    preconditioner_form: str = choice("auto", "exact", "factored")
+    """P element by element (`exact`), or as an outer product of a vector of rows and one of columns (`factored`),
+    which also works on projected gradients. `auto`: exact where gradients are not projected."""
+    output_function: str = choice("training_loss", "log_prob_advantage", "log_prob_reward", "log_prob")
+    """The *step*: the objective whose gradient a token contributes. The tracer rides on whatever backward pass it is
+    shown; `gradtrace.attribution.objectives` says when that is the training pass and builds the others."""
+    target: str = choice("log_prob", "output_function")
+    """What the step is asked about: the contrast of the responses' log-probs, or of the same function as the
+    step's."""
     hessian_source: str = choice("response", "token")
     """H = Σ_r g_r g_rᵀ + λI over responses, or Σ_t g_t g_tᵀ + λI over response tokens (`position` credit)."""
-    output_function: str = choice("training_loss", "log_prob_advantage", "log_prob_reward", "log_prob")
-    """The objective whose gradients are traced. The tracer rides on whatever backward pass it is shown;
-    `gradtrace.attribution.objectives` says when that is the training pass and builds the others."""
     accepted_rejected_scope: str = choice("per_prompt", "all_selected")
     """Contrast and curvature over the responses of the token's own prompt, or over all selected ones."""
     contrastive_agg: str = choice("mean", "sum", "advantage")
@@ -35,7 +43,12 @@ class InfluenceConfig:
     exclude_self_response: bool = False
     """Leave the token's own response out of its score (and out of the means)."""
     reg_lambda: float = 0.0
-    """λ of H, per module; ≤ 0 means 0.1 · trace(unregularised H) / D."""
+    """λ of H, per module; ≤ 0 means by `reg_rule`."""
+    reg_rule: str = choice("per_row", "per_dimension")
+    """`per_row`: λ = reg_scale · trace(unregularised H) / n, n the responses (or tokens) in its sum. `per_dimension`,
+    the older rule: 0.1 · trace / D, which is so small where n ≪ D that scores repeat the labels."""
+    reg_scale: float = 1.0
+    """Large: scores tend to those of `identity`. Small: they tend to the responses' labels."""
     response_reduction: str = choice("mean", "sum")
     """A response's gradient is the mean over its tokens, or the sum."""
     module_name_filter: tuple[str, ...] = ()
@@ -54,8 +67,13 @@ class InfluenceConfig:
     """Keep stored factors in host memory."""
     force_gpu_compute: bool = False
     """Move offloaded factors back to the model's device for scoring."""
-    credit: str = choice("position", "loss_term", "both")
-    """`position`: what flows through the token's position. `loss_term`: the token's own term. Or both."""
+    credit: str = choice("loss_term", "tail", "position", "both")
+    """What a token's gradient is. `position`: all that flows through its position, later tokens' terms included.
+    `loss_term`: the gradient of its own term, for the groups of `loss_term_prompts`; every other group has `tail`:
+    only the weights of the last block in which both are the same, for nothing on the pass of the step. `both`:
+    position for every group, and loss terms for those."""
+    loss_term_prompts: int = number(4, minimum=0)
+    """How many groups of a `score()` have loss terms, which take another forward pass of theirs (0 = all)."""
     solver: str = choice("auto", "response", "gram", "cg", "dense")
     """How H⁻¹ is applied; `auto` takes the cheapest."""
     pairwise: bool = True
@@ -80,14 +98,28 @@ class InfluenceConfig:
                 raise AttributionError(f"{field.name} is {value!r}; it can be {choices}")
             if limits.get("minimum") is not None and value < limits["minimum"]:
                 raise AttributionError(f"{field.name} is {value}; it cannot be negative (0 = no limit)")
+        if self.reg_scale <= 0:
+            raise AttributionError(f"reg_scale is {self.reg_scale}; it must be above 0")
+        if self.preconditioner_form == "exact" and self.projection_dim_factor:
+            raise AttributionError(
+                "preconditioner_form='exact' divides weight by weight, and projected gradients have none: use"
+                " 'factored' or 'auto', or projection_dim_factor=0"
+            )
         self._check_solver()
+
+    @staticmethod
+    def older(**knobs: Any) -> InfluenceConfig:
+        """The form of earlier versions: H⁻¹ with a small λ, position credit, and one function as step and target."""
+        form = {"hessian_mode": "inverse", "reg_rule": "per_dimension", "credit": "position"}
+        return InfluenceConfig(**{**form, "target": "output_function", "loss_term_prompts": 0, **knobs})
 
     def _check_solver(self) -> None:
         if self.solver in ("auto", "dense"):
             return
-        if self.hessian_mode == "identity":
+        if self.hessian_mode != "inverse":
             raise AttributionError(
-                f"solver={self.solver!r} has nothing to solve with hessian_mode='identity'; leave it at 'auto'"
+                f"solver={self.solver!r} has nothing to solve with hessian_mode={self.hessian_mode!r}; leave it at"
+                " 'auto'"
             )
         if (self.solver == "response") != (self.hessian_source == "response"):
             fitting = (
@@ -100,3 +132,8 @@ class InfluenceConfig:
     @property
     def wants_loss_term(self) -> bool:
         return self.credit in ("loss_term", "both")
+
+    @property
+    def tail_only(self) -> bool:
+        """Whether the pass of the step scores the weights of the tail alone."""
+        return self.credit in ("loss_term", "tail")

@@ -106,6 +106,8 @@ def sides(block: Block, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor
     # Under autocast the layer used x rounded to the gradient's type; so does the real weight gradient.
     x = x.to(gradient.dtype).to(dtype)
     gradient = gradient.to(dtype)
+    if block.scaling is not None:
+        gradient, x = gradient * block.scaling.rows.to(gradient), x * block.scaling.columns.to(x)
     if not block.projected:
         return gradient, x
     p_out, p_in = block.projections(dtype, gradient.device)
@@ -117,7 +119,13 @@ def _embedding_sides(block: Block, site: Site, gradient: Tensor, ids: Tensor) ->
     padding = getattr(site.module, "padding_idx", None)
     if padding is not None:
         gradient = gradient.masked_fill((ids == padding)[..., None], 0.0)
-    if not block.projected:
-        return torch.nn.functional.one_hot(ids, block.d_out).to(gradient.dtype), gradient
-    p_out, p_in = block.projections(gradient.dtype, gradient.device)
-    return p_out.T[ids], gradient @ p_in.T
+    factor = None
+    if block.scaling is not None:
+        factor = block.scaling.rows.to(gradient)[ids][..., None]
+        gradient = gradient * block.scaling.columns.to(gradient)
+    if block.projected:
+        p_out, p_in = block.projections(gradient.dtype, gradient.device)
+        rows, gradient = p_out.T[ids], gradient @ p_in.T
+    else:
+        rows = torch.nn.functional.one_hot(ids, block.d_out).to(gradient.dtype)
+    return rows if factor is None else rows * factor, gradient

@@ -1,8 +1,8 @@
 """What an optimizer does to a gradient: Adam divides it, element by element, by √v̂ + ε; SGD leaves it as it is.
 
 The influence of one gradient on another, per unit of learning rate, is therefore g · P h with P = diag(1 / (√v̂ + ε)).
-v̂ is the bias-corrected second moment of the optimizer's state, or, where the gradient of the coming step is known, the
-one that this step will see. This is the only place that knows how optimizers store it.
+v̂ is the bias-corrected second moment of the optimizer's state, or, where the gradient of the coming step is known,
+the one that this step will see. This is the only place that knows how optimizers store it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class Factored:
 
     @staticmethod
     def of(denominator: Tensor) -> Factored:
-        """From √v̂ + ε [d_out, d_in]: its square is r cᵀ / mean to good approximation, r and c its row and column means.
+        """From √v̂ + ε [d_out, d_in]: its square is r cᵀ / mean to good approximation, r and c its row and column
+        means.
 
         Of a sharded weight only the means travel: vectors of d_out and d_in numbers.
         """

@@ -1,57 +1,196 @@
 """Loss-term credit: every token's own term, differentiated along the direction that its score is about.
 
-One forward-mode pass per scope replaces one backward pass per token.
+The direction of a scope is X = P Σ_r c_r g_r, a tensor of the shape of each weight: one sum that grows with every
+backward pass, whatever part of the scope the pass holds. One forward-mode pass per scope then replaces one backward
+pass per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gradtrace.attribution.capture import Capture
+from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.scopes import ScopeBatch
+from gradtrace.attribution.geometry import Geometry, Source
+from gradtrace.attribution.labels import Labels
+from gradtrace.attribution.modules import Block
+from gradtrace.attribution.scopes import Scope, ScopeBatch
+from gradtrace.attribution.store import Store
 from gradtrace.attribution.tangent import Method, directional_derivative
 
 Terms = Callable[[list[int]], Tensor]
-"""Responses → their tokens' terms w_t ℓ_t, one after the other: 1-D, summing to the captured objective."""
+"""Responses → their tokens' own terms of the step, one after the other: [N], or [2, N] with their log-probs below."""
+Directions = dict[Block, Tensor]
+"""Per module [m, k_out, k_in]: one direction for all tokens of a scope, or one for each of its members' tokens."""
 
 
-def loss_term_scores(
-    batches: list[ScopeBatch], model: nn.Module, lengths: Mapping[int, int], terms: Terms, method: Method
-) -> dict[int, Tensor]:
-    """Response → [T_r]. Uses up the directions of the batches."""
-    scores: dict[int, Tensor] = {}
-    for batch in batches:
-        for index, (scope, counts) in enumerate(zip(batch.scopes, batch.tokens, strict=True)):
-            local = list(counts)
-            if batch.config.exclude_self_response:  # every response has a direction of its own
-                parts = [(scope.members.index(response), [response]) for response in local]
+class LossTerms:
+    def __init__(self, model: nn.Module, config: InfluenceConfig, geometry: Geometry, ranks: Ranks) -> None:
+        self.model = model
+        self.config = config
+        self.geometry = geometry
+        self.ranks = ranks
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+        self.sums: dict[int, Directions] = {}
+        """By id of a scope: this rank's part of Σ_r c_r g_r. Not used by `inverse`, which is not linear in g."""
+        self._pending: dict[int, Directions] = {}
+        self.sources: set[Source] = set()
+
+    def weights(self, scope: Scope, factors: Mapping[int, float]) -> dict[int, Tensor]:
+        """Member → [m]: how its gradient counts in the scope's directions; `factors` turn a gradient into a
+        target's."""
+        rows = scope.contrast if self.config.exclude_self_response else scope.contrast[:1]
+        return {r: rows[:, i] * factors[r] for i, r in enumerate(scope.members) if r in factors}
+
+    def add(self, scope: Scope, block: Block, capture: Capture, weights: Mapping[int, Tensor]) -> None:
+        """What the members that this capture holds bring to the direction of one module."""
+        self._pending.setdefault(id(scope), {})[block] = capture.combined(block, weights)
+
+    def commit(self) -> None:
+        """The backward pass went well: what it brought counts."""
+        for scope, parts in self._pending.items():
+            sums = self.sums.setdefault(scope, {})
+            for block, part in parts.items():
+                sums[block] = part if block not in sums else sums[block].add_(part)
+        self._pending = {}
+
+    def forget_pass(self) -> None:
+        """Drop what a backward pass brought that did not come to its end."""
+        self._pending = {}
+
+    def score(
+        self,
+        scopes: list[Scope],
+        batches: list[ScopeBatch],
+        owners: Mapping[int, int],
+        lengths: Mapping[int, int],
+        store: Store,
+        labels: Labels,
+        terms: Terms,
+        method: Method,
+        coming: Mapping[str, Tensor],
+    ) -> dict[int, Tensor]:
+        """Response → [1 or 2, T_r], scope by scope in the same order on every rank."""
+        found: dict[int, Tensor] = {}
+        solved = {id(s): (b, i) for b in batches for i, s in enumerate(b.scopes)}
+        linear = self.config.hessian_mode != "inverse"
+        for scope in scopes:
+            ranks = {owners.get(response) for response in scope.members}
+            if not scope.has_loss_terms or None in ranks:
+                continue
+            if linear:
+                directions = self.sums.pop(id(scope), None)
+                if directions is None:  # labels were not known at capture
+                    signs = {r: labels.sign_of(r) for r in scope.members if r in lengths}
+                    directions = store.combined(self.weights(scope, signs))
             else:
-                parts = [(0, local)] if local else []
-            for row, responses in parts:
-                direction = {
-                    block.parameter_name: block.weight_direction(found[index, row])
-                    for block, found in batch.directions.items()
-                }
-                scores |= _terms_along(model, direction, responses, lengths, terms, method)
-        batch.directions.clear()
-    return scores
+                batch, index = solved.get(id(scope), (None, 0))
+                # All ranks of a split scope have the whole direction: in a sum over ranks one of them counts.
+                counts = not self.sharded or self.ranks.place == min(
+                    rank for rank in ranks if rank is not None
+                )
+                parts = batch.directions if batch is not None and counts else {}
+                directions = {block: part[index] for block, part in parts.items()}
+            if self.ranks.size > 1 and (self.sharded or (linear and len(ranks) > 1)):
+                directions = self._shared(directions, scope, store)
+            found |= self._of(scope, directions, lengths, terms, method, coming)
+        for batch in batches:
+            batch.directions.clear()
+        return found
 
+    def _shared(self, directions: Directions, scope: Scope, store: Store) -> Directions:
+        """The sum over ranks of what each has of a scope's directions, module by module. Collective."""
+        rows = len(scope.members) if self.config.exclude_self_response else 1
+        return {
+            block: self.ranks.sum(directions.get(block, store.empty(rows, block)).contiguous())
+            for block in store.blocks
+        }
 
-def _terms_along(
-    model: nn.Module,
-    direction: dict[str, Tensor],
-    responses: list[int],
-    lengths: Mapping[int, int],
-    terms: Terms,
-    method: Method,
-) -> dict[int, Tensor]:
-    values = directional_derivative(model, lambda: terms(responses), direction, method)
-    counts = [lengths[response] for response in responses]
-    if values.shape != (sum(counts),):
-        raise AttributionError(
-            f"terms({responses}) returned {list(values.shape)}; these responses have {sum(counts)} tokens, and it"
-            " must return one term for each, in order, in one dimension"
-        )
-    return dict(zip(responses, values.split(counts), strict=True))
+    def _of(
+        self,
+        scope: Scope,
+        directions: Directions,
+        lengths: Mapping[int, int],
+        terms: Terms,
+        method: Method,
+        coming: Mapping[str, Tensor],
+    ) -> dict[int, Tensor]:
+        """Response → [1 or 2, T_r], of the scope's responses with loss terms that are on this rank."""
+        wanted = scope.loss_term_members
+        rows = len(scope.members) if self.config.exclude_self_response else 1
+        scores: dict[int, Tensor] = {}
+        for row in range(rows):
+            members = [scope.members[row]] if self.config.exclude_self_response else wanted
+            members = [response for response in members if response in wanted]
+            local = [response for response in members if response in lengths]
+            if not members or not (local or self.sharded):
+                continue
+            direction = self._weight_shaped({b: d[row] for b, d in directions.items()}, coming)
+            scores |= self._along(direction, local, lengths, terms, method)
+        return scores
+
+    def _weight_shaped(self, direction: Directions, coming: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By name of the parameter, sharded as it is, and in the geometry of the optimizer where that came not
+        before."""
+        found = {}
+        for block, part in direction.items():
+            name = block.parameter_name
+            parameter: Tensor = self.parameters[name]
+            tangent = block.weight_direction(part).to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                tangent = distribute_tensor(
+                    tangent, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+            if self.applies_late(block):
+                self.sources.add(self.geometry.source(parameter, coming.get(name)))
+                denominator = self.geometry.denominator(parameter, coming.get(name))
+                if denominator is not None:
+                    tangent = tangent / denominator.to(tangent.dtype)
+            found[name] = tangent
+        return found
+
+    def applies_late(self, block: Block) -> bool:
+        """Whether the optimizer's geometry is applied to the finished direction, when the coming gradient is known,
+        and not to the factors inside the backward pass."""
+        exact = self.config.preconditioner_form != "factored" and not block.projected
+        return self.config.hessian_mode == "optimizer" and self.geometry.adaptive and exact
+
+    def _along(
+        self,
+        direction: dict[str, Tensor],
+        local: list[int],
+        lengths: Mapping[int, int],
+        terms: Terms,
+        method: Method,
+    ) -> dict[int, Tensor]:
+        values_of = self._in_rounds(local, terms) if self.sharded else lambda: terms(local)
+        ranks = self.ranks if self.sharded else None
+        values = directional_derivative(self.model, values_of, direction, method, ranks=ranks)
+        counts = [lengths[response] for response in local]
+        if values.dim() not in (1, 2) or values.shape[-1] != sum(counts):
+            raise AttributionError(
+                f"terms({local}) returned {list(values.shape)}; these responses have {sum(counts)} tokens, and it must"
+                " return one term for each, in order: [N], or [2, N] with their log-probs below"
+            )
+        return dict(zip(local, values.reshape(-1, sum(counts)).split(counts, 1), strict=True))
+
+    def _in_rounds(self, local: list[int], terms: Terms) -> Callable[[], Tensor]:
+        """Every forward pass gathers weights from all ranks, so all make equally many, one response at a time."""
+        rounds = max(self.ranks.gather(len(local)))
+
+        def values() -> Tensor:
+            found = []
+            for place in range(rounds):
+                part = terms(local[place : place + 1])
+                if place < len(local):
+                    found.append(part.double().cpu())
+            return torch.cat(found, -1) if found else torch.empty(0, dtype=torch.float64)
+
+        return values

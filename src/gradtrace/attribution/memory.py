@@ -20,7 +20,7 @@ class MemoryEstimate:
     scores: int
     """Token scores, pairwise scores and the response kernel."""
     directions: int
-    """Directions kept for loss-term credit."""
+    """Directions kept for loss-term credit, of at least one group (of `loss_term_prompts` if that is set)."""
     projections: int
     """The random matrices."""
 
@@ -36,21 +36,21 @@ def estimate_memory(
     the contrast is known at capture, so that nothing is stored."""
     if config.max_tokens_per_response:
         tokens = min(tokens, responses * config.max_tokens_per_response)
-    per_block = [tokens * (block.k_out + block.k_in) + responses * block.dim for block in blocks]
+    scored = [block for block in blocks if block.scored or config.hessian_mode == "inverse"]
+    per_block = [tokens * (block.k_out + block.k_in) + responses * block.dim for block in scored] or [0]
     streamed = whole_groups and config.accepted_rejected_scope == "per_prompt"
     solving = 0
     if config.hessian_mode == "inverse" and config.hessian_source == "token":
-        solving = max(min(tokens**2, block.dim**2, 3 * responses * block.dim) for block in blocks)
-    kept_directions = 0
+        solving = max(min(tokens**2, block.dim**2, 3 * responses * block.dim) for block in scored)
+    directions = 0
     if config.wants_loss_term:
-        kept_directions = sum(block.dim for block in blocks) * (
-            responses if config.exclude_self_response else 1
-        )
+        each = responses if config.exclude_self_response else max(config.loss_term_prompts, 1)
+        directions = each * sum(block.dim for block in blocks)
     return MemoryEstimate(
         stored_factors=0 if streamed else 4 * sum(per_block),
         working=4
         * max(max(per_block) + solving, min(sum(per_block), MAX_WAITING_ELEMENTS) if streamed else 0),
         scores=4 * (tokens * (1 + (responses if config.pairwise else 0)) + responses**2),
-        directions=4 * kept_directions,
+        directions=4 * directions,
         projections=4 * sum(b.k_out * b.d_out + b.k_in * b.d_in for b in blocks if b.projected),
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
+from gradtrace.attribution.geometry import Factored
 from gradtrace.attribution.projection import projected_dims, rademacher
 
 SiteKind = Literal["linear", "conv1d", "embedding"]
@@ -41,6 +42,14 @@ class Block:
     k_out: int
     k_in: int
     seed: int
+    tail: bool = False
+    """Whether no position feeds a later one through it: then position and loss-term credit are the same there."""
+    scored: bool = True
+    """Whether it has a part in the scores that are taken inside the backward pass."""
+    scaling: Factored | None = None
+    """What the optimizer does to its gradient, of which either side gets the square root before anything else."""
+    preconditioner: Tensor | None = None
+    """[d_out, d_in]: the same, element by element."""
     _projections: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -67,6 +76,9 @@ class Block:
         if self.projected:
             p_out, p_in = self.projections(direction.dtype, direction.device)
             direction = p_out.T @ direction @ p_in
+        if self.scaling is not None:
+            rows, columns = self.scaling.rows.to(direction), self.scaling.columns.to(direction)
+            direction = rows[:, None] * direction * columns
         return direction.T if self.sites[0].kind == "conv1d" else direction
 
 
@@ -125,7 +137,52 @@ def select_blocks(model: nn.Module, config: InfluenceConfig) -> list[Block]:
     if 0 < config.max_modules < len(trainable):
         step = len(trainable) / config.max_modules
         trainable = [trainable[int((i + 0.5) * step)] for i in range(config.max_modules)]
-    return _group_by_weight(model, trainable, config)
+    blocks = _group_by_weight(model, trainable, config)
+    tail = tail_modules(model)
+    for block in blocks:
+        block.tail = all(site.name in tail for site in block.sites)
+    if config.tail_only and any(block.tail for block in blocks):
+        for block in blocks:
+            block.scored = block.tail
+    elif config.credit == "tail":
+        raise AttributionError(
+            "credit='tail' scores layers of the last block through which no position feeds a later one, and none of"
+            f" the {len(blocks)} selected layers is one, such as {blocks[-1].name}: let module_name_filter or"
+            " max_modules pick some, or use credit='position' or 'loss_term'"
+        )
+    return [block for block in blocks if block.tail] if config.credit == "tail" else blocks
+
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_AFTER_MIXING = re.compile(r"(^|\.)(q|q_a|q_b|o|out|c)_proj(\.|$)|(^|\.)(query|dense|wq|wo|output)(\.|$)")
+"""Layers of an attention module whose value at a position is used at that position alone: queries, and what comes
+after the mixing. Keys and values, also where they share a layer with queries, are used at later positions."""
+
+
+def tail_modules(model: nn.Module) -> set[str]:
+    """Names of the layers through which no position feeds a later one: in the last block, and the output head."""
+    stacks = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and any(linear_kind(m) for m in module.modules())
+    ]
+    if not stacks:
+        return set()
+    # The outermost list with the most blocks: experts and heads have lists of their own inside.
+    outer = [s for s in stacks if not any(s[0].startswith(f"{other}.") for other, _ in stacks)]
+    name, stack = max(outer, key=lambda item: len(item[1]))
+    prefix = f"{name}.{len(stack) - 1}."
+    found = set()
+    for layer, module in model.named_modules():
+        if module is output_head(model) and isinstance(module, nn.Module):
+            found.add(layer)
+        if not layer.startswith(prefix) or not linear_kind(module):
+            continue
+        path = layer.removeprefix(prefix)
+        attention = _ATTENTION.search(path)
+        if attention is None or _AFTER_MIXING.search(path[attention.end() :]):
+            found.add(layer)
+    return found
 
 
 def _group_by_weight(

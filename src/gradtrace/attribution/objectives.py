@@ -37,6 +37,43 @@ class TrainingPass:
         )
 
 
+@dataclass(frozen=True)
+class Passes:
+    """On which backward passes the hooks ride."""
+
+    step_rides: bool
+    """On the training pass; else the step's objective has a pass of its own (`objective_weights`)."""
+    target_rides: bool
+    """On the pass of the step, with `target_scale`; else Σ ℓ_t has a pass of its own (role="target")."""
+
+
+def plan_passes(output_function: str, target: str, training: TrainingPass) -> Passes:
+    """The passes that step and target need."""
+    rides = not needs_own_backward(output_function, training)
+    if target == "output_function" or output_function == "log_prob":
+        return Passes(rides, True)
+    if rides:
+        return Passes(True, training.proportional_to_advantage and training.one_advantage_per_response)
+    # A·ℓ or R·ℓ in a pass of its own: each response's gradient is a known multiple of that of its log-probs, or zero.
+    return Passes(False, output_function == "log_prob_advantage" and training.one_advantage_per_response)
+
+
+def step_scale(output_function: str, token_weight: Tensor, advantages: Tensor, rewards: Tensor) -> Tensor:
+    """[R]: what turns the gradient of the training loss, where the step rides on it, into the one that the step
+    follows uphill, without the normaliser of the loss. `token_weight` [R]: what aggregation multiplied each
+    response's tokens by.
+    """
+    if output_function in ("training_loss", "log_prob_advantage"):
+        return -1.0 / token_weight
+    return -(rewards if output_function == "log_prob_reward" else 1.0) / (token_weight * advantages)
+
+
+def target_scale(token_weight: Tensor | float, advantages: Tensor, rides: bool = True) -> Tensor:
+    """[R]: what turns the gradient of the pass of the step, where the target rides on it, into that of the responses'
+    log-probs: of the training loss, or (`rides` is False) of Σ A ℓ in a pass of its own."""
+    return (-1.0 / (token_weight * advantages)) if rides else 1.0 / advantages
+
+
 def needs_own_backward(output_function: str, training: TrainingPass) -> bool:
     """False when the hooks can ride on the training backward: response by response it is proportional to this
     objective, by a factor that `scale` of the capture makes good (see `riding_scale`)."""

@@ -10,48 +10,72 @@ from torch import Tensor
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.labels import Labels
+from gradtrace.attribution.ledger import Ledger
 from gradtrace.attribution.scopes import ScopeBatch
 
-SIGN = (
-    "positive: a step along this token's gradient helps the accepted responses against the rejected ones;"
-    " negative: the reverse"
-)
-UNIT = "change of the contrast of objectives per unit step along the token's gradient"
+SIGN = "positive: training on this token helps the accepted responses against the rejected ones; negative: the reverse"
+UNIT = "change of the contrast of mean log-probs per unit of learning rate, when training takes this token's step"
+LABELS_ALONE = 0.95
+"""Above this R² the responses' totals say nothing that labels and lengths do not."""
 
 
 @dataclass(eq=False)
 class InfluenceTrace:
     """Scores of one batch. Lists have one entry per response; responses that were not scored have empty ones.
 
-    Sign and unit of every score: `SIGN` and `UNIT` in this module.
+    Sign and unit of every score: `SIGN` and `UNIT` in this module, and what they are of in `meta`.
     """
 
     position_scores: list[Tensor]
-    """R × [T_r]: credit by position; NaN for tokens past `max_tokens_per_response`."""
+    """R × [T_r]: taken in the backward pass, by position, in the traced weights or in those of the tail (`meta`),
+    where position and loss-term credit are the same; NaN for tokens past `max_tokens_per_response`."""
     loss_term_scores: list[Tensor] | None
-    """R × [T_r]: credit by the token's own loss term, where it was asked for."""
+    """R × [T_r]: credit by the token's own loss term, where it was asked for; empty for responses of other groups."""
     rest_scores: Tensor
-    """[R]: position-credit scores of everything but the captured tokens (the prompt's positions), summed."""
+    """[R]: position-credit scores of everything but the captured tokens (the prompt's positions), summed; NaN where
+    step and target had passes of their own."""
     response_kernel: Tensor
-    """[R, R]: g_rᵀ H⁻¹ g_s, both turned by `sign`; NaN where r and s are not in one scope."""
+    """[R, R]: g_rᵀ H⁻¹ g_s of the target's gradients; NaN where r and s are not in one scope."""
+    likelier_scores: list[Tensor] | None = None
+    """R × [T_r]: as `loss_term_scores`, of a step that makes the token likelier, whatever training does with it."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Groups that have no scores: id → constant_reward, not_captured, non_finite or other_rank."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Counters and timings, named as in the logs."""
+    meta: dict[str, str] = field(default_factory=dict)
+    """What the scores are: step, target, geometry, credit, and where the optimizer's second moment came from."""
+    warnings: list[str] = field(default_factory=list)
+    """What a reader of the scores should be told."""
     credit: str = "position"
     _pairwise: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)
 
     @property
     def token_scores(self) -> list[Tensor]:
-        """R × [T_r], in the order of the tokens; by loss term if `credit` says so, else by position."""
-        if self.credit == "loss_term" and self.loss_term_scores is not None:
-            return self.loss_term_scores
-        return self.position_scores
+        """R × [T_r], in the order of the tokens: by loss term where a response has that, else from the backward pass.
+        With credit='both' by position throughout."""
+        if self.credit == "both" or self.loss_term_scores is None:
+            return self.position_scores
+        return [
+            own if len(own) else backward
+            for own, backward in zip(self.loss_term_scores, self.position_scores, strict=True)
+        ]
+
+    def credit_of(self, response: int) -> str:
+        """Of its `token_scores`: loss_term, tail or position; empty if it has none."""
+        if not len(self.token_scores[response]):
+            return ""
+        if self.token_scores[response] is self.position_scores[response]:
+            return self.meta.get("backward_credit", "position")
+        return "loss_term"
+
+    def without_step(self, response: int) -> Tensor:
+        """bool[T_r]: tokens whose step is exactly zero, as that of a clipped token is: training passes over them."""
+        return self.token_scores[response] == 0.0
 
     @property
     def pairwise(self) -> list[Tensor]:
-        """R × [T_r, R]: the effect of a step along each token's gradient on each response's log-prob objective
-        (position credit); NaN outside its scope."""
+        """R × [T_r, R]: the effect of each token's step on each response's target (from the backward pass); NaN
+        outside its scope."""
         responses = len(self.position_scores)
         full = []
         for response, scores in enumerate(self.position_scores):
@@ -75,19 +99,21 @@ class InfluenceTrace:
 
 def assemble(
     batches: list[ScopeBatch],
-    lengths: Mapping[int, int],
+    ledger: Ledger,
     labels: Labels,
     loss_terms: Mapping[int, Tensor],
     config: InfluenceConfig,
 ) -> InfluenceTrace:
-    """The scores of all scopes, back in the order of the responses. `lengths`: tokens of this rank's responses."""
-    responses = len(labels)
+    """The scores of all scopes, back in the order of the responses."""
+    responses, lengths = len(labels), ledger.counts
     like = next((batch.kernel for batch in batches if batch.kernel is not None), torch.zeros(0))
     position = [like.new_empty(0) for _ in range(responses)]
-    loss_term = [like.new_empty(0) for _ in range(responses)]
+    by_term = [like.new_empty(0) for _ in range(responses)]
+    likelier = [like.new_empty(0) for _ in range(responses)]
     rest = like.new_zeros(responses)
     kernel = like.new_full((responses, responses), torch.nan)
     pairwise: dict[int, tuple[list[int], Tensor]] = {}
+    totals = Totals()
     for batch in batches:
         if batch.kernel is None or batch.position is None:
             continue
@@ -101,49 +127,65 @@ def assemble(
             for response, count in counts.items():
                 own = slice(start, start + count)
                 start += count
+                place = scope.members.index(response)
                 position[response] = like.new_full((lengths[response],), torch.nan)
                 position[response][:count] = batch.position[index, own]
-                whole = labels.sign_of(response) * through[index, scope.members.index(response)]
-                if config.response_reduction == "mean":
-                    whole = whole * max(lengths[response], 1)
-                rest[response] = whole - batch.position[index, own].sum()
+                factor = ledger.factors.get(response, 0.0)
+                total = batch.position[index, own].sum()
+                if not ledger.tail:
+                    whole = labels.sign_of(response) * through[index, place]
+                    rest[response] = whole / factor - total if factor else torch.nan
+                seen_by_another = scope.contrast[place - 1, place]
+                totals.add(total + rest[response], seen_by_another, lengths[response], factor)
                 if batch.pairwise is not None:
                     pairwise[response] = (scope.members, batch.pairwise[index, own])
                 if response in loss_terms:
-                    loss_term[response] = loss_terms[response]
-    return InfluenceTrace(
+                    by_term[response] = loss_terms[response][0]
+                    likelier[response] = loss_terms[response][-1]
+    trace = InfluenceTrace(
         position_scores=position,
-        loss_term_scores=loss_term if config.wants_loss_term else None,
+        loss_term_scores=by_term if config.wants_loss_term else None,
         rest_scores=rest,
         response_kernel=kernel,
+        likelier_scores=likelier if any(len(found) > 1 for found in loss_terms.values()) else None,
         credit=config.credit,
         _pairwise=pairwise,
     )
+    totals.judge(trace)
+    return trace
 
 
-def counters(batches: list[ScopeBatch], labels: Labels, skipped: Mapping[int, str]) -> dict[str, float]:
-    """What was scored and what was not, under the names of the logs."""
-    mixed, total = len(labels.mixed_groups()), len(labels.groups())
-    scored = [
-        (scope, counts)
-        for batch in batches
-        for scope, counts in zip(batch.scopes, batch.tokens, strict=True)
-        if counts
-    ]
-    reasons = list(skipped.values())
-    metrics: dict[str, float] = {
-        "influence_trace/selected_responses": sum(len(counts) for _, counts in scored),
-        "influence_trace/selected_prompts": sum(len(scope.groups) for scope, _ in scored),
-        "influence_trace/uid_total": total,
-        "influence_trace/uid_constant": total - mixed,
-        "influence_trace/uid_mixed": mixed,
-        "influence_trace/rows_emitted": sum(len(counts) for _, counts in scored),
-        "influence_trace/tokens_emitted": sum(sum(counts.values()) for _, counts in scored),
-        "influence_trace/debug_groups_not_captured": reasons.count("not_captured"),
-        "influence_trace/debug_groups_non_finite": reasons.count("non_finite"),
-    }
-    for batch in batches:
-        for name, number in batch.solvers.items():
-            key = f"influence_trace/debug_solver_{name}"
-            metrics[key] = metrics.get(key, 0) + number
-    return {name: float(value) for name, value in metrics.items()}
+class Totals:
+    """Do the responses' total scores say more than their labels and lengths?"""
+
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []
+        self.values: list[float] = []
+
+    def add(self, total: Tensor, weight: Tensor, length: int, factor: float) -> None:
+        """One response: its total, its weight in the contrast, its tokens, and target over step gradient."""
+        label = float(weight) * length
+        self.rows.append([1.0, label, label / (factor * length) if factor else 0.0])
+        self.values.append(float(total))
+
+    def label_r2(self) -> float | None:
+        """The share of the totals' variance that label · length and label · weight of the step explain."""
+        if len(self.values) < 8:
+            return None
+        features, values = torch.tensor(self.rows).double(), torch.tensor(self.values).double()
+        if not bool(torch.isfinite(values).all()) or float(values.var()) == 0.0:
+            return None
+        features = features / features.abs().amax(0).clamp(min=1e-300)
+        fitted = features @ torch.linalg.lstsq(features, values[:, None], driver="gelsd").solution
+        return float(1 - (values - fitted[:, 0]).square().sum() / (values - values.mean()).square().sum())
+
+    def judge(self, trace: InfluenceTrace) -> None:
+        found = self.label_r2()
+        if found is None:
+            return
+        trace.metrics["influence_trace/label_r2"] = found
+        if found > LABELS_ALONE:
+            trace.warnings.append(
+                f"labels and lengths explain {found:.1%} of the responses' total scores: the scores repeat whether a"
+                " response was accepted. With hessian_mode=inverse raise reg_scale, or use hessian_mode=optimizer"
+            )

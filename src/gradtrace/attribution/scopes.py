@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.contrast import contrast
 from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.modules import Block
-from gradtrace.attribution.solvers import TokenRows, make_curvature
+from gradtrace.attribution.solvers import Curvature, Damping, OptimizerGeometry, TokenRows, make_curvature
 
 MAX_WAITING_ELEMENTS = 2**21
 """Modules of one shape wait for each other, up to this many numbers in their factors (8 MB), and are solved together:
@@ -30,12 +30,28 @@ class Scope:
     members: list[int]
     contrast: Tensor
     """float64[n, n], see `contrast`."""
+    loss_term_groups: list[int] = field(default_factory=list)
+    """Those of `groups` whose tokens have loss-term credit."""
+    loss_term_members: list[int] = field(default_factory=list)
+    """Their responses."""
+
+    @property
+    def has_loss_terms(self) -> bool:
+        return bool(self.loss_term_groups)
 
 
-def build_scopes(labels: Labels, config: InfluenceConfig) -> tuple[list[Scope], dict[int, str]]:
-    """Scopes of the mixed groups, and for every other group the reason why it has none."""
+def build_scopes(
+    labels: Labels, config: InfluenceConfig, loss_term_groups: Collection[int] | None = None
+) -> tuple[list[Scope], dict[int, str]]:
+    """Scopes of the mixed groups, and for every other group the reason why it has none. Of the mixed groups,
+    `loss_term_groups` have loss terms, by default the first of them."""
     mixed = labels.mixed_groups()
     skipped = {group: "constant_reward" for group in labels.groups() if group not in mixed}
+    with_terms: list[int] = []
+    if config.wants_loss_term:
+        with_terms = [g for g in mixed if loss_term_groups is None or g in loss_term_groups]
+        if loss_term_groups is None and config.loss_term_prompts:
+            with_terms = with_terms[: config.loss_term_prompts]
 
     def scope(groups: list[int]) -> Scope:
         members = [response for group in groups for response in mixed[group]]
@@ -43,7 +59,8 @@ def build_scopes(labels: Labels, config: InfluenceConfig) -> tuple[list[Scope], 
         weights = contrast(
             labels.accepted[members], config.contrastive_agg, config.exclude_self_response, advantages
         )
-        return Scope(groups, members, weights)
+        chosen = [group for group in groups if group in with_terms]
+        return Scope(groups, members, weights, chosen, [r for group in chosen for r in mixed[group]])
 
     if not mixed:
         return [], skipped
@@ -60,6 +77,9 @@ class ScopeBatch:
     tokens: list[dict[int, int]]
     """Per scope: its members whose tokens are on this rank → how many of their tokens are captured, in order."""
     config: InfluenceConfig
+    directed: bool = False
+    """Whether directions are wanted, for loss terms in the geometry of `inverse`; the other geometries are linear and
+    need no scope for theirs."""
     position: Tensor | None = None
     """[S, T]: position-credit scores."""
     pairwise: Tensor | None = None
@@ -71,6 +91,8 @@ class ScopeBatch:
     finite: dict[str, Tensor] = field(default_factory=dict)
     """Per module bool[S, n]: whether each response's gradient was finite there."""
     solvers: dict[str, int] = field(default_factory=dict)
+    degrees: list[Tensor] = field(default_factory=list)
+    """[M·S] each: effective degrees of freedom."""
     waiting: dict[tuple[int, ...], list[tuple[Block, Tensor, TokenRows]]] = field(default_factory=dict)
     """By shape: modules whose factors are complete and which are not solved yet."""
 
@@ -96,38 +118,57 @@ class ScopeBatch:
         their tokens as M·S scopes. Modules are solved side by side, each with a curvature of its own."""
         config = self.config
         modules = (len(blocks), len(self.scopes))
-        curvature = make_curvature(
-            gradients.flatten(0, 1),
-            rows,
-            mode=config.hessian_mode,
-            source=config.hessian_source,
-            solver=config.solver,
-            reg_lambda=config.reg_lambda,
-            ranks=ranks,
-        )
+        rows.real = torch.tensor([sum(counts.values()) for counts in self.tokens]).repeat(len(blocks))
+        curvature = self._curvature(blocks, gradients.flatten(0, 1), rows, ranks)
         weights = self.contrast.to(gradients)
         weights_of_modules = weights.repeat(len(blocks), 1, 1)
-        if config.pairwise or config.exclude_self_response:
-            pairwise = curvature.token_scores(torch.eye(weights.shape[1]).to(gradients))
-            pairwise = pairwise.unflatten(0, modules).sum(0)
-            scores = (pairwise * self._weight_of_owner.to(gradients)).sum(2)
-            if config.pairwise:
-                self.pairwise = added(self.pairwise, pairwise)
-        else:
-            scores = curvature.token_scores(weights_of_modules[:, :1]).squeeze(2).unflatten(0, modules).sum(0)
-        self.position = added(self.position, scores)
-        self.kernel = added(self.kernel, curvature.kernel().unflatten(0, modules).sum(0))
-        if config.wants_loss_term:
+        if blocks[0].scored:
+            self._add_scores(curvature, weights_of_modules, modules)
+        if self.directed:
             wanted = weights_of_modules if config.exclude_self_response else weights_of_modules[:, :1]
             self.directions |= zip(blocks, curvature.directions(wanted).unflatten(0, modules), strict=True)
         # Of the sum, not of every entry: one pass, and no wait for the device until the end.
         finite = torch.isfinite(gradients.sum((3, 4)))
         self.finite |= {block.name: found for block, found in zip(blocks, finite, strict=True)}
         self.solvers[curvature.name] = self.solvers.get(curvature.name, 0) + len(blocks) * len(self.scopes)
+        degrees = curvature.effective_dof()
+        if degrees is not None:
+            self.degrees.append(degrees)
+
+    def _curvature(self, blocks: list[Block], gradients: Tensor, rows: TokenRows, ranks: Ranks) -> Curvature:
+        config = self.config
+        if config.hessian_mode == "inverse":
+            damping = Damping(config.reg_lambda, config.reg_rule, config.reg_scale)
+            return make_curvature(
+                gradients,
+                rows,
+                source=config.hessian_source,
+                solver=config.solver,
+                damping=damping,
+                ranks=ranks,
+            )
+        exact = [block.preconditioner for block in blocks if block.preconditioner is not None]
+        if not exact:
+            return Curvature(gradients, rows)
+        return OptimizerGeometry(gradients, rows, torch.stack(exact).repeat_interleave(len(self.scopes), 0))
+
+    def _add_scores(self, curvature: Curvature, weights: Tensor, modules: tuple[int, int]) -> None:
+        config = self.config
+        if config.pairwise or config.exclude_self_response:
+            pairwise = curvature.token_scores(torch.eye(weights.shape[1]).to(weights))
+            pairwise = pairwise.unflatten(0, modules).sum(0)
+            scores = (pairwise * self._weight_of_owner.to(weights)).sum(2)
+            if config.pairwise:
+                self.pairwise = added(self.pairwise, pairwise)
+        else:
+            scores = curvature.token_scores(weights[:, :1]).squeeze(2).unflatten(0, modules).sum(0)
+        self.position = added(self.position, scores)
+        self.kernel = added(self.kernel, curvature.kernel().unflatten(0, modules).sum(0))
 
     def add_later(self, block: Block, gradients: Tensor, rows: TokenRows) -> None:
         """One module's part, gradients [S, n, k_out, k_in]; solved together with others of its shape."""
-        waiting = self.waiting.setdefault((*gradients.shape, rows.calls), [])
+        exact = block.preconditioner is not None
+        waiting = self.waiting.setdefault((*gradients.shape, rows.calls, block.scored, exact), [])
         waiting.append((block, gradients, rows))
         # Curvature of tokens takes T×T numbers for each module: those do not wait.
         alone = self.config.hessian_mode == "inverse" and self.config.hessian_source == "token"
@@ -164,10 +205,11 @@ def batches_of(
 ) -> list[ScopeBatch]:
     """Scopes of equal size side by side. `lengths`: tokens of every response; `local`: captured ones of this rank."""
     batches = []
-    for size in sorted({len(scope.members) for scope in scopes}):
+    inverse = config.hessian_mode == "inverse"
+    for kind in sorted({(len(scope.members), scope.has_loss_terms) for scope in scopes}):
         chosen: list[Scope] = []
         longest = 0
-        for scope in (s for s in scopes if len(s.members) == size):
+        for scope in (s for s in scopes if (len(s.members), s.has_loss_terms) == kind):
             tokens = sum(lengths[response] for response in scope.members)
             if chosen and max(longest, tokens) * (len(chosen) + 1) > MAX_BATCH_TOKENS:
                 batches.append(chosen)
@@ -176,6 +218,11 @@ def batches_of(
             longest = max(longest, tokens)
         batches.append(chosen)
     return [
-        ScopeBatch(group, [{r: local[r] for r in scope.members if r in local} for scope in group], config)
+        ScopeBatch(
+            group,
+            [{r: local[r] for r in scope.members if r in local} for scope in group],
+            config,
+            directed=inverse and group[0].has_loss_terms,
+        )
         for group in batches
     ]

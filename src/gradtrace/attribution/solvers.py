@@ -32,8 +32,31 @@ CG_EXPECTED_ITERATIONS = 100
 CG_MAX_ITERATIONS = 1000
 FACTORING = 3
 """A multiplication inside a Cholesky factorisation takes about so many times that of one in a matmul."""
+MAX_DOF_SIZE = 1024
+"""Effective degrees of freedom of token curvature are worked out up to this many tokens; it takes another inverse."""
 CHUNK_ELEMENTS = 1 << 24
 """Bound on the intermediate of one contraction (64 MB in float32)."""
+
+
+@dataclass(frozen=True)
+class Damping:
+    """How λ of H = (a sum of outer products) + λI is chosen."""
+
+    given: float = 0.0
+    """λ itself, if above 0."""
+    rule: str = "per_row"
+    """Else `per_row`: scale · trace / number of products in the sum; `per_dimension`: 0.1 · trace / D."""
+    scale: float = 1.0
+
+    def of(self, trace: Tensor, rows: Tensor, dim: int) -> Tensor:
+        """λ [S], for sums of `rows` [S] outer products. Never 0: an all-zero module solves to zero."""
+        if self.given > 0:
+            damping = torch.full_like(trace, self.given)
+        elif self.rule == "per_dimension":
+            damping = 0.1 * trace / dim
+        else:
+            damping = self.scale * trace / rows.to(trace).clamp(min=1)
+        return damping.clamp(min=1e-32)
 
 
 @dataclass(eq=False)
@@ -46,6 +69,14 @@ class TokenRows:
     """[S, P·T, k_in]"""
     count: int
     """T"""
+    real: Tensor | None = None
+    """long[S]: how many of the T are tokens and not padding; None = all."""
+
+    def numbers(self) -> Tensor:
+        """float[S]: tokens of each scope."""
+        if self.real is None:
+            return torch.full((len(self.u),), float(self.count))
+        return self.real.float()
 
     @property
     def calls(self) -> int:
@@ -129,18 +160,39 @@ class Curvature:
         everything = torch.eye(self.gradients.shape[1]).to(self.gradients)
         return products(self.gradients, self.directions(everything))
 
+    def effective_dof(self) -> Tensor | None:
+        """[S]: tr(K(K+λI)⁻¹) / n, the share of the n directions that λ leaves alone; None where there is no λ."""
+        return None
+
+
+class OptimizerGeometry(Curvature):
+    """H⁻¹ = P, what the optimizer does to a gradient, element by element."""
+
+    name = "optimizer"
+
+    def __init__(self, gradients: Tensor, tokens: TokenRows, preconditioner: Tensor) -> None:
+        """`preconditioner`: [S, k_out, k_in]."""
+        super().__init__(gradients, tokens)
+        self.preconditioner = preconditioner[:, None].to(gradients)
+
+    def directions(self, weights: Tensor) -> Tensor:
+        return self.combine(weights).mul_(self.preconditioner)
+
 
 class ResponseCurvature(Curvature):
     """H = Σ_r M_r M_rᵀ + λI through the n×n matrix K_rs = ⟨M_r, M_s⟩; exact at any D."""
 
     name = "response"
 
-    def __init__(self, gradients: Tensor, tokens: TokenRows, reg_lambda: float) -> None:
+    def __init__(self, gradients: Tensor, tokens: TokenRows, damping: Damping) -> None:
         super().__init__(gradients, tokens)
         self.gram = products(gradients, gradients)
+        rows = torch.full((len(gradients),), float(gradients.shape[1]))
         # n×n, so float64 costs nothing and keeps λ = 0.1·tr/D visible beside the largest eigenvalue.
-        system = damped(self.gram.double(), reg_lambda, gradients[0, 0].numel())[0]
-        self.inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(system)[0]).to(gradients.dtype)
+        system, self.damping = damped(self.gram.double(), damping, rows, gradients[0, 0].numel())
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(system)[0])
+        self._left = self.damping * inverse.diagonal(dim1=1, dim2=2).sum(1) / gradients.shape[1]
+        self.inverse = inverse.to(gradients.dtype)
 
     def directions(self, weights: Tensor) -> Tensor:
         return self.combine(torch.matmul(weights, self.inverse))
@@ -148,15 +200,18 @@ class ResponseCurvature(Curvature):
     def kernel(self) -> Tensor:
         return torch.bmm(self.gram, self.inverse)
 
+    def effective_dof(self) -> Tensor:
+        return 1.0 - self._left
+
 
 class TokenGramCurvature(Curvature):
     """H = Σ_t g_t g_tᵀ + λI through the T×T Gram matrix of the tokens."""
 
     name = "gram"
 
-    def __init__(self, gradients: Tensor, tokens: TokenRows, reg_lambda: float) -> None:
+    def __init__(self, gradients: Tensor, tokens: TokenRows, damping: Damping) -> None:
         super().__init__(gradients, tokens)
-        system, self.damping = damped(tokens.gram(), reg_lambda, gradients[0, 0].numel())
+        system, self.damping = damped(tokens.gram(), damping, tokens.numbers(), gradients[0, 0].numel())
         self.factor = cholesky(system)
         self.cross = tokens.contract(gradients)  # [S, T, n]: g_t · M_r
 
@@ -171,6 +226,12 @@ class TokenGramCurvature(Curvature):
         explained = torch.bmm(self.cross.mT, torch.cholesky_solve(self.cross, self.factor))
         return (products(self.gradients, self.gradients) - explained) / self.damping[:, None, None]
 
+    def effective_dof(self) -> Tensor | None:
+        if self.tokens.count > MAX_DOF_SIZE:
+            return None
+        left = self.damping * torch.cholesky_inverse(self.factor).diagonal(dim1=1, dim2=2).sum(1)
+        return (self.tokens.count - left) / self.tokens.numbers().to(left)
+
 
 class DenseCurvature(Curvature):
     """H formed and factored: D×D. For small D, and to check the others."""
@@ -178,14 +239,16 @@ class DenseCurvature(Curvature):
     name = "dense"
 
     def __init__(
-        self, gradients: Tensor, tokens: TokenRows, reg_lambda: float, source: str, ranks: Ranks
+        self, gradients: Tensor, tokens: TokenRows, damping: Damping, source: str, ranks: Ranks
     ) -> None:
         super().__init__(gradients, tokens)
-        rows = gradients.flatten(2) if source == "response" else tokens.explicit()
-        hessian = torch.bmm(rows.mT, rows)
-        if source == "token":
-            ranks.sum(hessian)
-        self.factor = cholesky(damped(hessian, reg_lambda, hessian.shape[-1])[0])
+        if source == "response":
+            rows, number = gradients.flatten(2), torch.full((len(gradients),), float(gradients.shape[1]))
+            hessian = torch.bmm(rows.mT, rows)
+        else:
+            rows = tokens.explicit()
+            hessian, number = ranks.sum(torch.bmm(rows.mT, rows)), ranks.sum(tokens.numbers())
+        self.factor = cholesky(damped(hessian, damping, number, hessian.shape[-1])[0])
 
     def directions(self, weights: Tensor) -> Tensor:
         combined = self.combine(weights)
@@ -197,11 +260,11 @@ class TokenCGCurvature(Curvature):
 
     name = "cg"
 
-    def __init__(self, gradients: Tensor, tokens: TokenRows, reg_lambda: float, ranks: Ranks) -> None:
+    def __init__(self, gradients: Tensor, tokens: TokenRows, damping: Damping, ranks: Ranks) -> None:
         super().__init__(gradients, tokens)
         self.ranks = ranks
-        trace = ranks.sum(tokens.trace())
-        self.damping = damping_of(reg_lambda, trace, gradients[0, 0].numel())[:, None, None, None]
+        trace, number = ranks.sum(tokens.trace()), ranks.sum(tokens.numbers())
+        self.damping = damping.of(trace, number, gradients[0, 0].numel())[:, None, None, None]
 
     def _product(self, x: Tensor) -> Tensor:
         product = self.tokens.accumulate(self.tokens.contract(x))
@@ -216,17 +279,11 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.flatten(2), b.flatten(2).mT)
 
 
-def damping_of(reg_lambda: float, trace: Tensor, dim: int) -> Tensor:
-    """λ [S]: as given, or a tenth of the mean eigenvalue. Never 0: an all-zero module solves to zero."""
-    damping = torch.full_like(trace, reg_lambda) if reg_lambda > 0 else 0.1 * trace / dim
-    return damping.clamp(min=1e-32)
-
-
-def damped(matrix: Tensor, reg_lambda: float, dim: int) -> tuple[Tensor, Tensor]:
-    """(matrix + λI, λ) of [S, k, k]; the trace of `matrix` is that of H, and D = `dim`."""
+def damped(matrix: Tensor, damping: Damping, rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """(matrix + λI, λ) of [S, k, k]; the trace of `matrix` is that of H, a sum of `rows` [S] products in D = `dim`."""
     diagonal = matrix.diagonal(dim1=1, dim2=2)
-    damping = damping_of(reg_lambda, diagonal.sum(1), dim)
-    return matrix + torch.diag_embed(damping[:, None].expand_as(diagonal)), damping
+    chosen = damping.of(diagonal.sum(1), rows, dim)
+    return matrix + torch.diag_embed(chosen[:, None].expand_as(diagonal)), chosen
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -276,31 +333,22 @@ def cheapest_token_solver(tokens: int, k_out: int, k_in: int, columns: int, spli
 
 
 def make_curvature(
-    gradients: Tensor,
-    tokens: TokenRows,
-    *,
-    mode: str,
-    source: str,
-    solver: str,
-    reg_lambda: float,
-    ranks: Ranks,
+    gradients: Tensor, tokens: TokenRows, *, source: str, solver: str, damping: Damping, ranks: Ranks
 ) -> Curvature:
-    """`ranks` are those that the scopes are split over."""
-    if mode == "identity":
-        return Curvature(gradients, tokens)
+    """H⁻¹ by the cheapest way, or by the one that `solver` names. `ranks` are those that the scopes are split over."""
     if source == "response" and solver != "dense":
-        return ResponseCurvature(gradients, tokens, reg_lambda)
+        return ResponseCurvature(gradients, tokens, damping)
     if solver == "auto":
         _, columns, k_out, k_in = gradients.shape
         solver = cheapest_token_solver(tokens.count, k_out, k_in, columns, ranks.size > 1)
         # Ranks hold different numbers of tokens and must still agree.
         solver = ranks.gather(solver)[0]
     if solver == "dense":
-        return DenseCurvature(gradients, tokens, reg_lambda, source, ranks)
+        return DenseCurvature(gradients, tokens, damping, source, ranks)
     if solver == "gram":
         if ranks.size > 1:
             raise AttributionError(
                 "solver='gram' needs all tokens of a group on one rank, and this group is split; use 'cg' or 'auto'"
             )
-        return TokenGramCurvature(gradients, tokens, reg_lambda)
-    return TokenCGCurvature(gradients, tokens, reg_lambda, ranks)
+        return TokenGramCurvature(gradients, tokens, damping)
+    return TokenCGCurvature(gradients, tokens, damping, ranks)

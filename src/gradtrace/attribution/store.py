@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gradtrace.attribution.capture import Capture
+from gradtrace.attribution.config import InfluenceConfig
+from gradtrace.attribution.modules import Block
 from gradtrace.attribution.solvers import TokenRows
 
 
+class Store:
+    """What waits for the rest of its group, by module and response."""
+
+    def __init__(self, blocks: list[Block], config: InfluenceConfig) -> None:
+        self.blocks = blocks
+        self.config = config
+        self.targets: dict[Block, dict[int, Tensor]] = {block: {} for block in blocks}
+        """Gradients of targets [k_out, k_in], without a sign."""
+        self.tokens: dict[Block, dict[int, TokenFactors]] = {block: {} for block in blocks}
+
+    def keep(
+        self, block: Block, capture: Capture, factors: Mapping[int, float], target: bool, step: bool
+    ) -> None:
+        """Of the responses in `factors`, which turn a captured gradient into a target's: this and their tokens'
+        factors."""
+        responses, some = list(factors), capture.parts[block][0].u
+        where = torch.device("cpu") if self.config.grad_offload_to_cpu else some.device
+        if target and responses:
+            gradients = scaled(capture.gradients(block, responses), list(factors.values()))
+            self.targets[block] |= {r: g.to(where) for r, g in zip(responses, gradients, strict=True)}
+        if step:
+            for response in responses:
+                flat = capture.layout.tokens_of(response, self.config.max_tokens_per_response)[None]
+                u, v = (side[0].to(where) for side in capture.tokens(block, flat))
+                self.tokens[block][response] = TokenFactors(u, v)
+
+    def gradients(self, block: Block, members: list[int]) -> Tensor:
+        """[len(members), k_out, k_in]; zero for those of other ranks, and where the module had no gradient."""
+        gradients = self.empty(len(members), block)
+        for index, response in enumerate(members):
+            if response in self.targets[block]:
+                gradients[index] = self.targets[block][response]
+        return gradients
+
+    def combined(self, weights: Mapping[int, Tensor]) -> dict[Block, Tensor]:
+        """Per module [m, k_out, k_in]: Σ_r weights[r] · target gradient of r, for weights [m] each."""
+        found = {}
+        for block, targets in self.targets.items():
+            parts = [w.to(targets[r])[:, None, None] * targets[r] for r, w in weights.items() if r in targets]
+            if parts:
+                found[block] = torch.stack(parts).sum(0)
+        return found
+
+    def empty(self, rows: int, block: Block) -> Tensor:
+        """Zeros [rows, k_out, k_in] where scores are computed."""
+        weight = self.blocks[0].sites[0].module.weight
+        assert isinstance(weight, Tensor)
+        on_host = self.config.grad_offload_to_cpu and not self.config.force_gpu_compute
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        device = torch.device("cpu") if on_host else weight.device
+        return torch.zeros(rows, block.k_out, block.k_in, dtype=dtype, device=device)
+
+
+def scaled(gradients: Tensor, factors: list[float]) -> Tensor:
+    """Each of [n, …] times its factor."""
+    return gradients * torch.tensor(factors, dtype=gradients.dtype, device=gradients.device)[:, None, None]
+
+
 @dataclass(eq=False)
-class StoredFactors:
-    gradient: Tensor
-    """[k_out, k_in]: the response's gradient, summed over all its positions."""
+class TokenFactors:
+    """Factors of one response's captured tokens in one module, waiting for the rest of its group."""
+
     u: Tensor
-    """[P, T_r, k_out]: of the captured tokens, for each of the module's P calls."""
+    """[P, T_r, k_out], for each of the module's P calls."""
     v: Tensor
     """[P, T_r, k_in]"""
 
 
-def join(stored: list[list[tuple[StoredFactors | None, int]]], width: int, like: Tensor) -> TokenRows:
+def join(stored: list[list[tuple[TokenFactors | None, int]]], width: int, like: Tensor) -> TokenRows:
     """Per scope the factors and token counts of its responses, as one table padded to `width` tokens.
 
     None stands for a response in whose pass the module received no gradient. `like` [.., k_out, k_in] gives

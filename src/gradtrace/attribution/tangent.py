@@ -149,8 +149,8 @@ class Shards:
     def derivative(self, fn: Callable[[], Tensor], step: float | None = None) -> Tensor:
         """float64: d/dε of `fn()` at θ + ε·direction, by central differences, with `step` for ε.
 
-        By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh the
-        same: a first guess from the norms is corrected if it was far off.
+        By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh
+        the same: a first guess from the norms is corrected if it was far off.
         """
         if self.length == 0.0:
             return torch.zeros_like(fn(), dtype=torch.float64)

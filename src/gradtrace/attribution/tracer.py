@@ -1,30 +1,39 @@
-"""`InfluenceTracer`: which tokens pushed towards the accepted answers, from the gradients of a real backward pass."""
+"""`InfluenceTracer`: what training on each token does to the contrast of right and wrong answers.
+
+Scores come in two tiers. Inside the backward pass, for nothing, every token of every mixed group is scored from
+factors of the layers (`tail`, where that equals the token's own term, or `position`). For some groups the pass also
+adds up the direction that their scores are about, and one forward-mode pass along it gives every token's own term
+(`loss_term`).
+"""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradtrace.attribution.capture import Capture
-from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.collectives import Ranks, gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.factors import FactorHooks, sides
+from gradtrace.attribution.geometry import Factored, Geometry
+from gradtrace.attribution.ghost import oriented
 from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.layout import Layout
-from gradtrace.attribution.loss_terms import Terms, loss_term_scores
+from gradtrace.attribution.ledger import Ledger, Role
+from gradtrace.attribution.loss_terms import LossTerms, Terms
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
-from gradtrace.attribution.result import InfluenceTrace, assemble, counters
+from gradtrace.attribution.result import InfluenceTrace, assemble
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
 from gradtrace.attribution.solvers import TokenRows
-from gradtrace.attribution.store import StoredFactors, join, padded
+from gradtrace.attribution.store import Store, join, padded, scaled
 from gradtrace.attribution.tangent import Method
 
 
@@ -32,10 +41,10 @@ class InfluenceTracer:
     """Captures gradient factors of `model` during backward passes and scores response tokens with them.
 
     ```python
-    tracer = InfluenceTracer(model, InfluenceConfig(projection_dim_factor=0))
-    with tracer.capture(response=rows, tokens=mask):    # as often as there are micro-batches
-        loss.backward()
-    trace = tracer.score(accepted=accepted, group=group)
+    tracer = InfluenceTracer(model, InfluenceConfig(projection_dim_factor=0), optimizer=optimizer)
+    with tracer.capture(response=rows, tokens=mask, accepted=accepted, group=group, scale=…, target_scale=…):
+        loss.backward()                                 # as often as there are micro-batches
+    trace = tracer.score(terms=own_terms, coming=True)  # before optimizer.step()
     ```
 
     The backward pass itself is unchanged: parameters get the same gradients to the last bit. With a
@@ -48,30 +57,34 @@ class InfluenceTracer:
         config: InfluenceConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
         defer_errors: bool = False,
+        optimizer: Any = None,
     ) -> None:
-        """With `defer_errors` a failure inside a backward pass does not interrupt it: `score` raises it instead."""
+        """With `defer_errors` a failure inside a backward pass does not interrupt it: `score` raises it instead.
+        `optimizer`: the one that takes the steps, for hessian_mode='optimizer'."""
         self.model = model
         self.defer_errors = defer_errors
         self.config = config or InfluenceConfig()
+        self.geometry = Geometry(optimizer if self.config.hessian_mode == "optimizer" else None)
         self.blocks = select_blocks(model, self.config)
         self.ranks = Ranks(process_group)
         self._hooks = FactorHooks(self.blocks, self._receive)
         self._open: Capture | None = None
-        self._whole: list[ScopeBatch] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget everything captured since the last `score()`."""
         self._labels: Labels | None = None
         self._scopes: list[Scope] = []
-        self._batches: list[ScopeBatch] = []
         self._skipped: dict[int, str] = {}
-        self._stored: dict[Block, dict[int, StoredFactors]] = {block: {} for block in self.blocks}
-        self._token_counts: dict[int, int] = {}
-        self._lengths: dict[int, int] = {}
-        self._fired: set[Block] = set()
-        self._captures = 0
-        self._capture_seconds = 0.0
+        self._loss_term_groups: Collection[int] | None = None
+        self._batches: list[ScopeBatch] = []
+        self._whole: list[ScopeBatch] = []
+        self._store = Store(self.blocks, self.config)
+        self._loss_terms = LossTerms(self.model, self.config, self.geometry, self.ranks)
+        self._ledger = Ledger(self.blocks)
+        self._begun = False
+        for block in self.blocks:
+            block.scaling = block.preconditioner = None
         self._phases: dict[str, float] = {}
         self._failure: Exception | None = None
 
@@ -93,6 +106,28 @@ class InfluenceTracer:
         """Bytes that a batch of this size will need, before anything is allocated."""
         return estimate_memory(self.blocks, self.config, responses, tokens, whole_groups)
 
+    def begin(self, loss_term_groups: Collection[int] | None = None) -> None:
+        """Read the optimizer's state, which must not change until `score`. The first `capture` does it otherwise;
+        where weights are sharded it is collective, and every rank calls it.
+
+        `loss_term_groups`: the groups that get loss terms, instead of the first `loss_term_prompts` mixed ones.
+        """
+        self._begun = True
+        self._loss_term_groups = loss_term_groups
+        for block in self.blocks:
+            late = self._loss_terms.applies_late(block)
+            if not self.geometry.adaptive or (late and not block.scored):
+                continue
+            parameter = self._loss_terms.parameters[block.parameter_name]
+            self._ledger.sources.add(self.geometry.source(parameter))
+            denominator = self.geometry.denominator(parameter)
+            if denominator is None:
+                continue
+            if late:
+                block.preconditioner = oriented(block, gathered(denominator)).reciprocal()
+            else:
+                block.scaling = Factored.of(oriented(block, denominator))
+
     # ---------------------------------------------------------------- capture
 
     @contextmanager
@@ -106,30 +141,41 @@ class InfluenceTracer:
         advantages: Tensor | None = None,
         sign: Tensor | None = None,
         scale: float | Tensor = 1.0,
+        target_scale: Tensor | None = None,
+        role: Role = "both",
         positions: Mapping[str, Tensor] | None = None,
     ) -> Iterator[None]:
         """The backward pass inside belongs to these rows.
 
         `response`: long[B], the response id of each batch row, −1 = ignore; long[B, S] for packed rows (then the
         prompt's positions carry the id too). `tokens`: bool[B, S], True where input_ids holds a response token.
-        `scale` undoes a normaliser of the loss: scores are those of scale · loss; float[R] gives each response
-        its own. `positions` says, for a module that sees only some positions, which (flat indices into B·S).
+        `positions` says, for a module that sees only some positions, which (flat indices into B·S).
 
-        `sign`: float[R] of ±1 for an objective that already counts responses with a sign, as a policy-gradient loss
-        does with advantages. infl(t→r) is then the effect on the log-prob of r, not on "its loss", so that the
-        contrast of accepted and rejected does not count the sign a second time.
+        `scale` makes the gradient of this pass the one that a step follows uphill, without normalisers: for a loss it
+        is negative. float[R] gives each response its own. `target_scale`, float[R], makes it that of the responses'
+        log-probs, Σ_t ∇ℓ_t; needed for target='log_prob' where the pass is of another objective. Where no factor can
+        do that, the target has a pass of its own: `role` is "target" for that one (scale 1, objective Σ_t ℓ_t), which
+        comes first, and "step" for the other.
+
+        `sign`, with target='output_function' only: float[R] of ±1 for an objective that already counts responses with
+        a sign, as a policy-gradient loss does with advantages. infl(t→r) is then the effect on the log-prob of r, not
+        on "its loss", so that the contrast of accepted and rejected does not count the sign a second time.
 
         With `accepted` and `group` of *all* responses given here, groups that this micro-batch holds whole are
         scored inside the backward pass and nothing of them is stored, and constant groups cost nothing.
         """
         if self._open is not None:
             raise AttributionError("capture() is open already; one backward pass belongs to one capture")
+        self._check_target(role, target_scale, sign)
+        if not self._begun:
+            self.begin()
         layout = Layout.without_ignored_rows(response, tokens, scale)
         if accepted is not None and group is not None:
             self._set_labels(Labels.of(accepted, group, advantages, sign))
-        self._check_responses(layout)
+        self._ledger.enter(layout, role, None if self._labels is None else len(self._labels))
+        self._factors = self._target_factors(layout, scale, target_scale)
+        self._role: Role = role
         self._open = Capture(layout, dict(positions or {}))
-        self._captures += 1
         self._plan(layout)
         try:
             yield
@@ -139,38 +185,60 @@ class InfluenceTracer:
                 with torch.no_grad(), self._phase("solve", response):
                     for batch in self._whole:
                         batch.solve_waiting()
-            self._token_counts.update(layout.token_counts)
+            self._ledger.leave(layout, role, self._factors)
+            self._loss_terms.commit()
             self._batches += self._whole
         finally:
             self._open = None
             self._whole = []
+            self._loss_terms.forget_pass()
             self._hooks.forget_calls()
+
+    def _check_target(self, role: Role, target_scale: Tensor | None, sign: Tensor | None) -> None:
+        if self.config.target == "output_function":
+            if role != "both" or target_scale is not None:
+                raise AttributionError(
+                    "target='output_function' has one pass and one scale: role and target_scale belong to"
+                    " target='log_prob'"
+                )
+            return
+        if sign is not None:
+            raise AttributionError(
+                "sign turns the target of target='output_function'; with target='log_prob' give target_scale, which has"
+                " the sign in it"
+            )
+        if role == "both" and target_scale is None and self.config.output_function != "log_prob":
+            raise AttributionError(
+                f"target='log_prob' asks about log-probs, and this pass is of {self.config.output_function!r}: give"
+                " target_scale (see objectives.target_scale), or capture a pass of Σ log-probs with role='target' first"
+            )
+
+    def _target_factors(
+        self, layout: Layout, scale: float | Tensor, target_scale: Tensor | None
+    ) -> dict[int, float]:
+        """Response → what turns its captured gradient (with `scale`) into that of its target, without a sign."""
+        factors = {}
+        for response in layout.responses:
+            own = float(scale[response]) if isinstance(scale, Tensor) else float(scale)
+            ratio = 1.0 if target_scale is None else float(target_scale[response]) / own if own else 0.0
+            mean = self.config.response_reduction == "mean"
+            factors[response] = ratio / (max(layout.token_counts[response], 1) if mean else 1)
+        return factors
 
     def _set_labels(self, labels: Labels) -> None:
         if self._labels is None:
             self._labels = labels
-            self._scopes, self._skipped = build_scopes(labels, self.config)
+            self._scopes, self._skipped = build_scopes(labels, self.config, self._loss_term_groups)
         elif not self._labels.same_as(labels):
             raise AttributionError(
                 "accepted, group or advantages differ from those given before; call score() or reset() between batches"
             )
 
-    def _check_responses(self, layout: Layout) -> None:
-        again = [response for response in layout.responses if response in self._token_counts]
-        if again:
-            raise AttributionError(
-                f"response {again[0]} was captured already: every response has one backward pass per score();"
-                " call score() or reset() before the next epoch"
-            )
-        if self._labels is not None and layout.responses and layout.responses[-1] >= len(self._labels):
-            raise AttributionError(
-                f"response id {layout.responses[-1]} is out of range: accepted has {len(self._labels)} entries"
-            )
-
     def _plan(self, layout: Layout) -> None:
         """Which scopes this micro-batch holds whole (scored inside the pass), and which responses to store."""
         present = set(layout.responses)
-        whole = [scope for scope in self._scopes if present.issuperset(scope.members)]
+        known = present if self._role == "both" else self._ledger.targets if self._role == "step" else set()
+        whole = [s for s in self._scopes if present.issuperset(s.members) and known.issuperset(s.members)]
         captured = {response: self._captured(count) for response, count in layout.token_counts.items()}
         self._whole = batches_of(whole, layout.token_counts, captured, self.config)
         limit = self.config.max_tokens_per_response
@@ -184,26 +252,46 @@ class InfluenceTracer:
         scored = {response for scope in whole for response in scope.members}
         wanted = present if self._labels is None else {r for scope in self._scopes for r in scope.members}
         self._to_store = sorted((present & wanted) - scored)
+        self._directed = []
+        if self._role != "step" and self.config.hessian_mode != "inverse":
+            self._directed = [
+                (scope, self._loss_terms.weights(scope, self._signed(scope.members)))
+                for scope in self._scopes
+                if scope.has_loss_terms and present.intersection(scope.members)
+            ]
+
+    def _signed(self, members: list[int]) -> dict[int, float]:
+        assert self._labels is not None
+        return {r: self._labels.sign_of(r) * self._factors[r] for r in members if r in self._factors}
 
     def _receive(self, block: Block, site: Site, gradient: Tensor, x: Tensor) -> None:
         """Called inside the backward pass for every call of a traced module."""
         if self._open is None or self._failure is not None or not self._open.layout.responses:
             return
         started = time.perf_counter()
-        self._fired.add(block)
+        self._ledger.fired.add(block)
         # The pass may run under autocast; factors are never rounded to half precision.
         try:
-            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                with self._phase("project", gradient):
-                    gradient, x, positions = self._open.wanted(site, gradient, x)
-                    self._open.add(block, *sides(block, site, gradient, x), positions)
-                if self._hooks.calls[block] == 1:  # known to be the only call: nothing more will come for it
-                    self._finish_block(block)
+            if self._wanted(block):
+                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                    with self._phase("project", gradient):
+                        gradient, x, positions = self._open.wanted(site, gradient, x)
+                        self._open.add(block, *sides(block, site, gradient, x), positions)
+                    if (
+                        self._hooks.calls[block] == 1
+                    ):  # known to be the only call: nothing more will come for it
+                        self._finish_block(block)
         except Exception as error:
             if not self.defer_errors:
                 raise
             self._failure = self._failure or error
-        self._capture_seconds += time.perf_counter() - started
+        self._ledger.capture_seconds += time.perf_counter() - started
+
+    def _wanted(self, block: Block) -> bool:
+        """Whether anything of this module is needed in this pass: a module outside the tail only serves loss terms."""
+        if block.scored or self._labels is None or self._directed:
+            return True
+        return self.config.hessian_mode == "inverse" and any(scope.has_loss_terms for scope in self._scopes)
 
     @contextmanager
     def _phase(self, name: str, tensor: Tensor) -> Iterator[None]:
@@ -222,43 +310,55 @@ class InfluenceTracer:
         """All factors of this module are here: score the scopes that are whole, store the rest."""
         capture = self._open
         assert capture is not None
-        for batch, positions in zip(self._whole, self._whole_positions, strict=True):
-            members = batch.members
-            some = capture.parts[block][0].u
+        some = capture.parts[block][0].u
+        for scope, weights in self._directed:
             with self._phase("gradients", some):
-                gradients = capture.gradients(block, members)
-                gradients = self._reduced(gradients, members, capture.layout.token_counts)
+                self._loss_terms.add(scope, block, capture, weights)
+        for batch, positions in zip(self._whole, self._whole_positions, strict=True):
+            if not (block.scored or batch.directed):
+                continue
+            with self._phase("gradients", some):
+                gradients = self._gradients_here(block, batch.members)
                 u, v = capture.tokens(block, positions)
             with self._phase("solve", some):
                 rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
                 batch.add_later(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows)
         if self._to_store:
-            self._store(block, capture)
+            self._keep(block, capture)
         del capture.parts[block]
 
-    def _store(self, block: Block, capture: Capture) -> None:
-        limit = self.config.max_tokens_per_response
-        gradients = capture.gradients(block, self._to_store)
-        for response, gradient in zip(self._to_store, gradients, strict=True):
-            u, v = (
-                side[0] for side in capture.tokens(block, capture.layout.tokens_of(response, limit)[None])
-            )
-            if self.config.grad_offload_to_cpu:
-                gradient, u, v = gradient.cpu(), u.cpu(), v.cpu()
-            self._stored[block][response] = StoredFactors(gradient.clone(), u, v)
+    def _gradients_here(self, block: Block, members: list[int]) -> Tensor:
+        """Target gradients [len(members), k_out, k_in] of responses that this pass, or a target's before it, holds."""
+        assert self._open is not None
+        if self._role == "step":
+            found = self._store.gradients(block, members)
+            for response in members:
+                self._store.targets[block].pop(response, None)
+            return self._turned(found.to(self._open.parts[block][0].u), members)
+        gradients = self._open.gradients(block, members)
+        return self._turned(scaled(gradients, [self._factors[r] for r in members]), members)
+
+    def _turned(self, gradients: Tensor, members: list[int]) -> Tensor:
+        """By the sign of each response, which may be known at `score` only."""
+        assert self._labels is not None
+        if self._labels.sign is None:
+            return gradients
+        return scaled(gradients, [self._labels.sign_of(r) for r in members])
+
+    def _keep(self, block: Block, capture: Capture) -> None:
+        """Store what a later pass or `score` will need of responses whose group is not whole here."""
+        inverse = self.config.hessian_mode == "inverse"
+        responses = self._to_store
+        if not block.scored and self._labels is not None:
+            chosen = {r for s in self._scopes if s.has_loss_terms for r in s.members} if inverse else set()
+            responses = [r for r in responses if r in chosen]
+        factors = {r: self._factors[r] for r in responses}
+        step = self._role != "target" and (block.scored or inverse)
+        self._store.keep(block, capture, factors, target=self._role != "step", step=step)
 
     def _captured(self, tokens: int) -> int:
         limit = self.config.max_tokens_per_response
         return min(tokens, limit) if limit else tokens
-
-    def _reduced(self, gradients: Tensor, members: list[int], lengths: Mapping[int, int]) -> Tensor:
-        """Response gradients as `response_reduction` wants them, turned by `sign`."""
-        assert self._labels is not None
-        mean = self.config.response_reduction == "mean"
-        factors = [self._labels.sign_of(r) / (max(lengths[r], 1) if mean else 1) for r in members]
-        return (
-            gradients * torch.tensor(factors, dtype=gradients.dtype, device=gradients.device)[:, None, None]
-        )
 
     # ---------------------------------------------------------------- score
 
@@ -270,13 +370,20 @@ class InfluenceTracer:
         sign: Tensor | None = None,
         terms: Terms | None = None,
         method: Method = "jvp",
+        coming: Mapping[str, Tensor] | Literal[True] | None = None,
     ) -> InfluenceTrace:
         """Scores of everything captured since the last call, which is forgotten then.
 
         `accepted`: bool[R], `group`: long[R] for all R responses (not needed if `capture` had them), `advantages`:
-        float[R] for contrastive_agg='advantage', `sign` as in `capture`. `terms` is needed for loss-term credit: a
-        function that runs the model on the given responses and returns every token's own term of the captured
-        objective, with the sign and scale of what was captured.
+        float[R] for contrastive_agg='advantage', `sign` as in `capture`.
+
+        `terms` is needed for loss-term credit: it runs the model on the given responses and returns every token's own
+        term of the step, one after the other, with the sign and scale of what was captured as the step; or [2, N] with
+        the tokens' log-probs in the second row, which then have scores, too (`likelier_scores`). Where weights are
+        sharded it is called with one response at a time, and with none on ranks that keep the others company.
+
+        `coming`: the gradient that the optimizer will be given next, by parameter name; True reads `parameter.grad`.
+        The second moment for loss terms is then the one that this step will see.
         """
         started = time.perf_counter()
         if accepted is not None and group is not None:
@@ -292,90 +399,47 @@ class InfluenceTracer:
         try:
             if self._failure is not None:
                 raise AttributionError(f"capture failed: {self._failure}") from self._failure
-            owners = self._owners()
-            self._check_captured(owners)
+            owners = self._ledger.owners(self._labels, self.ranks)
+            self._ledger.check(self._scopes, self._skipped)
             with torch.no_grad():
                 self._score_stored(owners)
                 solved = time.perf_counter()
-                loss_terms = {}
+                found: dict[int, Tensor] = {}
                 if terms is not None and self.config.wants_loss_term:
                     with self._hooks.paused():
-                        loss_terms = self._loss_terms(terms, method)
-            self._drop_non_finite()
-            trace = assemble(self._batches, self._token_counts, self._labels, loss_terms, self.config)
+                        found = self._loss_terms.score(
+                            self._scopes,
+                            self._batches,
+                            owners,
+                            self._ledger.counts,
+                            self._store,
+                            self._labels,
+                            terms,
+                            method,
+                            self._coming(coming),
+                        )
+            self._skipped |= self._ledger.drop_non_finite(self._batches, found)
+            trace = assemble(self._batches, self._ledger, self._labels, found, self.config)
             trace.skipped = self._all_skipped()
-            trace.metrics = counters(self._batches, self._labels, self._skipped) | {
-                "influence_trace/debug_captures": float(self._captures),
-                "influence_trace/debug_modules": float(len(self.blocks)),
-                "influence_trace/debug_modules_fired": float(len(self._fired)),
-                "influence_trace/debug_responses_captured": float(len(owners)),
+            trace.meta = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
+            with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)
+            trace.metrics |= self._ledger.counters(self._batches, self._labels, self._skipped, with_terms)
+            trace.metrics |= self._phases | {
                 "influence_trace/debug_bytes_moved": float(self.ranks.bytes_moved),
+                "timing_s/influence_score": solved - started,
+                "timing_s/influence_loss_term": time.perf_counter() - solved,
             }
-            trace.metrics |= self._phases
-            trace.metrics["timing_s/influence_capture"] = self._capture_seconds
-            trace.metrics["timing_s/influence_score"] = solved - started
-            trace.metrics["timing_s/influence_loss_term"] = time.perf_counter() - solved
             return trace
         finally:
             self.reset()
 
-    def _loss_terms(self, terms: Terms, method: Method) -> dict[int, Tensor]:
-        """Response → [T_r]. A host whose parameters are sharded over ranks has its own way."""
-        return loss_term_scores(self._batches, self.model, self._token_counts, terms, method)
-
-    def _owners(self) -> dict[int, int]:
-        """Response → the rank that captured it. Also learns the lengths of the other ranks' responses."""
-        labels = self._labels
-        assert labels is not None
-        last = max(self._token_counts, default=-1)
-        if last >= len(labels):
-            raise AttributionError(
-                f"response id {last} was captured, but accepted has only {len(labels)} entries"
-            )
-        same_everywhere = (labels.accepted.tolist(), labels.group.tolist())
-        owners: dict[int, int] = {}
-        for rank, (counts, theirs) in enumerate(self.ranks.gather((self._token_counts, same_everywhere))):
-            if theirs != same_everywhere:
-                raise AttributionError(f"rank {rank} was given other accepted or group than this one")
-            for response in counts:
-                if response in owners:
-                    raise AttributionError(
-                        f"response {response} was captured on ranks {owners[response]} and {rank}: ids are global"
-                    )
-                owners[response] = rank
-            self._lengths.update(counts)
-        return owners
-
-    def _check_captured(self, owners: dict[int, int]) -> None:
-        if not owners:
-            raise AttributionError(
-                "nothing was captured: no backward pass ran inside `with tracer.capture(…)`, or all its rows"
-                " had response id −1"
-            )
-        if self._token_counts and not self._fired:
-            raise AttributionError(
-                f"{self._captures} backward pass(es) ran under capture, but no hook of the {len(self.blocks)} traced"
-                " layers fired. Likely causes: the forward pass ran under torch.no_grad() or before the tracer was"
-                " made, the loss is detached from the model, or autograd.grad was asked for an input that these"
-                " layers do not lead to"
-            )
-        silent = [block.name for block in self.blocks if block not in self._fired]
-        if silent and self._token_counts:
-            warnings.warn(
-                f"{len(silent)} of {len(self.blocks)} traced layers received no gradient, the first is {silent[0]}:"
-                " they have no part in the scores (unused in this pass, or below a detach)",
-                stacklevel=3,
-            )
-        if not self._scopes:
-            warnings.warn(
-                f"none of the {len(self._skipped)} groups holds accepted and rejected responses, so there is no"
-                " contrast to score",
-                stacklevel=3,
-            )
+    def _coming(self, coming: Mapping[str, Tensor] | Literal[True] | None) -> Mapping[str, Tensor]:
+        if coming is not True:
+            return coming or {}
+        return {n: p.grad for n, p in self._loss_terms.parameters.items() if p.grad is not None}
 
     def _score_stored(self, owners: dict[int, int]) -> None:
         """Scopes that no single micro-batch held whole."""
-        me = 0 if self.ranks.size == 1 else dist.get_rank(self.ranks.group)
         done = {id(scope) for batch in self._batches for scope in batch.scopes}
         mine, split = [], []
         for scope in self._scopes:
@@ -384,61 +448,28 @@ class InfluenceTracer:
                 self._skipped |= dict.fromkeys(scope.groups, "not_captured")
             elif len(ranks) > 1:
                 split.append(scope)
-            elif me in ranks and id(scope) not in done:
+            elif self.ranks.place in ranks and id(scope) not in done:
                 mine.append(scope)
-        captured = {response: self._captured(count) for response, count in self._token_counts.items()}
-        whole = batches_of(mine, self._lengths, captured, self.config)
-        shared = batches_of(split, self._lengths, captured, self.config)
+        captured = {r: self._captured(count) for r, count in self._ledger.counts.items()}
+        whole = batches_of(mine, self._ledger.lengths, captured, self.config)
+        divided = batches_of(split, self._ledger.lengths, captured, self.config)
         for block in self.blocks:
-            if block in self._fired:
-                for batch in whole:
-                    self._score_batch(block, batch, self._gradients(block, batch.members), Ranks())
-            for batch in shared:
-                # Only these travel: the response gradients of scopes that are split over ranks.
-                gradients = self.ranks.sum(self._gradients(block, batch.members))
-                self._score_batch(block, batch, gradients, self.ranks)
-            self._stored[block].clear()
-        self._batches += whole + shared
-
-    def _gradients(self, block: Block, members: list[int]) -> Tensor:
-        """[len(members), k_out, k_in]; zero for those of other ranks, and where the module had no gradient."""
-        weight = self.blocks[0].sites[0].module.weight
-        assert isinstance(weight, Tensor)
-        on_host = self.config.grad_offload_to_cpu and not self.config.force_gpu_compute
-        gradients = torch.zeros(
-            len(members),
-            block.k_out,
-            block.k_in,
-            dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32,
-            device="cpu" if on_host else weight.device,
-        )
-        for index, response in enumerate(members):
-            if response in self._stored[block]:
-                gradients[index] = self._stored[block][response].gradient
-        return gradients
-
-    def _score_batch(self, block: Block, batch: ScopeBatch, gradients: Tensor, ranks: Ranks) -> None:
-        stored = self._stored[block]
-        factors = [[(stored.get(r), count) for r, count in counts.items()] for counts in batch.tokens]
-        reduced = self._reduced(gradients, batch.members, self._lengths)
-        with self._phase("solve", gradients):
-            rows = join(factors, batch.width, like=gradients)
-            batch.add([block], reduced.unflatten(0, (1, len(batch.scopes), -1)), rows, ranks)
-
-    def _drop_non_finite(self) -> None:
-        """A scope with a bad gradient has no scores; it is skipped with a warning that names the place."""
-        for batch in self._batches:
-            for index, scope in enumerate(batch.scopes):
-                found = batch.non_finite(index)
-                if found is not None:
-                    module, responses = found
-                    self._skipped |= dict.fromkeys(scope.groups, "non_finite")
-                    batch.tokens[index] = {}
-                    warnings.warn(
-                        f"group {scope.groups[0]} has no scores: the gradient of response {responses[0]} in {module}"
-                        " is not finite",
-                        stacklevel=3,
-                    )
+            for batch in whole + divided:
+                alone = batch in whole
+                if not (block.scored or batch.directed) or (alone and block not in self._ledger.fired):
+                    continue
+                gradients = self._store.gradients(block, batch.members)
+                if not alone:  # only these travel: the response gradients of scopes that are split over ranks
+                    self.ranks.sum(gradients)
+                tokens = self._store.tokens[block]
+                factors = [[(tokens.get(r), n) for r, n in counts.items()] for counts in batch.tokens]
+                with self._phase("solve", gradients):
+                    rows = join(factors, batch.width, like=gradients)
+                    turned = self._turned(gradients, batch.members)
+                    turned = turned.unflatten(0, (1, len(batch.scopes), -1))
+                    batch.add([block], turned, rows, Ranks() if alone else self.ranks)
+            self._store.tokens[block].clear()
+        self._batches += whole + divided
 
     def _all_skipped(self) -> dict[int, str]:
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}

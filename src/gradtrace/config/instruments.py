@@ -37,6 +37,12 @@ class InfluenceTraceConfig(InfluenceConfig):
     """What a failed trace does to the run."""
     pairwise_max_mb: float = number(64.0, minimum=0)
     """Store the effect of each token on each sibling response while a step's file stays below this; 0 is never."""
+    # The hosts capture one function as step and target yet: the older form is their default.
+    hessian_mode: str = choice("inverse", "identity", "optimizer")
+    target: str = choice("output_function", "log_prob")
+    credit: str = choice("position", "loss_term", "both", "tail")
+    reg_rule: str = choice("per_dimension", "per_row")
+    loss_term_prompts: int = number(0, minimum=0)
 
     def __post_init__(self) -> None:
         """Values are checked by `validate`, which names a key by its whole path."""

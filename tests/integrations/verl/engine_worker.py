@@ -24,10 +24,12 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
     """Identity 1: Σ over responses and ranks of Σ_t u_t v_tᵀ against the gradient that FSDP made, per layer."""
     gradients = dict(engine.module.named_parameters())
     errors = {}
-    for block, stored in engine.tracer.tracer._stored.items():
+    lengths = engine.tracer.tracer._ledger.counts
+    for block, stored in engine.tracer.tracer._store.targets.items():
         total = torch.zeros(block.d_out, block.d_in)
-        for response, factors in stored.items():
-            total += factors.gradient * weights[int(engine.tracer.capture.current.rows[response])]
+        for response, mean in stored.items():
+            row = int(engine.tracer.capture.current.rows[response])
+            total += mean * lengths[response] * weights[row]
         dist.all_reduce(total)
         expected = full(gradients[block.parameter_name].grad)
         total /= dist.get_world_size()

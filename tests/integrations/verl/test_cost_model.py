@@ -45,7 +45,7 @@ def test_parameters_and_projections_are_those_of_the_model() -> None:
     counted = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
     assert SHAPE.parameters == counted
     for factor in (0, 4):
-        tracer = InfluenceTracer(model, InfluenceConfig(projection_dim_factor=factor))
+        tracer = InfluenceTracer(model, InfluenceConfig.older(projection_dim_factor=factor))
         assert cost_model.response_gradient_entries(SHAPE, factor) == sum(b.dim for b in tracer.blocks)
         tracer.close()
 
@@ -53,19 +53,22 @@ def test_parameters_and_projections_are_those_of_the_model() -> None:
 def test_capture_costs_what_the_formula_says() -> None:
     plain, _ = passes(None)
     for factor in (0, 4):
-        captured, _ = passes(InfluenceConfig(projection_dim_factor=factor))
+        captured, _ = passes(InfluenceConfig.older(projection_dim_factor=factor))
         extra = captured - plain
         assert abs(cost_model.capture_flops(SHAPE, LOAD, factor) / extra - 1) < 0.05, factor
 
 
 def test_stored_factors_have_the_size_that_the_formula_says() -> None:
-    _, tracer = passes(InfluenceConfig(projection_dim_factor=4))
+    _, tracer = passes(InfluenceConfig.older(projection_dim_factor=4))
     assert tracer is not None
-    stored = sum(
-        part.gradient.numel() + part.u.numel() + part.v.numel()
-        for parts in tracer._stored.values()
-        for part in parts.values()
-    )
+    gradients = [g for found in tracer._store.targets.values() for g in found.values()]
+    tokens = [
+        side
+        for found in tracer._store.tokens.values()
+        for part in found.values()
+        for side in (part.u, part.v)
+    ]
+    stored = sum(tensor.numel() for tensor in gradients + tokens)
     assert cost_model.stored_factor_bytes(SHAPE, LOAD, 4, workers=1) == 4 * stored
 
 

@@ -14,14 +14,13 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-from gradtrace.attribution import AttributionError
+from gradtrace.attribution import AttributionError, InfluenceTracer
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence.capture import InfluenceCapture, TracedPass
 from gradtrace.integrations.verl.influence_parts import write_part
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import response_layout, token_weight
-from gradtrace.integrations.verl.rank.sharded import ShardedTracer
 from gradtrace.integrations.verl.step_labels import LABELS, ROW, StepLabels
 
 
@@ -48,7 +47,7 @@ class RankTracer:
         self.config = loss.influence
         self.rank = dist.get_rank()
         try:
-            self.tracer = ShardedTracer(
+            self.tracer = InfluenceTracer(
                 engine.module, self.config, engine.get_data_parallel_group(), defer_errors=True
             )
         except AttributionError as error:
@@ -174,8 +173,7 @@ class RankTracer:
         before = self.tracer.ranks.bytes_moved
         terms = None
         if self.config.wants_loss_term:
-            self.tracer.round_terms = self._round_terms
-            terms = no_terms
+            terms = self._round_terms
         # What goes wrong here goes wrong on every rank alike, or the process group's time-out ends the run.
         self.capture.score(terms=terms, method="finite_difference")
         moved = float(self.tracer.ranks.bytes_moved - before)
@@ -185,13 +183,13 @@ class RankTracer:
         step = self._step
         self.meeting.wait(f"step {step.labels.plan.step}, scoring of mini-batch {step.mini_batch}")
 
-    def _round_terms(self, response: int | None) -> Tensor:
-        """One forward pass of this rank: the own terms of a response's tokens, or (None) of any response."""
+    def _round_terms(self, responses: list[int]) -> Tensor:
+        """One forward pass of this rank: the own terms of a response's tokens, or of any response if none is given."""
         data = self._step.data
         place = 0
-        if response is not None:
+        if responses:
             assert self.capture.current is not None
-            place = int((rows_of(data) == self.capture.current.rows[response]).nonzero()[0])
+            place = int((rows_of(data) == self.capture.current.rows[responses[0]]).nonzero()[0])
         found: list[Tensor] = []
 
         def keep(model_output: Any, data: Any, dp_group: Any = None, **ignored: Any) -> Any:
@@ -220,11 +218,6 @@ class RankTracer:
         if step.mini_batch == step.labels.last_scored:
             folder = Path(self.loss.parts_dir)
             write_part(folder, step.labels.plan.step, self.rank, capture.scored, step.failure)
-
-
-def no_terms(responses: list[int]) -> Tensor:
-    """Stands where a tracer wants `terms`: `ShardedTracer` asks `round_terms` instead."""
-    raise AssertionError("terms of sharded parameters are computed in rounds")
 
 
 def rows_of(data: Any) -> Tensor:
