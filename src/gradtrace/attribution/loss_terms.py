@@ -179,7 +179,7 @@ class LossTerms:
                 f"terms({local}) returned {list(values.shape)}; these responses have {sum(counts)} tokens, and it must"
                 " return one term for each, in order: [N], or [2, N] with their log-probs below"
             )
-        return dict(zip(local, values.reshape(-1, sum(counts)).split(counts, 1), strict=True))
+        return dict(zip(local, torch.atleast_2d(values).split(counts, 1), strict=True))
 
     def _in_rounds(self, local: list[int], terms: Terms) -> Callable[[], Tensor]:
         """Every forward pass gathers weights from all ranks, so all make equally many, one response at a time."""
