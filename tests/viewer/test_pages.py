@@ -184,7 +184,7 @@ def test_group_page_shows_the_prompt_and_every_token(
 
 def test_colours_follow_the_values(viewer: Watched, view: StepView, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
-    scores = view.channel("influence_position")
+    scores = view.channel("influence_loss_term")
     assert scores is not None
     mine = np.concatenate([scores[view.tokens(r)] for r in view.members[scored]])
     top = np.quantile(np.abs(mine), 0.99)
@@ -223,7 +223,7 @@ def test_hover_tells_every_metric_and_covers_nothing(viewer: Watched, view: Step
         f"{view.layout['entropy'][at]:.3f} nats",
         f"−{-view.layout['log_prob'][at]:.3f}",
         "influence",
-        "by loss term",
+        "by position",
         "advantage",
     ):
         expect(readout).to_contain_text(text)
@@ -291,7 +291,7 @@ def test_clicking_a_response_shows_what_every_token_does_to_it(
 
 
 def test_every_choice_is_in_the_address(viewer: Watched, scored: int) -> None:
-    page = viewer.open(f"#/group?step={STEP}&group={scored}")
+    page = viewer.open(f"#/group?step={STEP}&group={scored}&credit=position")
     expect(page.locator(".row").first).to_be_visible()
     for key in "vscowj":
         page.keyboard.press(key)
@@ -318,6 +318,8 @@ def test_every_choice_is_in_the_address(viewer: Watched, scored: int) -> None:
 
 def test_credit_switch_changes_scores_and_says_what_it_shows(viewer: Watched, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
+    expect(page.locator(".legend.slot-1 .unit")).to_contain_text("loss term credit")  # the best there is
+    page.get_by_role("radio", name="position").click()
     expect(page.locator(".legend.slot-1 .unit")).to_contain_text(
         "position credit, change in objective per unit step"
     )
@@ -330,7 +332,10 @@ def test_credit_switch_changes_scores_and_says_what_it_shows(viewer: Watched, sc
     expect(page.locator(".legend.slot-1 .unit")).to_contain_text("loss term credit")
     assert page.locator(".remarks").first.text_content() != before
     token(page, 0, 4).click()
-    expect(page.locator(".dock")).to_contain_text("stored for position credit only")
+    expect(page.locator(".dock")).to_contain_text(
+        "effects were stored by position credit; the tokens show loss term"
+    )
+    expect(page.locator(".bar-column")).to_have_count(8)
 
 
 def test_log_prob_and_advantage_can_be_shown(viewer: Watched, scored: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradtrace.trace.schema import Selection
-from gradtrace.viewer.step_view import TOKEN_CHANNELS, StepView
+from gradtrace.viewer.step_view import LIKELIER, NO_STEP, TOKEN_CHANNELS, StepView
 from gradtrace.viewer.vocabulary import Vocabulary
 
 MINIATURE_COLUMNS = 180
@@ -54,7 +54,8 @@ def step_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
         "tokens": view.n_tokens,
         "has_entropy": view.entropy is not None,
         "has_influence": view.influence is not None,
-        "credits": view.credits,
+        "credits": view.scores,
+        "common_credit": view.common_credit,
         "scales": view.scales,
         "meta": view.meta,
         "problems": view.problems,
@@ -76,6 +77,7 @@ def _group_row(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, Any]
         "status": status.name.lower() if status is not None else None,
         "length": float(np.mean([view.layout["length"][r] for r in members])) if members else None,
         "longest": max((int(view.layout["length"][r]) for r in members), default=0),
+        "credit": next(iter(view.group_scores(g)), None),
     }
     for name in TOKEN_CHANNELS:
         values = view.channel(name)
@@ -132,6 +134,7 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
     ids = sorted({*prompt, *expected, *_token_ids(view, members)})
     place = {token_id: index for index, token_id in enumerate(ids)}
     status = view.status(g)
+    scores = view.group_scores(g)
     return {
         "step": view.step,
         "group": g,
@@ -144,8 +147,9 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
         "expected": [place[token_id] for token_id in expected],
         "vocabulary": vocabulary.entries(ids),
         "responses": [_response(view, r) for r in members],
-        "channels": ["token", *(name for name in TOKEN_CHANNELS if view.channel(name) is not None)],
-        "credits": view.credits if any(r in view.influence_response for r in members) else [],
+        "channels": ["token", *(n for n in (*TOKEN_CHANNELS, NO_STEP) if view.channel(n) is not None)],
+        "credits": [score for score in scores if score != LIKELIER],
+        "likelier": LIKELIER in scores,
         "scales": view.scales,
         "pairwise": _pairwise_members(view, g),
         "meta": view.meta,
@@ -283,9 +287,11 @@ def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
             for g, index, r in responses
         ],
         "vocabulary": vocabulary.entries(ids),
-        "credits": view.credits if view.influence_response else [],
+        "credits": view.scores if view.influence_response else [],
+        "common_credit": view.common_credit,
         "has_entropy": view.entropy is not None,
         "has_influence": view.influence is not None,
+        "meta": view.meta,
         "problems": view.problems,
     }  # fmt: skip
 

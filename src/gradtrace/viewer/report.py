@@ -207,12 +207,12 @@ def _add_step(
     collected.steps.append(step)
     collected.json[base] = table
     collected.json[f"{base}/tokens"] = payload.points_payload(view, served.vocabulary)
-    for credit in view.credits or ["position"]:
+    for credit in view.scores or ["position"]:
         points = payload.points(view, credit, served.vocabulary)
         if len(points) <= POINTS_BUDGET:
             collected.add_floats(f"{base}/points?credit={credit}", points)
         collected.add_floats(f"{base}/miniatures?credit={credit}", payload.miniatures(view, credit))
-    if f"{base}/points?credit={(view.credits or ['position'])[0]}" not in collected.floats:
+    if f"{base}/points?credit={(view.scores or ['position'])[0]}" not in collected.floats:
         del collected.json[f"{base}/tokens"]
         collected.remarks.append(f"step {step}: its tokens page is left out, it would be too large")
     for g in groups if groups is not None else _strongest_groups(table, max_groups):
@@ -225,7 +225,7 @@ def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
     """Groups by the sum of their |influence|; unscored ones only if there is no other."""
 
     def strength(group: dict[str, Any]) -> float:
-        sums = group.get("influence_position") or group.get("influence_loss_term") or {}
+        sums = group.get(f"influence_{group['credit']}") or {}
         return float(sums.get("positive", 0.0) + sums.get("negative", 0.0))
 
     ranked = sorted(table["groups"], key=lambda group: -strength(group))

@@ -28,7 +28,7 @@ from gradtrace.viewer.instrument_pages import instrument_page, kind_of, navigati
 from gradtrace.viewer.news import run_news, state_of
 from gradtrace.viewer.response_payload import response_payload
 from gradtrace.viewer.security import Access, Gate
-from gradtrace.viewer.step_view import CREDITS, StepView
+from gradtrace.viewer.step_view import SCORES, StepView
 
 SMALLEST_COMPRESSED = 1400
 """Answers that fit into one packet are not worth compressing."""
@@ -139,9 +139,9 @@ def _number(request: Request, name: str, default: float = 0.0) -> float:
 
 
 def _credit(request: Request) -> str:
-    credit = request.query_params.get("credit", CREDITS[0])
-    if credit not in CREDITS:
-        raise HTTPException(400, f"credit is one of {', '.join(CREDITS)}")
+    credit = request.query_params.get("credit", "position")
+    if credit not in SCORES:
+        raise HTTPException(400, f"credit is one of {', '.join(SCORES)}")
     return credit
 
 

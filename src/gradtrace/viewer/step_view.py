@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtrace.trace.kinds.influence_trace import Credit
 from gradtrace.trace.reader import Run, StepUnreadableError
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.trace.step import Step
@@ -20,8 +21,14 @@ from gradtrace.trace.step import Step
 TOP_QUANTILE = 0.99
 """Colour scales end here, so that one extreme token cannot wash out the rest."""
 
-CREDITS = ("position", "loss_term")
-TOKEN_CHANNELS = ("entropy", "log_prob", "influence_position", "influence_loss_term")
+CREDITS = ("loss_term", "tail", "position")
+"""What a score counts, the most telling first."""
+LIKELIER = "likelier"
+"""The score of a step that makes a token likelier, instead of the step that training takes on it."""
+SCORES = (*CREDITS, LIKELIER)
+TOKEN_CHANNELS = ("entropy", "log_prob", *(f"influence_{score}" for score in SCORES))
+NO_STEP = "no_step"
+"""A channel of the group page: 1 where training takes no step on the token, such as a clipped one."""
 
 
 class StepView:
@@ -116,20 +123,30 @@ class StepView:
         return {}
 
     def _make_channel(self, name: str) -> np.ndarray | None:
-        if name in self.layout:
-            values = self.layout[name].astype(np.float32)
-            if self.layout is self.influence and name.startswith("influence_"):
-                values[~self.layout["captured"]] = np.nan
-            return values
+        if self.layout is not self.influence and name in self.layout:
+            return self.layout[name].astype(np.float32)
         if self.influence is None or name not in self.influence:
             return None
+        found = self.influence[name].astype(np.float32)
+        if name.startswith("influence_"):
+            found[~self._scored(name)] = np.nan
+        if self.layout is self.influence:
+            return found
         values = np.full(self.n_tokens, np.nan, np.float32)
-        scores, captured = self.influence[name], self.influence["captured"]
         offsets = self.influence["token_offsets"]
         for response, theirs in self.influence_response.items():
-            span = slice(offsets[theirs], offsets[theirs + 1])
-            values[self.tokens(response)] = np.where(captured[span], scores[span], np.nan)
+            values[self.tokens(response)] = found[offsets[theirs] : offsets[theirs + 1]]
         return values
+
+    def _scored(self, name: str) -> np.ndarray:
+        """bool[tokens of the influence trace]: where a column of scores means something. A token must be captured, and
+        responses whose best credit is not their own terms have none in the columns of such terms."""
+        assert self.influence is not None
+        captured: np.ndarray = self.influence["captured"]
+        if "credit" not in self.influence or name in ("influence_tail", "influence_position"):
+            return captured
+        has_terms = self.influence["credit"] == int(Credit.LOSS_TERM)
+        return captured & np.repeat(has_terms, np.diff(self.influence["token_offsets"]))
 
     @cached_property
     def scales(self) -> dict[str, float | None]:
@@ -142,9 +159,26 @@ class StepView:
         return tops
 
     @cached_property
+    def scores(self) -> list[str]:
+        """Scores that this step's influence trace holds, those by credit first."""
+        return [score for score in SCORES if self.channel(f"influence_{score}") is not None]
+
+    @property
     def credits(self) -> list[str]:
-        """Credits that this step's influence trace holds."""
-        return [credit for credit in CREDITS if self.channel(f"influence_{credit}") is not None]
+        return [score for score in self.scores if score != LIKELIER]
+
+    def group_scores(self, group: int) -> list[str]:
+        """Scores that a group has; the first is the most telling one."""
+        tokens = [self.tokens(r) for r in self.members[group]]
+        found = {score: self.channel(f"influence_{score}") for score in self.scores}
+        return [s for s, v in found.items() if v is not None and any(np.isfinite(v[t]).any() for t in tokens)]
+
+    @cached_property
+    def common_credit(self) -> str | None:
+        """The most telling credit that every scored group has: only then can groups be compared."""
+        scored = [scores for g in range(self.n_groups) if (scores := self.group_scores(g))]
+        shared = [credit for credit in self.credits if all(credit in scores for scores in scored)]
+        return next(iter([*shared, *self.credits]), None)
 
     def response_value(self, name: str, response: int) -> Any:
         """A response column from whichever trace has it (influence first: it knows more), as a plain value."""

@@ -2,13 +2,13 @@
 
 import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "./scales.js";
 
-export const CREDIT_NAMES = { position: "position", loss_term: "loss term" };
+export const CREDIT_NAMES = { loss_term: "loss term", tail: "tail", position: "position", likelier: "likelier" };
 export const CREDIT_HINT =
-  "position: everything that flows through this token's position, later tokens' losses included. loss term: this token's own term of the objective only.";
+  "loss term: this token's own term of the objective only. tail: the same, in the last block's weights. position: everything that flows through this token's position, later tokens' losses included. likelier: a step that makes the token likelier, whatever training does with it.";
 
 export const CHANNELS = {
   entropy: { title: "Entropy", ramp: "e", signed: false, unit: "nats" },
-  influence: { title: "Influence", ramp: "", signed: true, unit: "change in objective per unit step" },
+  influence: { title: "Influence", ramp: "", signed: true, unit: "influence" },
   log_prob: { title: "Log-prob", ramp: "l", signed: false, unit: "nats" },
   advantage: { title: "Advantage", ramp: "", signed: true, unit: "of the whole response" },
 };

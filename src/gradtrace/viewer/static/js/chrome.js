@@ -89,7 +89,7 @@ export class Chrome {
       element(
         "p",
         "",
-        "Influence is signed and centred at 0. Positive: a step along this token’s gradient helps the accepted responses against the rejected ones. Strong values also carry a bar, above for positive and below for negative.",
+        "Influence is signed and centred at 0. Positive: training on this token helps the accepted responses against the rejected ones. Strong values also carry a bar, above for positive and below for negative; a dotted underline marks tokens that training passes over because they were clipped.",
       ),
       element(
         "p",
@@ -99,7 +99,7 @@ export class Chrome {
       element(
         "p",
         "",
-        "Position credit holds everything that flows through a token’s position, later tokens’ losses included. Loss-term credit holds the token’s own term only. Their sums agree once the prompt’s positions are counted.",
+        "Loss-term credit holds the token’s own term only; tail credit is the same in the last block’s weights, and costs nothing. Position credit holds everything that flows through a token’s position, later tokens’ losses included. Sums by loss term and by position agree once the prompt’s positions are counted.",
       ),
     );
     this.dialog.addEventListener("click", (event) => event.target === this.dialog && this.dialog.close());

@@ -42,7 +42,7 @@ export class Dock {
     this.node.hidden = true;
   }
 
-  barsPart({ members, values }, { response }, order) {
+  barsPart({ members, values, creditName, shownName }, { response }, order) {
     const high = Math.max(0, ...finite(values));
     const low = Math.min(0, ...finite(values));
     const range = high - low || 1;
@@ -66,7 +66,8 @@ export class Dock {
     const note = outside
       ? element("p", "say", `${outside} responses of other prompts are part of the score and not drawn.`)
       : null;
-    return element("div", "", element("h3", "", "Influence of this token on each response"), bars, note);
+    const title = `Influence of this token on each response${shownName ? ` (${creditName} credit)` : ""}`;
+    return element("div", "", element("h3", "", title), bars, note);
   }
 
   barColumn(response, value, { zero, range, style, own }) {
@@ -112,7 +113,7 @@ function tokenPart(group, token, context) {
   return element("div", "", element("div", "who", chip, names), list);
 }
 
-function sumPart({ sum, score, creditName, excludesSelf }) {
+function sumPart({ sum, score, creditName, shownName, excludesSelf }) {
   const style = numberStyle(Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(sum.total)));
   const table = element("dl", "sum-table");
   for (const { label, value } of sum.lines)
@@ -123,7 +124,8 @@ function sumPart({ sum, score, creditName, excludesSelf }) {
     sum.total > 0
       ? "Positive: a step along its gradient helps the accepted responses against the rejected ones."
       : "Negative: a step along its gradient helps the rejected responses against the accepted ones.";
-  part.append(element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "")));
+  const other = shownName ? ` The effects were stored by ${creditName} credit; the tokens show ${shownName}.` : "";
+  part.append(element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "") + other));
   const tolerance = 1e-3 * Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(score)) + 1e-12;
   if (Number.isFinite(score) && Math.abs(score - sum.total) > tolerance) {
     part.append(

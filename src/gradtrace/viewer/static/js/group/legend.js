@@ -1,6 +1,7 @@
 // Column heads: what is shown, in which unit, what the colours and the sign mean.
 
 import { CHANNELS, CREDIT_NAMES, rampOf } from "../channels.js";
+import { LIKELIER } from "../meaning.js";
 import { button, element, setAttributes } from "../dom.js";
 import { numberStyle } from "../format.js";
 
@@ -22,14 +23,14 @@ export class LegendHead {
   }
 
   /** top: of the scale, or null when every response has its own. */
-  show({ channel, credit, top, target, onClearTarget, perResponse, unit }) {
+  show({ channel, credit, top, target, onClearTarget, perResponse, unit, targetCredit }) {
     this.menu.value = channel;
     this.target.replaceChildren();
     if (channel === "influence" && target !== null) {
       this.target.append(`on ${target}`, button("", "all", onClearTarget));
     }
-    this.unit.textContent = unitLine(channel, credit);
-    this.unit.title = channel === "influence" ? unit : "";
+    this.unit.textContent =
+      channel === "influence" ? unitLine(target === null ? credit : targetCredit, unit) : CHANNELS[channel].unit;
     this.ramp.replaceChildren(...rampOf(channel).map((name) => element("i", name)));
     const [low, middle, high] = ends(channel, top, perResponse);
     this.ramp.append(element("b", "low", low), element("b", "middle", middle), element("b", "high", high));
@@ -37,9 +38,8 @@ export class LegendHead {
   }
 }
 
-function unitLine(channel, credit) {
-  const { unit } = CHANNELS[channel];
-  return channel === "influence" ? `${CREDIT_NAMES[credit]} credit, ${unit}` : unit;
+function unitLine(credit, unit) {
+  return `${credit === LIKELIER ? "if the token were likelier" : `${CREDIT_NAMES[credit]} credit`}, ${unit}`;
 }
 
 function ends(channel, top, perResponse) {
@@ -53,7 +53,7 @@ function ends(channel, top, perResponse) {
 }
 
 /** What the colours mean, in words; below the sticky head, so that it scrolls away once read. */
-export function explanation(slot, channel, target, { sign, aggregation }) {
+export function explanation(slot, channel, target, { sign, sentence, hasClipped }) {
   const node = element("p", `slot-${slot}`);
   const sample = (name) => element("span", `sample ${name}`);
   if (channel === "entropy")
@@ -70,11 +70,13 @@ export function explanation(slot, channel, target, { sign, aggregation }) {
   if (channel === "influence" && target === null) {
     node.append(
       sample("p4"),
-      `Positive, bar above: ${sign} `,
+      `Positive, bar above: ${sign}. `,
       sample("n4"),
       "Negative, bar below: the reverse. ",
-      aggregation,
+      sentence,
     );
+    if (hasClipped)
+      node.append(" ", element("span", "t clipped", "clipped"), ": training takes no step on this token.");
   }
   if (channel === "influence" && target !== null) {
     node.append(

@@ -2,6 +2,7 @@
 
 import { CREDIT_NAMES } from "../channels.js";
 import { fixed, numberStyle, signed } from "../format.js";
+import { LIKELIER } from "../meaning.js";
 import { hexOf } from "../token_text.js";
 
 /** [{name, text, share, tone}]: share 0…1 and tone (a colour variable) make a small bar. */
@@ -18,10 +19,11 @@ export function tokenMetrics(group, token, context) {
     const shown = probability >= 0.01 ? fixed(probability, 2) : probability.toExponential(0);
     lines.push({ name: "log-prob", text: `${fixed(logProb, 3)} (p ${shown})` });
   }
-  for (const credit of [...group.credits].sort((a) => (a === shown ? -1 : 1))) {
+  for (const credit of [...group.scores].sort((a) => (a === shown ? -1 : 1))) {
     const value = group.values("influence", credit)[token];
-    const name = credit === shown ? "influence" : `by ${CREDIT_NAMES[credit]}`;
+    const name = credit === shown ? "influence" : credit === LIKELIER ? "if likelier" : `by ${CREDIT_NAMES[credit]}`;
     if (!Number.isFinite(value)) {
+      if (credit !== shown) continue;
       lines.push({ name, text: "not captured" });
       continue;
     }
@@ -33,6 +35,7 @@ export function tokenMetrics(group, token, context) {
       tone: value < 0 ? "n4" : "p4",
     });
   }
+  if (group.isPassedOver(token)) lines.push({ name: "clipped", text: "training takes no step on it" });
   if (response.advantage !== null) lines.push({ name: "advantage", text: signed(response.advantage, 2) });
   return lines;
 }

@@ -1,5 +1,6 @@
 // A prompt group, decoded: structure from JSON, one float32 channel after the other from a single binary answer.
 
+import { LIKELIER } from "../meaning.js";
 import { piecesOf, rawText, readVocabulary } from "../token_text.js";
 
 /** Responses of at most this many tokens of at most two characters each are drawn as aligned cells. */
@@ -64,8 +65,19 @@ export class Group {
     return this.structure.scales[channel === "influence" ? `influence_${credit}` : channel] ?? null;
   }
 
+  /** Credits that this group has, the most telling first. */
   get credits() {
     return this.structure.credits;
+  }
+
+  /** Its scores: one for every credit, and that of making a token likelier where the file holds it. */
+  get scores() {
+    return this.structure.likelier ? [...this.credits, LIKELIER] : this.credits;
+  }
+
+  /** Training takes no step on this token: it was clipped. */
+  isPassedOver(token) {
+    return this.channels.get("no_step")?.[token] === 1;
   }
 
   /** Position of the token in its response, and the right token there, for the first wrong one. */

@@ -1,7 +1,5 @@
 // The effect of each token on each response: blocks [tokens, members], loaded when somebody asks.
 
-import { CREDIT_NAMES } from "../channels.js";
-
 export class PairwiseInfluence {
   /** path: of the group; members: what the columns of a block stand for. */
   constructor(source, path, group) {
@@ -16,17 +14,18 @@ export class PairwiseInfluence {
     return this.group.pairwise?.members ?? [];
   }
 
-  holds(credit) {
-    return this.group.pairwise !== null && this.group.pairwise.credit === credit;
+  get isStored() {
+    return this.group.pairwise !== null;
   }
 
-  /** Why there are no effects on single responses to show; credit null: not for this response. */
-  whyNot(credit) {
-    const { pairwise, credits } = this.group;
-    if (!credits.length) return "This group was not scored, so there is no influence to show.";
-    if (pairwise && credit !== null) {
-      return `The effects on single responses were stored for ${CREDIT_NAMES[pairwise.credit] ?? "another"} credit only. Press c to switch.`;
-    }
+  /** The credit of the effects, which may be another one than that of the scores on the page. */
+  get credit() {
+    return this.group.pairwise?.credit ?? this.group.credits.at(-1);
+  }
+
+  /** Why there are no effects on single responses to show. */
+  get whyNot() {
+    if (!this.group.credits.length) return "This group was not scored, so there is no influence to show.";
     return "The effects on single responses were not stored here: the step's file would have exceeded trainer.influence_trace.pairwise_max_mb.";
   }
 

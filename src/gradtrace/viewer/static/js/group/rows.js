@@ -42,7 +42,11 @@ export class ResponseRow {
     const entries = group.entriesOf(response);
     this.bases = entries.map((entry, position) => {
       const drawing = drawingClass(entry, response.pieces[position]);
-      return position === response.first_wrong ? `${drawing} fw` : drawing;
+      const marks = [
+        position === response.first_wrong ? " fw" : "",
+        group.isPassedOver(response.start + position) ? " clipped" : "",
+      ];
+      return drawing + marks.join("");
     });
     const texts = entries.map((entry, position) => drawnText(entry, response.pieces[position]));
     for (const [slot, container] of this.slots.entries()) {

@@ -38,7 +38,8 @@ export class TokenSelection {
     this.makeRoom(this.dock.height);
     if (effects.values) this.tintRows(effects, response);
     this.sheet.reveal(row, position, this.dock.height);
-    const score = effects.values ? `, influence ${numberStyle(Math.abs(effects.score)).signed(effects.score)}` : "";
+    const value = this.group.values("influence", context.credit)?.[token];
+    const score = Number.isFinite(value) ? `, influence ${numberStyle(Math.abs(value)).signed(value)}` : "";
     const text = visibleText(this.group.entry(token), this.group.piece(token));
     return `${text}, ${response.name} position ${position}${score}`;
   }
@@ -59,10 +60,11 @@ export class TokenSelection {
   }
 
   /** @returns {Promise<Record<string, any>>} `values` is null where no effect was stored, and `why` says so. */
-  async effectsOf(token, { response, credit }) {
-    if (!this.pairwise.holds(credit)) return { values: null, why: this.pairwise.whyNot(credit) };
+  async effectsOf(token, { response, credit: shown }) {
+    if (!this.pairwise.isStored) return { values: null, why: this.pairwise.whyNot };
     const values = await this.pairwise.ofToken(response.index, token - response.start);
-    if (!values) return { values: null, why: this.pairwise.whyNot(null) };
+    if (!values) return { values: null, why: this.pairwise.whyNot };
+    const { credit } = this.pairwise;
     const score = this.group.values("influence", credit)[token];
     if (!Number.isFinite(score)) return { values: null, why: "This token's gradient was not captured." };
     const { members } = this.pairwise;
@@ -72,6 +74,7 @@ export class TokenSelection {
       values,
       score,
       creditName: CREDIT_NAMES[credit],
+      shownName: shown === credit ? "" : CREDIT_NAMES[shown],
       sum: contrast(members, values, meta, response.index),
       excludesSelf: Boolean(meta.exclude_self_response),
     };

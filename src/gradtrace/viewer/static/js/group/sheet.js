@@ -147,13 +147,16 @@ export class Sheet {
   }
 
   /** Heads and explanations. target: name of a response or null. */
-  explainWith({ scale, credit, target, onClearTarget, sign, aggregation, unit }) {
+  explainWith({ scale, credit, target, targetCredit, onClearTarget, sign, sentence, unit }) {
     for (const [slot, legend] of this.legends.entries()) {
       const top = sharedTop(this.colourings[slot], scale);
       const { channel } = this.colourings[slot];
-      legend.show({ channel, credit, top, perResponse: top === null, target, onClearTarget, unit });
+      legend.show({ channel, credit, top, perResponse: top === null, target, targetCredit, onClearTarget, unit });
     }
-    const texts = this.colourings.map(({ channel }, slot) => explanation(slot, channel, target, { sign, aggregation }));
+    const hasClipped = this.group.channels.get("no_step")?.includes(1) ?? false;
+    const texts = this.colourings.map(({ channel }, slot) =>
+      explanation(slot, channel, target, { sign, sentence, hasClipped }),
+    );
     this.explain.replaceChildren(element("span"), ...texts);
     this.measureHead();
   }

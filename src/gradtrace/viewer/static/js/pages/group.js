@@ -1,12 +1,14 @@
 // The group page: a prompt and its responses as token heat maps, and what one token does to every response.
 
-import { CHANNELS, CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
-import { nextOf, segmentedControl } from "../controls.js";
+import { CHANNELS } from "../channels.js";
+import { nextOf } from "../controls.js";
 import { element, emptyState } from "../dom.js";
 import { numberStyle } from "../format.js";
+import { LIKELIER, scoreSentence, signWords, unitWords } from "../meaning.js";
 import { Page } from "../page.js";
 import { scaleTop } from "../scales.js";
 import { colouring, largestTop } from "../group/colouring.js";
+import { groupControls, QUESTIONS, SCALES, VIEWS } from "../group/controls.js";
 import { copiedText, slotOf } from "../group/copy.js";
 import { Dock } from "../group/dock.js";
 import { FindBar } from "../group/find_bar.js";
@@ -19,10 +21,7 @@ import { Readout } from "../group/readout.js";
 import { TokenSelection } from "../group/selection.js";
 import { fitsSideBySide, ORDERS, Sheet } from "../group/sheet.js";
 
-const VIEWS = { side: "side by side", stack: "stacked", one: "one" };
-const SCALES = ["response", "group", "step"];
 const NARROW = 1100;
-const DEFAULT_SIGN = "a step along this token’s gradient helps the accepted responses against the rejected ones.";
 /** @type {[string, string][]} */
 const HINTS = [
   ["j k", "response"],
@@ -31,6 +30,7 @@ const HINTS = [
   ["v", "view"],
   ["s", "scale"],
   ["c", "credit"],
+  ["x", "training or likelier"],
   ["o", "order"],
   ["w", "spaces"],
   ["← →", "token"],
@@ -54,7 +54,7 @@ class GroupPage extends Page {
     this.tail = group.pairwise ? "Click a token or r0 to see what influences what." : "";
     this.abort = new AbortController();
     this.readState();
-    this.node.append(promptSection(group, this.credit));
+    this.node.append(promptSection(group, this.score));
     for (const problem of group.structure.problems) this.node.append(element("p", "notice problem", problem));
     const why = whyNoInfluence(group);
     if (why) this.node.append(element("p", "strip notice", why));
@@ -69,12 +69,18 @@ class GroupPage extends Page {
     this.scale = url.choice("scale", SCALES, "group");
     this.order = url.choice("order", ORDERS);
     this.credit = url.choice("credit", group.credits.length ? group.credits : ["position"]);
+    this.asks = group.structure.likelier ? url.choice("asks", Object.keys(QUESTIONS)) : "training";
     const second = group.credits.length ? "influence" : "entropy";
     this.channels = [url.choice("left", channels, "entropy"), url.choice("right", channels, second)];
     this.showsSpaces = url.get("spaces") === "1";
     this.target = null;
     this.targetValues = null;
     this.current = -1;
+  }
+
+  /** Which of the scores is shown: that of a credit, or that of making a token likelier. */
+  get score() {
+    return this.asks === "likelier" ? LIKELIER : this.credit;
   }
 
   /** Side by side, unless columns would be too narrow; without influence there is nothing to put beside entropy. */
@@ -103,47 +109,14 @@ class GroupPage extends Page {
   }
 
   makeControls() {
-    const { group } = this;
-    const has = (credit) => group.credits.includes(credit);
-    const whyNot = (credit) =>
-      `this trace does not hold ${CREDIT_NAMES[credit]} credit (trainer.influence_trace.credit)`;
-    this.controls = {
-      view: segmentedControl({
-        label: "View",
-        value: this.view,
-        options: Object.entries(VIEWS).map(([value, label]) => ({ value, label })),
-        onChange: (value) => this.setView(value),
-      }),
-      scale: segmentedControl({
-        label: "Colour scale, 99th pct. of",
-        value: this.scale,
-        options: SCALES.map((value) => ({ value, label: value })),
-        onChange: (value) => this.setScale(value),
-      }),
-      credit: segmentedControl({
-        label: "Credit",
-        value: this.credit,
-        hint: CREDIT_HINT,
-        options: Object.entries(CREDIT_NAMES).map(([value, label]) => ({
-          value,
-          label,
-          disabled: !has(value),
-          why: has(value) ? "" : whyNot(value),
-        })),
-        onChange: (value) => this.setCredit(value).catch(this.context.fail),
-      }),
-      order: segmentedControl({
-        label: "Order",
-        value: this.order,
-        options: ORDERS.map((value) => ({
-          value,
-          label: value,
-          disabled: value === "influence" && !group.credits.length,
-        })),
-        onChange: (value) => this.setOrder(value),
-      }),
-    };
-    this.controls.credit.hidden = !group.credits.length;
+    const fail = (change) => (value) => change.call(this, value).catch(this.context.fail);
+    this.controls = groupControls(this.group, this, {
+      view: (value) => this.setView(value),
+      scale: (value) => this.setScale(value),
+      credit: fail(this.setCredit),
+      asks: fail(this.setQuestion),
+      order: (value) => this.setOrder(value),
+    });
     return element("div", "controls strip group-controls", ...Object.values(this.controls), this.finder.node);
   }
 
@@ -197,9 +170,21 @@ class GroupPage extends Page {
   async setCredit(credit) {
     if (!this.group.credits.includes(credit)) return;
     this.credit = credit;
+    this.asks = "training";
     this.controls.credit.select(credit);
-    this.url.update({ credit });
-    if (this.target !== null && !this.pairwise.holds(credit)) await this.setTarget(null);
+    this.controls.asks.select(this.asks);
+    this.url.update({ credit, asks: null });
+    await this.changeScore();
+  }
+
+  async setQuestion(asks) {
+    this.asks = asks;
+    this.controls.asks.select(asks);
+    this.url.update({ asks: asks === "likelier" ? asks : null });
+    await this.changeScore();
+  }
+
+  async changeScore() {
     this.recolour();
     if (this.order === "influence") this.applyOrder();
     if (this.selection.token !== null) await this.select(this.selection.token);
@@ -213,7 +198,7 @@ class GroupPage extends Page {
   }
 
   applyOrder() {
-    this.sheet.place(this.order, this.credit);
+    this.sheet.place(this.order, this.score);
     this.rail?.place(this.sheet.responses);
     this.showRail();
   }
@@ -225,7 +210,7 @@ class GroupPage extends Page {
   }
 
   recolour() {
-    const { group, scale, credit } = this;
+    const { group, scale, score: credit } = this;
     const valuesFor = (channel) => (channel === "influence" ? this.targetValues : null);
     const make = (channel) => colouring(group, channel, { scale, credit, targetValues: valuesFor(channel) });
     this.sheet.paint(this.channels.map(make));
@@ -238,19 +223,20 @@ class GroupPage extends Page {
   }
 
   showSums() {
-    for (const row of this.sheet.rows) showSums(row, this.credit, this.sumStyle);
+    for (const row of this.sheet.rows) showSums(row, this.score, this.sumStyle);
   }
 
   showLegends() {
     const { meta, responses } = this.group;
     this.sheet.explainWith({
       scale: this.scale,
-      credit: this.credit,
+      credit: this.score,
+      targetCredit: this.pairwise.credit,
       target: this.target === null ? null : responses[this.target].name,
       onClearTarget: () => this.setTarget(null),
-      sign: signSentence(meta),
-      unit: meta.unit ?? "",
-      aggregation: aggregationLine(meta),
+      sign: signWords(meta, this.score),
+      unit: unitWords(meta),
+      sentence: scoreSentence(meta, this.score),
     });
     this.sheet.markCurrent(this.target ?? this.current);
   }
@@ -258,7 +244,7 @@ class GroupPage extends Page {
   /** Tops for the small bars of readout and dock: always the group's. */
   metricTops() {
     const tops = { entropy: scaleTop(this.group.values("entropy") ?? new Float32Array(0)) };
-    for (const credit of this.group.credits) {
+    for (const credit of this.group.scores) {
       tops[`influence_${credit}`] = scaleTop(this.group.values("influence", credit));
     }
     return tops;
@@ -271,8 +257,8 @@ class GroupPage extends Page {
   /* ---------- one response as the target, one token selected ---------- */
 
   async setTarget(index) {
-    if (index !== null && !this.pairwise.holds(this.credit)) {
-      this.context.announce(this.pairwise.whyNot(this.credit));
+    if (index !== null && !this.pairwise.isStored) {
+      this.context.announce(this.pairwise.whyNot);
       return;
     }
     this.targetValues = index === null ? null : await this.pairwise.onResponse(index);
@@ -285,7 +271,7 @@ class GroupPage extends Page {
 
   tokenContext(token) {
     const response = this.group.responses[this.group.responseOfToken[token]];
-    const context = { response, tops: this.tops, credit: this.credit };
+    const context = { response, tops: this.tops, credit: this.score };
     if (this.targetValues) {
       const shown = this.sheet.colourings.find(({ channel }) => channel === "influence");
       const text = numberStyle(shown ? largestTop(shown) : 1).signed(this.targetValues[token]);
@@ -396,13 +382,15 @@ class GroupPage extends Page {
   }
 
   get actions() {
+    const { group } = this;
     if (!this.sheet) return {};
     return {
       j: () => this.moveRow(1),
       k: () => this.moveRow(-1),
       v: () => this.setView(nextOf(Object.keys(VIEWS), this.view)),
       s: () => this.setScale(nextOf(SCALES, this.scale)),
-      c: () => this.setCredit(nextOf(Object.keys(CREDIT_NAMES), this.credit)),
+      c: () => this.setCredit(nextOf(group.credits, this.credit)),
+      x: () => group.structure.likelier && this.setQuestion(nextOf(Object.keys(QUESTIONS), this.asks)),
       o: () => this.setOrder(nextOf(ORDERS, this.order)),
       w: () => this.toggleSpaces(),
       ArrowRight: () => this.moveToken(1),
@@ -437,23 +425,4 @@ function responsesNotStored() {
     "The responses of this group were not stored",
     "An influence trace holds only the responses of scored groups. With trainer.entropy_trace.enable=true every response is there.",
   );
-}
-
-/** What a positive score says, from "positive = …" or "positive: …; negative: …". */
-function signSentence({ sign }) {
-  const positive = /^positive(?: =|:) ([^;]+)/.exec(String(sign ?? ""));
-  return positive ? `${positive[1].trim()}.` : DEFAULT_SIGN;
-}
-
-/** How single effects became one score, in words. */
-function aggregationLine(meta) {
-  const contrasts = {
-    mean: "mean effect on the accepted minus mean effect on the rejected",
-    sum: "summed effect on the accepted minus that on the rejected",
-    advantage: "effects weighted by advantage",
-  };
-  const geometries = { inverse: "inverse-Hessian geometry", identity: "plain gradient geometry" };
-  const scope = meta.accepted_rejected_scope === "all_selected" ? "over all selected responses of the step" : null;
-  const parts = [contrasts[meta.contrastive_agg], geometries[meta.hessian_mode], scope].filter(Boolean);
-  return parts.length ? `Score: ${parts.join(", ")}.` : "";
 }

@@ -1,9 +1,11 @@
 // The step page: the prompt groups of one step as a table to sort and filter.
 
+import { CREDIT_NAMES } from "../channels.js";
 import { creditControl, searchBox, segmentedControl } from "../controls.js";
 import { append, element, fact, filledBar, passDots, setAttributes, svgElement } from "../dom.js";
 import { fixed, MISSING, numberStyle, plural, sharedStart } from "../format.js";
 import { groupFilter } from "../group_filter.js";
+import { question, scoreSentence } from "../meaning.js";
 import { miniature } from "../miniature.js";
 import { Page, pageHead } from "../page.js";
 import { overheadOf } from "../run_charts.js";
@@ -33,7 +35,7 @@ export async function openStepPage(context) {
   const { source, run, step } = context;
   const path = `runs/${run.id}/steps/${step}`;
   const table = await source.json(path);
-  const credit = context.url.choice("credit", table.credits.length ? table.credits : ["position"]);
+  const credit = context.url.choice("credit", table.credits, table.common_credit ?? "position");
   const pictures = await loadMiniatures(source, path, table, credit);
   return () => new StepPage(context, table, path, credit, pictures);
 }
@@ -84,7 +86,7 @@ class StepPage extends Page {
     const scored = groups.filter((group) => group.status === "scored").length;
     const mixed = groups.filter((group) => !group.constant).length;
     const influence = this.table.has_influence
-      ? `Influence is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
+      ? `Influence (${question(this.table.meta, this.credit)}) is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
       : "";
     const sub = `${plural(groups.length, "prompt group")}, ${plural(responses, "response")}. ${influence}`;
     const facts = element("div", "facts");
@@ -183,7 +185,9 @@ class StepPage extends Page {
       ? element(
           "span",
           "",
-          "Σ |influence|:",
+          setAttributes(element("span", "hint", "Σ |influence|:"), {
+            title: scoreSentence(this.table.meta, this.credit),
+          }),
           element("span", "swatch p3"),
           "positive part",
           element("span", "swatch n3"),
@@ -291,6 +295,8 @@ class StepPage extends Page {
     const { start, columns } = group.picture;
     const why = WHY_SKIPPED[group.status] ?? (this.table.has_influence ? "not traced" : "");
     if (!this.pictures || group.status !== "scored") return element("td", "c-map reason", why);
+    if (!this.influence(group))
+      return element("td", "c-map reason", `${CREDIT_NAMES[group.credit] ?? "no"} credit only`);
     const values = this.pictures.subarray(start, start + columns * group.responses);
     return element(
       "td",
@@ -318,11 +324,14 @@ class StepPage extends Page {
       ["n3", sums.negative],
     ].map(([name, value]) => filledBar(name, (0.99 * value) / top));
     const size = sums.positive + sums.negative;
-    return element(
+    const cell = element(
       "td",
       "c-size",
       element("div", "with-bar", element("b", "", numberStyle(top, 4).plain(size)), element("span", "", ...bars)),
     );
+    if (this.table.credits.length > 1 && group.credit !== this.credit)
+      cell.title = `Its page shows ${CREDIT_NAMES[group.credit]} credit, the best that this group has.`;
+    return cell;
   }
 
   retheme() {

@@ -3,6 +3,7 @@
 import { creditControl, searchBox, segmentedControl } from "../controls.js";
 import { button, divergingBar, element, filledBar, setAttributes } from "../dom.js";
 import { count, fixed, MISSING, numberStyle } from "../format.js";
+import { scoreSentence } from "../meaning.js";
 import { Page, pageHead } from "../page.js";
 import { Scatter } from "../scatter.js";
 import { Sorting, wideRow } from "../sorting.js";
@@ -27,7 +28,7 @@ export async function openTokensPage(context) {
   const { source, run, step, url } = context;
   const path = `runs/${run.id}/steps/${step}`;
   const structure = await source.json(`${path}/tokens`);
-  const credit = url.choice("credit", structure.credits.length ? structure.credits : ["position"]);
+  const credit = url.choice("credit", structure.credits, structure.common_credit ?? "position");
   const points = readPoints(structure, await source.floats(`${path}/points?credit=${credit}`));
   return () => new TokensPage(context, structure, credit, points);
 }
@@ -99,7 +100,8 @@ class TokensPage extends Page {
       ? `in ${structure.scored_groups} scored groups`
       : `in ${structure.scored_groups} groups, none of them scored`;
     const sub = `Step ${structure.step}, ${count(structure.total)} response tokens ${where}, ${count(distinct)} distinct.${sample}`;
-    this.node.append(pageHead("Tokens", sub));
+    const meaning = this.hasInfluence ? `${sub} ${scoreSentence(structure.meta, this.credit)}` : sub;
+    this.node.append(pageHead("Tokens", meaning));
     for (const problem of structure.problems) this.node.append(element("p", "notice problem", problem));
     if (!this.hasInfluence)
       this.node.append(
