@@ -114,7 +114,7 @@ class RolloutBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """long[R]."""
+        """long[R]: tokens of each response."""
         return self.response_mask.sum(-1)
 
     @property

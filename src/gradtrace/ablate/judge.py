@@ -23,8 +23,7 @@ def likelihood_scores(
     output: str,
 ) -> np.ndarray:
     """float64[R, T] from the flat scores of the responses `rows`."""
-    assert batch.rewards is not None
-    sign = objective_sign(output, response_advantages(batch), batch.rewards).numpy()
+    sign = objective_sign(output, response_advantages(batch), batch.need("rewards")).numpy()
     dense = np.full(batch.response_mask.shape, np.nan)
     start = 0
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
@@ -78,12 +77,11 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """Average ranks, ties shared."""
+    """The rank of every value; ties share the average of theirs."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[inverse]
 
 
 def accepted_mask(batch: RolloutBatch) -> np.ndarray:
-    assert batch.rewards is not None
-    return accepted(batch.rewards, batch.group).numpy()
+    return accepted(batch.need("rewards"), batch.group).numpy()

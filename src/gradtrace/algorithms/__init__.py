@@ -13,8 +13,8 @@ from gradtrace.algorithms.advantages.grpo import dr_grpo, grpo
 from gradtrace.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from gradtrace.algorithms.advantages.rloo import rloo
 from gradtrace.algorithms.aggregation import AGGREGATIONS, Denominator, aggregate, token_weights
-from gradtrace.algorithms.contrast import GroupCounts, accepted, constant_groups, count_groups, rejected
 from gradtrace.algorithms.entropy import entropy_bonus
+from gradtrace.algorithms.groups import GroupCounts, accepted, constant_groups, count_groups, rejected
 from gradtrace.algorithms.kl import KL_ESTIMATORS, kl_estimate
 from gradtrace.algorithms.length_shaping import cosine_shaping, shortest_shaping
 from gradtrace.algorithms.logits import entropy_from_logits, log_probs_and_entropies, log_probs_from_logits

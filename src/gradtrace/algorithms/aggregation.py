@@ -26,7 +26,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 
 @dataclass(frozen=True)
 class Denominator:
-    """What a mini-batch is divided by. Add those of several ranks to get that of all of them."""
+    """The numbers that a mini-batch is divided by. Add those of several ranks to get that of all of them."""
 
     tokens: int
     sequences: int

@@ -171,7 +171,7 @@ class Shards:
         return fn().double()
 
     def _norm(self, values: Tensor) -> float:
-        """Of the values of all ranks."""
+        """Norm of the values of all ranks."""
         return math.sqrt(sum(self.ranks.gather(float(values.square().sum()))))
 
     def move(self, epsilon: float) -> None:

@@ -39,7 +39,7 @@ from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.tracin.diagnosis import diagnose
 from gradtrace.instruments.tracin.losses import has_signal, training_losses, validation_losses
-from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import score_parts
 from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT, TracInSelector
 from gradtrace.policy.policy import Policy, load_model
@@ -274,7 +274,7 @@ def score(
             "--validation says nothing: no prompt of it has responses with different rewards."
         )
     train = training_losses(data, lambda mask: mask.float())
-    host = ModelHost(policy, selector, budget, shown=shown)
+    host = ModelScorer(policy, selector, budget, shown=shown)
     found, measures = score_parts(host, train, [validation_losses(validation)], measure=False)
     scores = torch.zeros(len(data), dtype=torch.float64)
     scores[train.rows] = found[0]

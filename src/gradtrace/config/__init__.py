@@ -17,7 +17,9 @@ from gradtrace.config.algorithm import (
 from gradtrace.config.instruments import (
     EntropyProbeConfig,
     EntropyTraceConfig,
+    FilesConfig,
     InfluenceTraceConfig,
+    TraceConfig,
     TracinConfig,
 )
 from gradtrace.config.policy import (
@@ -56,6 +58,7 @@ __all__ = [
     "DynamicSamplingConfig",
     "EntropyProbeConfig",
     "EntropyTraceConfig",
+    "FilesConfig",
     "InfluenceTraceConfig",
     "LengthShapingConfig",
     "LoraConfig",
@@ -66,6 +69,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "TaskConfig",
+    "TraceConfig",
     "TracinConfig",
     "TrainerConfig",
     "ValidationConfig",

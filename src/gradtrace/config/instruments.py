@@ -10,31 +10,35 @@ from gradtrace.errors import GradtraceError
 
 
 @dataclass
-class EntropyTraceConfig:
-    enable: bool = False
-    """Store entropy and log-prob of every response token."""
-    write_every: int = number(1, minimum=1)
-    """Steps between traces."""
+class FilesConfig:
+    """How an instrument writes its files."""
+
     fsync: bool = False
     """Force every trace file to the disk before it counts as written."""
     on_error: str = choice("warn", "raise")
-    """What a failed write does to the run."""
+    """What a failed write, or a step that could not be traced, does to the run."""
 
 
 @dataclass
-class InfluenceTraceConfig(InfluenceConfig):
+class TraceConfig(FilesConfig):
+    write_every: int = number(1, minimum=1)
+    """Steps between traces."""
+
+
+@dataclass
+class EntropyTraceConfig(TraceConfig):
+    enable: bool = False
+    """Store entropy and log-prob of every response token."""
+
+
+@dataclass
+class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
     """The tracer's knobs, and what a run adds to them."""
 
     enable: bool = False
     """Score every response token: did its gradient help the accepted responses against the rejected ones?"""
     max_prompts_per_step: int = number(0, minimum=0)
     """Trace at most this many prompts with mixed rewards; 0 is no cap."""
-    write_every: int = number(1, minimum=1)
-    """Steps between traces."""
-    fsync: bool = False
-    """Force every trace file to the disk before it counts as written."""
-    on_error: str = choice("warn", "raise")
-    """What a failed trace does to the run."""
     pairwise_max_mb: float = number(64.0, minimum=0)
     """Store the effect of each token on each sibling response while a step's file stays below this; 0 is never."""
     # The hosts still capture one function as step and target: the older form is their default.
@@ -61,7 +65,7 @@ class InfluenceTraceConfig(InfluenceConfig):
 
 
 @dataclass
-class TracinConfig:
+class TracinConfig(TraceConfig):
     enable: bool = False
     """Score every response against a validation set, and train on those that help it."""
     method: str = choice("auto", "ghost", "tangent")
@@ -100,12 +104,6 @@ class TracinConfig:
     that trainer.validation reports on."""
     diagnose_every: int = number(10, minimum=0)
     """Steps between diagnoses, which score against parts of the validation set (a few passes more); 0 is never."""
-    write_every: int = number(1, minimum=1)
-    """Steps between traces."""
-    fsync: bool = False
-    """Force every trace file to the disk before it counts as written."""
-    on_error: str = choice("warn", "raise")
-    """What a failed write does to the run."""
 
     def validate(self, path: str) -> None:
         if self.enable and self.method == "ghost" and self.parameters == "all":
@@ -123,7 +121,7 @@ class TracinConfig:
 
 
 @dataclass
-class EntropyProbeConfig:
+class EntropyProbeConfig(FilesConfig):
     every: int = number(0, minimum=0)
     """Steps between probes: the entropy change of the step's first optimizer step, predicted before it and measured
     after it; 0 is never."""
@@ -131,7 +129,3 @@ class EntropyProbeConfig:
     """Held-out prompts that entropy is measured on, at most; a new response to each in every probe."""
     n: int = number(1, minimum=1)
     """Responses per prompt."""
-    fsync: bool = False
-    """Force every trace file to the disk before it counts as written."""
-    on_error: str = choice("warn", "raise")
-    """What a failed probe does to the run."""

@@ -18,7 +18,7 @@ Truth = Callable[[dict[str, Any], list[int]], tuple[list[int] | None, int | None
 
 
 def no_truth(item: dict[str, Any], response: list[int]) -> tuple[None, None]:
-    """Of a task that knows right answers only by their reward."""
+    """The truth of a task that knows right answers only by their reward: nothing."""
     return None, None
 
 

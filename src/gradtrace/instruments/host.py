@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from gradtrace.instruments.entropy_probe.passes import TokenBatch
 
 Gradient = dict[str, Tensor]
-"""By parameter name; on several ranks every tensor is sharded as its parameter is."""
+"""A gradient by parameter name; on several ranks every tensor is sharded as its parameter is."""
 Rows = TypeVar("Rows", contravariant=True)
 """How a host describes some responses with the weight of every token in a loss Σ w_t ℓ_t."""
 
 
 class Host(Protocol):
-    """What every instrument may ask."""
+    """What every instrument may ask of a host."""
 
     ranks: Ranks
     """All ranks that share the weights and the batch: sums and inner products go over them."""

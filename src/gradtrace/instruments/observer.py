@@ -80,7 +80,7 @@ class StepObserver:
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """What later steps depend on, for a checkpoint; names begin with the instrument's own."""
+        """Tensors that later steps depend on, for a checkpoint; names begin with the instrument's own."""
         return {}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
@@ -91,7 +91,7 @@ class StepObserver:
 
 
 class Observers(StepObserver):
-    """Several as one."""
+    """Composite: forwards each hook to several observers, in order."""
 
     def __init__(self, observers: Sequence[StepObserver]) -> None:
         self.observers = list(observers)

@@ -47,8 +47,8 @@ def padding_row_is_constant(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def padding_row_stays(model: nn.Module, rows: list[Tensor]) -> Iterator[None]:
-    """As `padding_row_is_constant`, where weights are moved and not differentiated: `rows` are the padding rows (each
-    [D]) at the weights as they were, in the order of `padded_embeddings`."""
+    """Like `padding_row_is_constant`, for weights that are moved and not differentiated: `rows` are the padding rows
+    (each [D]) at the weights as they were, in the order of `padded_embeddings`."""
 
     def hook_for(row: Tensor) -> Any:
         def hook(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Sequences:
 
     @property
     def lengths(self) -> Tensor:
-        """long[R]: prompt and response."""
+        """long[R]: the length of each sequence, prompt and response."""
         return self.prompt_lengths + self.response_lengths
 
     def padded(self, rows: Tensor) -> MicroBatch:
@@ -109,7 +109,7 @@ class Sequences:
         )
 
     def shared(self, rows: Tensor) -> MicroBatch:
-        """As packed, with each prompt once: first the prompts, then the responses without their last tokens,
+        """The rows packed, with each prompt once: first the prompts, then the responses without their last tokens,
         which predict nothing."""
         # Rows of a group stand together; in this order each prompt is handed out to the rows after the last one's.
         groups, prompt_of = self.batch.group[rows].unique_consecutive(return_inverse=True)
@@ -233,7 +233,7 @@ def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: st
 
 @dataclass(frozen=True)
 class Size:
-    """What decides how many tokens some rows take."""
+    """The numbers that decide how many tokens some rows take."""
 
     rows: int = 0
     longest: int = 0
@@ -247,7 +247,7 @@ class Size:
 
     @staticmethod
     def of(group: int, prompt: int, responses: list[int]) -> Size:
-        """Of rows of one group, from the lengths of their prompt and of each response."""
+        """The size of rows of one group, from the lengths of their prompt and of each response."""
         rows = len(responses)
         return Size(rows, prompt + max(responses), sum(responses), prompt * rows, prompt, group)
 
@@ -262,7 +262,7 @@ class Size:
         )
 
     def tokens(self, layout: str) -> int:
-        """Padding counted."""
+        """How many tokens the rows take, padding counted."""
         if layout == "padded":
             return self.rows * self.longest
         return self.responses + (self.prompts if layout == "packed" else self.shared_prompts)

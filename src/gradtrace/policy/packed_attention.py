@@ -40,7 +40,7 @@ class Packing:
 
     @cached_property
     def is_even(self) -> bool:
-        """As many sequences for each prefix, in order."""
+        """Whether every prefix has as many sequences as the others, in order."""
         assert self.prefixes is not None and self.prefix_of is not None
         groups, rows = len(self.prefixes.mask), len(self.prefix_of)
         in_order = torch.arange(rows, device=self.prefix_of.device) // max(1, rows // groups)

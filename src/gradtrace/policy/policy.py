@@ -178,7 +178,7 @@ class Reference:
         return batch.replace(ref_log_probs=ref_log_probs)
 
     def _log_probs(self, micro: MicroBatch) -> Tensor:
-        """float32[N]."""
+        """float32[N]: log-probs of the response tokens."""
         if self.own is not None:
             return self.own.statistics(micro)[0]
         with self.policy.model.disable_adapter():

@@ -56,7 +56,7 @@ class Rectangle:
     into: Movement | None = None
     """From the part of the packed row to the flattened rectangle. None: there is no padding, a plain view will do."""
     out_of: Movement | None = None
-    """And back."""
+    """Inverse of `into`."""
 
     @staticmethod
     def of(lengths: Tensor) -> Rectangle:
@@ -89,7 +89,7 @@ class Rectangle:
         return Rectangle(self.mask.to(device), into, out_of)
 
     def by_head(self, groups: int, key_heads: int, heads: int) -> tuple[Movement, Movement]:
-        """From the part with its heads as rows [s·H, D] to [G, K, R/G, H/K, L, D], and back.
+        """Rearranges the part with its heads as rows [s·H, D] to [G, K, R/G, H/K, L, D], and back.
 
         Query heads stand beside the positions that share their keys, responses beside those that share their
         prompt; so products over keys are large ones. The rectangle's rows are G groups of as many responses.

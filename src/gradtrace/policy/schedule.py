@@ -8,7 +8,7 @@ from gradtrace.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Of training step `step` (from 1): a linear warm-up, then constant, or down to min_lr_ratio · lr."""
+    """The rate of training step `step` (from 1): a linear warm-up, then constant, or down to min_lr_ratio · lr."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":

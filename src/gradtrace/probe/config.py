@@ -39,7 +39,7 @@ class ProbeConfig:
     fresh: bool = True
     """Measure by sampling anew from the moved policy as well (the same random numbers, so that noise cancels)."""
     precision: str = choice("auto", "float32", "float64")
-    """Of the whole probe; auto is float64 for models below 50 million parameters."""
+    """Precision of the whole probe; auto is float64 for models below 50 million parameters."""
     token_budget: int = number(16384, minimum=1)
     """Tokens (padding counted) in one pass. Memory depends on it, results do not."""
     seed: int = 0

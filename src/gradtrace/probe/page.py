@@ -88,7 +88,7 @@ def sweep_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def sweep_table(record: dict[str, Any]) -> Table:
-    """For the terminal."""
+    """The sweep as a table for the terminal."""
     table = Table(
         title=f"entropy change at step {record['step']}, nats per token of E (± standard error)",
         title_justify="left",

@@ -41,7 +41,7 @@ def check_prompts(evaluation: list[list[int]], update: list[list[int]]) -> None:
 
 
 def check_batch(batch: RolloutBatch, name: str, vocabulary: int) -> None:
-    """Of a batch that was given."""
+    """Refuse a batch from a file that does not fit the model or says nothing."""
     empty = (batch.response_lengths == 0).nonzero().flatten().tolist()
     if empty:
         raise GradtraceError(

@@ -152,8 +152,8 @@ class ProbeResults:
 
 
 def log_log_slope(sweep: list[dict[str, float]]) -> float | None:
-    """Of |measured| over η by least squares, over η ≤ 0.1·lr where that leaves two: 1 = proportional to the step.
-    None where the measured change is 0."""
+    """The slope of log |measured| over log η by least squares, over η ≤ 0.1·lr where that leaves two: 1 = proportional
+    to the step. None where the measured change is 0."""
     rows = [row for row in sweep if row["eta"] <= 0.1]
     rows = rows if len(rows) > 1 else sweep
     if len(rows) < 2 or any(row["measured"] == 0 for row in rows):

@@ -79,7 +79,7 @@ def run_probe(
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What is probed."""
+    """The run and the checkpoint that are probed, and with which settings."""
 
     checkpoint: Path
     config: ProbeConfig
@@ -205,7 +205,7 @@ class _Session:
         self.probe = EntropyProbe(self.policy.model, self.optimizer, clip or None)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """At the learning rate of the next step."""
+        """The optimizer whose update is probed, at the learning rate of the next step."""
         optim = self.source.run.actor.optim
         if self.config.optimizer == "sgd":
             optimizer: torch.optim.Optimizer = torch.optim.SGD(self.policy.trainable().values(), lr=optim.lr)
@@ -233,7 +233,7 @@ class _Session:
             preflight.check_optimizer_state(self.optimizer, self.policy.trainable(), missed)
 
     def _prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Of E and of U: held-out ones, and the next ones of the run."""
+        """Prompts of E and of U: held-out ones, and the next ones of the run."""
         if not hasattr(self, "_chosen"):
             task, config = self.parts.task, self.config
             E = self._given_prompts("evaluation_batch") or task.validation_prompts(config.evaluation_prompts)
@@ -247,7 +247,7 @@ class _Session:
         return self._chosen
 
     def _given_prompts(self, key: str) -> list[Prompt]:
-        """Of a batch that was given; checked."""
+        """Prompts of a batch that was given in a file, which is checked."""
         path = getattr(self.config, key)
         if not path:
             return []
@@ -408,7 +408,7 @@ class _Session:
 
 
 def ids(batch: RolloutBatch) -> list[list[int]]:
-    """Tokens of every response."""
+    """The token ids of every response."""
     lengths = batch.response_lengths.tolist()
     return [row[:length] for row, length in zip(batch.responses.tolist(), lengths, strict=True)]
 

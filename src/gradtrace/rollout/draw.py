@@ -63,7 +63,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """As `_invert`, but finds the block first: a running sum over the whole vocabulary is slow."""
+    """Does what `_invert` does, but finds the block first: a running sum over the whole vocabulary is slow."""
     missing = -weights.shape[1] % BLOCK
     if missing:
         weights = F.pad(weights, (0, missing))

@@ -35,7 +35,7 @@ class Linear:
 
     @staticmethod
     def of(layer: Any) -> Linear:
-        """From an nn.Linear, or from peft's LoRA around one."""
+        """Read the weights of an nn.Linear, or of peft's LoRA around one."""
         if isinstance(layer, nn.Linear):
             return Linear(layer.weight, layer.bias)
         weight = layer.base_layer.weight

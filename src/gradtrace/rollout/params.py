@@ -9,7 +9,7 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 
 EVERY_TOKEN: dict[str, Any] = {"top_p": 1.0, "top_k": 0}
-"""Of sampling from the full distribution."""
+"""Settings that sample from the full distribution."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SamplingParams:
 
     @staticmethod
     def of(settings: Any, stop_token_ids: tuple[int, ...], **changes: Any) -> SamplingParams:
-        """From a section of a configuration that has fields of these names (`rollout`, say), with `changes`."""
+        """Read a section of a configuration that has fields of these names (`rollout`, say), with `changes`."""
         names = [field.name for field in fields(SamplingParams)]
         shared = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
         return SamplingParams(**{**shared, "stop_token_ids": stop_token_ids, **changes})

@@ -52,7 +52,7 @@ class Critic:
         self.device = device
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """float32[r, T]."""
+        """float32[r, T]: the value of the state before each response token."""
         micro = micro.to(self.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             values = self.model(micro)
@@ -94,7 +94,7 @@ class Critic:
 
 
 def load_critic(path: str | Path, config: Config, checkpoint: Path | None = None) -> Critic:
-    """From the weights in `path` with a new head, or from a checkpoint's critic folder."""
+    """Load a critic from the weights in `path` with a new head, or from a checkpoint's critic folder."""
     device = choose_device(config.model.device)
     options = {} if config.model.attention == "auto" else {"attn_implementation": config.model.attention}
     try:

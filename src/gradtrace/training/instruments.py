@@ -17,7 +17,7 @@ from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Observers, StepObserver
 from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import aggregated
-from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSource, validation_advantage, validation_pool
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
@@ -103,7 +103,7 @@ def tracin_instrument(
         validation_advantage(config),
         config.trainer.seed,
     )
-    host = ModelHost(
+    host = ModelScorer(
         parts.policy,
         TracInSelector(parts.policy.model, settings.method, settings.parameters),
         config.actor.token_budget,

@@ -24,7 +24,7 @@ OBSERVERS = "observers.safetensors"
 
 @dataclass(frozen=True)
 class LightState:
-    """What a step consumes before it touches the weights: random numbers and prompts."""
+    """All that a step consumes before it touches the weights: random numbers and prompts."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -73,7 +73,7 @@ def save_state(folder: Path, parts: Parts, step: int) -> None:
 
 
 def save_observer_state(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """What instruments carry from step to step; no file where that is nothing."""
+    """Save what instruments carry from step to step; there is no file where that is nothing."""
     if tensors:
         save_file(tensors, folder / OBSERVERS)
 

@@ -38,7 +38,7 @@ def open_display() -> Display:
 
 
 class SilentDisplay:
-    """For code that trains without anybody watching."""
+    """Shows nothing, for code that trains without anybody watching."""
 
     def message(self, text: str) -> None: ...
 

@@ -185,13 +185,13 @@ def test_a_loss_with_a_trace_on_verls_own_engine_is_an_error(verl: Any) -> None:
 def test_selection_weighs_tokens_as_verls_aggregation_does(verl: Any, mode: str) -> None:
     from verl.trainer.ppo.core_algos import agg_loss
 
-    from gradtrace.integrations.verl.driver.tracin import aggregation_weights
+    from gradtrace.integrations.verl.aggregation import batch_weights
 
     batch = harness.rollout()
     values, mask = torch.rand(batch.responses.shape), batch.response_mask
     actor = harness.actor_config(loss_agg_mode=mode, loss_scale_factor=20)
     expected = agg_loss(values, mask.long(), mode, loss_scale_factor=20)
-    assert torch.allclose((aggregation_weights(mask, actor) * values).sum(), expected, rtol=1e-5)
+    assert torch.allclose((batch_weights(mask, actor) * values).sum(), expected, rtol=1e-5)
 
 
 def test_every_response_is_scored_on_one_rank_and_ranks_have_equally_many(verl: Any) -> None:

@@ -14,7 +14,7 @@ from gradtrace.config import Config, ModelConfig
 from gradtrace.instruments.tracin.columns import TracinStep
 from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import aggregated
-from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import load_policy
@@ -38,7 +38,7 @@ def embedded(folder: Path, step: int) -> TracinStep:
     source = tracin_ranks.Fixed(torch.load(folder / "tracin_val.pt", weights_only=False))
     settings = tracin_ranks.settings(step)
     selector = TracInSelector(policy.model, settings.method, settings.parameters)
-    host = ModelHost(policy, selector, config.actor.token_budget, optimizer.adamw)
+    host = ModelScorer(policy, selector, config.actor.token_budget, optimizer.adamw)
     weigh = aggregated(list(tracin_ranks.AGGREGATIONS.values())[step - 1], config.rollout.max_new_tokens)
     instrument = TracinInstrument(settings, host, weigh, source, None)  # type: ignore[arg-type]
     instrument.before_update(batch, step)

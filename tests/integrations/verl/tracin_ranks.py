@@ -122,7 +122,8 @@ def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    from gradtrace.integrations.verl.driver.tracin import RankedScores, aggregation_weights
+    from gradtrace.integrations.verl.aggregation import batch_weights
+    from gradtrace.integrations.verl.driver.tracin import RankedScores
     from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, RankScorer
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -147,7 +148,7 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
             use_dynamic_bsz=options["use_dynamic_bsz"],
             ppo_micro_batch_size_per_gpu=options.get("micro_batch_size_per_gpu", 1),
         )
-        knobs, weigh = settings(step), partial(aggregation_weights, actor=actor)
+        knobs, weigh = settings(step), partial(batch_weights, actor=actor)
         scorer_of_ranks = RankedScores(actor, knobs.preconditioner, 1.0, world, ask)
         tracin = TracinInstrument(knobs, scorer_of_ranks, weigh, Fixed(validation), None)  # type: ignore[arg-type]
         before = state_of(engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms.contrast import constant_groups, group_index
+from gradtrace.algorithms.groups import constant_groups, group_index
 from gradtrace.algorithms.registry import register_advantage
 from gradtrace.algorithms.types import AdvantageInputs, AdvantageOutputs, masked
 from gradtrace.errors import GradtraceError

@@ -26,7 +26,7 @@ class Probed:
     evaluation: RolloutBatch
     prediction: Prediction
     shares: Shares
-    """In the order of `rows`."""
+    """Shares of the responses of U, in the order of `rows`."""
     after: Tokens
     """E at the weights that the optimizer has made."""
     rate: float

@@ -17,7 +17,7 @@ LOG_WEIGHT_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """In nats per token; positive = entropy rises."""
+    """An entropy change in nats per token, positive = entropy rises, and its standard error."""
 
     value: float
     stderr: float
@@ -58,7 +58,7 @@ class Tokens:
     """float64[N]: of the full distribution that each token was drawn from."""
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """[N] → [R]: sums."""
+        """[N] → [R]: sums over the tokens of each sequence."""
         owner = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
         return torch.zeros(len(self.lengths), dtype=torch.float64).index_add_(0, owner, values.double())
 
@@ -108,7 +108,7 @@ def predicted_change(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -> 
 
 
 def reward_to_go_change(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -> Estimate:
-    """As `predicted_change` in expectation, with less noise: a token is credited with later entropies only."""
+    """The same as `predicted_change` in expectation, with less noise: a token is credited with later entropies only."""
     later = base.after_each_token(base.entropies) * d_log_probs
     count = base.after_each_token(torch.ones_like(base.entropies)) * d_log_probs
     columns = {
@@ -121,7 +121,7 @@ def reward_to_go_change(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) 
 
 
 def score_function_change(base: Tokens, d_log_probs: Tensor) -> Estimate:
-    """As `predicted_change` in expectation, from log-probs of the sampled tokens alone (−S in place of h): the
+    """The same as `predicted_change` in expectation, from log-probs of the sampled tokens alone (−S in place of h): the
     textbook estimate, with the most noise."""
     sums = base.sums
     ds = base.per_sequence(d_log_probs)
@@ -157,7 +157,8 @@ def log_weights(base: Tokens, after: Tokens) -> Tensor:
 def measured_change(
     base: Tokens, after: Tokens, d_log_probs: Tensor, d_entropies: Tensor, scale: float
 ) -> Measured:
-    """The same sequences at the moved weights, self-normalised importance weights. `scale`: how many updates far."""
+    """The change found on the same sequences at the moved weights, by self-normalised importance weights. `scale`: how
+    many updates far they were moved."""
     raw = log_weights(base, after)
     weights = raw.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
     columns = _predicted_columns(base, d_log_probs, d_entropies)

@@ -20,7 +20,7 @@ from gradtrace.rollout.sampler import evaluation_mode
 
 
 @dataclass(eq=False)
-class ModelHost:
+class ModelProbeHost:
     """A `ProbeHost`. Derivatives have no step size to choose, and nothing cancels in them."""
 
     model: nn.Module
@@ -52,7 +52,8 @@ def gradient_of(
     objective: Callable[[Tensor, Tensor], Tensor],
     progress: Progress | None = None,
 ) -> Gradient:
-    """Of `objective(rows, values)` summed over the passes; parameters that it does not reach are left out."""
+    """The gradient of `objective(rows, values)`, summed over the passes; parameters that it does not reach are left
+    out."""
     found: Gradient = {}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     done = 0

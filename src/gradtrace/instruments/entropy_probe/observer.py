@@ -50,7 +50,7 @@ class _Step:
 
     batch: RolloutBatch
     active: bool
-    """This step is probed."""
+    """Whether this step is probed."""
     weights: Tensor
     """float[R]: what aggregation multiplies the tokens of each response by."""
     token_losses: Callable[[Tensor], Tensor] | None = None

@@ -36,7 +36,7 @@ from gradtrace.instruments.entropy_probe.estimates import (
     score_function_change,
     score_weights,
 )
-from gradtrace.instruments.entropy_probe.model_host import ModelHost, gradient_of
+from gradtrace.instruments.entropy_probe.model_host import ModelProbeHost, gradient_of
 from gradtrace.instruments.entropy_probe.passes import Progress, TokenBatch
 from gradtrace.instruments.entropy_probe.update_direction import ParameterUpdate, parameter_updates
 from gradtrace.instruments.host import ProbeHost
@@ -48,13 +48,13 @@ class Update:
     """One optimizer step on U that has not been taken."""
 
     gradient: dict[str, Tensor]
-    """Of the loss, after clipping; what the optimizer sees."""
+    """The gradient of the loss after clipping, which the optimizer sees."""
     direction: dict[str, Tensor]
     """Δθ: exactly what `optimizer.step()` would add."""
     clip_factor: float
     """What clipping multiplied the gradient by; 1 = it did not clip."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Of the predicted change: tokens + momentum + decay = legacy (= the prediction, up to rounding).
+    """Parts of the predicted change: tokens + momentum + decay = legacy (= the prediction, up to rounding).
 
     A response's share is what its gradient adds to Δθ with Adam's second moment held as it is after the whole batch. It
     is not what leaving the response out would do: that would change the second moment and the clipping, too.
@@ -97,9 +97,9 @@ class Shares:
     responses: Tensor
     """float64[R] of U: their sums."""
     momentum: float
-    """By earlier batches, through the first moment."""
+    """The share of earlier batches, through the first moment."""
     decay: float
-    """By weight decay."""
+    """The share of weight decay."""
     legacy: float
     """⟨X̄, Ȳ⟩: gradient of the score-function loss on E times the preconditioned update."""
 
@@ -118,7 +118,7 @@ class EntropyProbe:
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm or None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.host = host or ModelHost(model)
+        self.host = host or ModelProbeHost(model)
         if not self.parameters:
             raise GradtraceError(
                 "every parameter of the model is frozen (requires_grad=False): no update can move it"
@@ -196,7 +196,8 @@ class EntropyProbe:
         batch: TokenBatch,
         progress: Progress | None = None,
     ) -> Shares:
-        """Who does it: one backward pass over E and one derivative over U, however many responses there are."""
+        """Attribute the change, by one backward pass over E and one derivative over U, however many responses there
+        are."""
         ranks = self.host.ranks
         with self.host.still():
             target = self._entropy_gradient(prediction.base, evaluation, progress)

@@ -21,7 +21,7 @@ from gradtrace.errors import GradtraceError
 
 @dataclass(frozen=True, eq=False)
 class ParameterUpdate:
-    """Of one parameter; all of its shape, or numbers that stand for a constant tensor."""
+    """The parts of Δθ of one parameter, each of its shape, or a number that stands for a constant tensor."""
 
     factor: Tensor | float
     """This batch's part of Δθ is −factor ⊙ gradient."""
@@ -37,7 +37,8 @@ def parameter_updates(
     parameters: Mapping[str, nn.Parameter],
     gradient: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, ParameterUpdate]]:
-    """For every parameter that has a gradient (the optimizer passes over the others), from the actual state."""
+    """The update of every parameter that has a gradient (the optimizer passes over the others), from the actual
+    state."""
     rule = update_rule(optimizer)
     names = {id(parameter): name for name, parameter in parameters.items()}
     with torch.no_grad():
@@ -111,6 +112,6 @@ def _sgd(
 
 
 def _moment(state: Mapping[str, Any], key: str, parameter: Tensor) -> Tensor:
-    """In the parameter's precision; zero before the first step."""
+    """A moment in the parameter's precision; zero before the first step."""
     found = state.get(key)
     return torch.zeros_like(parameter) if found is None else found.to(parameter.dtype)

@@ -94,7 +94,7 @@ class InfluenceCapture:
         """A mini-batch of these rows begins. False if none of its groups is to be scored."""
         self.drop_unscored()
         plan = self._plan
-        rows = rows[plan.selected[rows]]
+        rows = rows[plan.to_score[rows]]
         place = torch.full((len(plan.group) + 1,), -1, dtype=torch.long)
         place[rows] = torch.arange(len(rows))
         self.current = MiniBatch(rows, place, torch.full((len(rows),), optimizer_step))

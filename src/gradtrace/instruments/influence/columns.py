@@ -76,8 +76,8 @@ def influence_columns(
         "prompt_influence": np.array(
             [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
         ),
-        "entropy": token_column(batch.entropies, batch, rows),  # type: ignore[arg-type]
-        "log_prob": token_column(batch.old_log_probs, batch, rows),  # type: ignore[arg-type]
+        "entropy": token_column(batch.need("entropies"), batch, rows),
+        "log_prob": token_column(batch.need("old_log_probs"), batch, rows),
         "captured": flat(captured, torch.bool),
     }
     if config.credit in ("position", "both"):
@@ -93,7 +93,7 @@ def has_contrast(batch: RolloutBatch) -> Tensor:
     """bool[G]: groups of which TracIn selection has kept an accepted and a rejected response; all, where it is off."""
     found = torch.ones(len(batch.prompts), dtype=torch.bool)
     if batch.kept is not None:
-        good = accepted(batch.rewards, batch.group)  # type: ignore[arg-type]
+        good = accepted(batch.need("rewards"), batch.group)
         for side in (good, ~good):
             found &= torch.bincount(batch.group[side & batch.kept], minlength=len(found)) > 0
     return found

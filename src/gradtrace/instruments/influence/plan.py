@@ -33,30 +33,35 @@ class StepPlan:
 
     @staticmethod
     def of(batch: RolloutBatch, step: int, max_prompts: int) -> StepPlan:
-        assert batch.rewards is not None and batch.advantages is not None
-        advantages = response_advantages(batch)
-        spread = torch.where(batch.response_mask, batch.advantages - advantages[:, None], 0.0).abs().amax(1)
+        advantages, rewards = response_advantages(batch), batch.need("rewards")
+        spread = (
+            (batch.need("advantages") - advantages[:, None])
+            .masked_fill(~batch.response_mask, 0.0)
+            .abs()
+            .amax(1)
+        )
         return StepPlan(
             step=step,
             group=batch.group,
-            accepted=accepted(batch.rewards, batch.group),
-            rewards=batch.rewards.clone(),
+            accepted=accepted(rewards, batch.group),
+            rewards=rewards.clone(),
             advantages=advantages,
             one_advantage=(spread <= 1e-6 * advantages.abs()) & (advantages != 0),
             status=group_status(batch, max_prompts),
         )
 
     @property
-    def selected(self) -> Tensor:
+    def to_score(self) -> Tensor:
         """bool[R]: the response's group is to be scored."""
         return self.status[self.group] == int(GroupStatus.SCORED)
 
 
 def group_status(batch: RolloutBatch, max_prompts: int) -> Tensor:
     """long[G]: which groups will be traced, and why the others will not."""
-    assert batch.rewards is not None
     status = torch.full((len(batch.prompts),), int(GroupStatus.SCORED))
-    status[batch.group[constant_groups(batch.rewards, batch.group)]] = int(GroupStatus.CONSTANT_REWARD)
+    status[batch.group[constant_groups(batch.need("rewards"), batch.group)]] = int(
+        GroupStatus.CONSTANT_REWARD
+    )
     if max_prompts:
         mixed = (status == int(GroupStatus.SCORED)).nonzero().squeeze(-1)
         status[mixed[max_prompts:]] = int(GroupStatus.OVER_PROMPT_CAP)

@@ -43,7 +43,7 @@ def bootstrap_interval(
 
 
 def certain_share(scores: np.ndarray, low: np.ndarray, high: np.ndarray) -> float:
-    """Of the scores that are not zero: how many have an interval on one side of zero."""
+    """The share, of the scores that are not zero, whose interval lies on one side of zero."""
     measured = np.isfinite(low) & np.isfinite(high) & (scores != 0)
     if not measured.any():
         return math.nan
@@ -142,7 +142,7 @@ def _distribution(counted: np.ndarray) -> list[str]:
 
 
 def diagnose_step(step: Step) -> list[str]:
-    """The same from a stored step of a `tracin` trace."""
+    """`diagnose` of a stored step of a `tracin` trace."""
     candidates = step["reason"] != int(TracinReason.VALIDATION)
     meta: dict[str, Any] = step.meta
     interval: dict[str, Any] = {}

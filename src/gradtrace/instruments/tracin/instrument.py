@@ -39,17 +39,17 @@ from gradtrace.trace.writer import TraceWriter
 logger = logging.getLogger(__name__)
 
 PREFIX = "tracin/"
-"""Of the names in a checkpoint."""
+"""Our names in a checkpoint begin with this."""
 VALIDATION_PARTS = 8
 """Parts of the validation set that the bootstrap of a diagnosis draws from."""
 
 
 class Scorer(Protocol):
-    """Whoever computes the scores: `ModelHost` in this process, or a driver that asks its ranks."""
+    """Whoever computes the scores: `ModelScorer` in this process, or a driver that asks its ranks."""
 
     @property
     def method(self) -> str:
-        """`tangent` or `ghost`."""
+        """How scores are computed: `tangent` or `ghost`."""
 
     def __call__(
         self, step: int, train: Weighted, parts: list[Weighted], measure: bool

@@ -41,7 +41,7 @@ class Selected:
 
 
 def select(scores: Tensor, rule: str, options: RuleOptions | None = None) -> Selected:
-    """What `rule` keeps of responses with these scores (float[R], NaN = could not be scored; positive = helpful).
+    """Apply `rule` to responses with these scores (float[R], NaN = could not be scored; positive = helpful).
 
     Shares and ratios count responses whose score is not zero: a response of a group with one constant reward has
     no gradient, so that nothing can be said about it. Never empty as long as one score is finite.

@@ -31,7 +31,7 @@ class Measures:
     val_norm: float = 0.0
     """Norm of the validation gradient, before a preconditioner changes it."""
     val_norms: dict[str, float] = field(default_factory=dict)
-    """The same by layer group."""
+    """Norm of the validation gradient by layer group."""
     train_norm: float | None = None
     """Norm of the whole batch's gradient; None where it was not measured, and neither were the next two."""
     direction_norm: float = 0.0

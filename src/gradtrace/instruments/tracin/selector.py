@@ -90,7 +90,7 @@ class TracInSelector:
         self._gradient: dict[str, Tensor] = {}
         self._ghost: GhostProduct | None = None
         self.loss = 0.0
-        """Of the validation batch."""
+        """Loss of the validation batch."""
 
     # ------------------------------------------------------------ the validation gradient
 
@@ -137,7 +137,7 @@ class TracInSelector:
 
     @property
     def norm(self) -> float:
-        """Of the validation gradient."""
+        """Norm of the validation gradient."""
         return norm(self._gradient.values()) if self._gradient else 0.0
 
     # ------------------------------------------------------------ scores

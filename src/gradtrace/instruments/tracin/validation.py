@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import AdvantageInputs, AdvantageOutputs, Algorithm, advantage
-from gradtrace.algorithms.contrast import constant_groups
+from gradtrace.algorithms.groups import constant_groups
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
 from gradtrace.errors import GradtraceError
@@ -29,7 +29,7 @@ SEED_STRIDE = 7_368_787
 @dataclass(frozen=True, eq=False)
 class ValidationSet:
     batch: RolloutBatch
-    """With true rewards and advantages."""
+    """Its responses, with true rewards and advantages."""
     pool_index: Tensor
     """long[G]: its prompts in the pool."""
     step: int
@@ -96,7 +96,7 @@ class ValidationSource:
         return self._current, generated
 
     def is_due(self, step: int) -> bool:
-        """This step needs fresh rollouts."""
+        """Whether this step needs fresh rollouts."""
         every = self.settings.val_refresh_every
         return self._current is None or self._current.step < step - (step - 1) % every
 
@@ -123,7 +123,7 @@ class ValidationSource:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """What a later step of the same refresh interval needs; nothing where every step samples anew."""
+        """The set, for later steps of the same refresh interval; nothing where every step samples anew."""
         if self.settings.val_refresh_every == 1 or self._current is None:
             return {}
         about = {"step": torch.tensor(self._current.step), "pool_index": self._current.pool_index}

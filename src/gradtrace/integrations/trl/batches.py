@@ -104,7 +104,7 @@ def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def is_plain_policy_gradient(trainer: Any) -> bool:
-    """At ratio 1 the gradient of TRL's loss is −A ∇ℓ for every token, before it is averaged."""
+    """Whether, at ratio 1, the gradient of TRL's loss is −A ∇ℓ for every token, before it is averaged."""
     # TRL's CISPO bounds the ratio itself by epsilon_high, not 1 + epsilon_high: by its default, 0.2, every token's.
     bounded = trainer.loss_type == "cispo" and trainer.epsilon_high < 1.0
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction

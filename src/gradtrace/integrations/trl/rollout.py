@@ -18,12 +18,12 @@ from gradtrace.policy.microbatch import Sequences
 @dataclass(eq=False)
 class TracedRollout:
     batch: RolloutBatch
-    """In the order of generation; old_log_probs and entropies fill up slice by slice."""
+    """The rollout in the order of generation; old_log_probs and entropies fill up slice by slice."""
     update: OptimizerStep
     """All that is trained on of it, as one: TRL deals groups out over slices and optimizer steps."""
     policy: TrlPolicy
     began_at: int
-    """TRL's global step at its generation."""
+    """TRL's global step when it was generated."""
     slices_left: int
     has_statistics: bool
     """TRL took log-probs (and we entropies) of the sampling weights when it generated."""
@@ -47,7 +47,8 @@ class TracedRollout:
         self.token_weight[micro.rows] = weights.amax(1)
 
     def see_statistics(self, micro: LeftPadded, log_probs: Tensor, entropies: Tensor, terms: bool) -> None:
-        """Of a slice's forward pass, [b, C]; with `terms`, listen to its backward pass as well."""
+        """Take log-probs and entropies [b, C] of a slice's forward pass; with `terms`, listen to its backward pass as
+        well."""
         if not self.has_statistics:  # then no optimizer step lies between sampling and this pass
             # Those that selection left out are masked here; theirs are known already.
             whole = micro.mask.any(1)

@@ -19,7 +19,7 @@ METRIC_NAMES = {
 
 
 def run_config(trainer: Any, settings: TraceSettings) -> str:
-    """config.yaml of the run."""
+    """The text of the run's config.yaml."""
     args = trainer.args
     influence: dict[str, Any] = {"enable": settings.influence is not None}
     if settings.influence is not None:

@@ -23,7 +23,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import aggregated
-from gradtrace.instruments.tracin.model_host import ModelHost
+from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import adam_geometry
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSet, ValidationSource
@@ -33,7 +33,7 @@ from gradtrace.tasks.base import Prompt
 from gradtrace.trace.writer import TraceWriter
 
 TOKENS_PER_PASS = 16384
-"""In one forward pass of our own, padding counted."""
+"""Tokens in one forward pass of our own, padding counted."""
 AGGREGATION = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "fixed_length"}
 """How TRL's loss types weigh tokens; the others count every token alike."""
 
@@ -63,7 +63,7 @@ def tracin_instrument(
         selector = TracInSelector(policy.model, settings.method, settings.parameters)
     except AttributionError as error:
         raise GradtraceError(f"selection: {error}") from error
-    host = ModelHost(policy, selector, TOKENS_PER_PASS, optimizer)
+    host = ModelScorer(policy, selector, TOKENS_PER_PASS, optimizer)
     weigh = aggregated(AGGREGATION.get(trainer.loss_type, "token_mean"), trainer.max_completion_length)
     source = TrlValidation(trainer, settings, policy)
     return TracinInstrument(settings, host, weigh, source, writer, meta, truth)
@@ -100,7 +100,7 @@ class TrlValidation(ValidationSource):
             return super().at(step)
 
     def _rewards(self, texts: list[str], items: list[dict[str, Any]]) -> list[float]:
-        """Of the trainer's reward functions, weighted as it weighs them; 0 where none of them judged."""
+        """The trainer's reward functions, weighted as it weighs them; 0 where none of them judged."""
         trainer, prompts = self.trainer, [item["prompt"] for item in items]
         chat = not isinstance(prompts[0], str)
         completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
@@ -113,7 +113,7 @@ class TrlValidation(ValidationSource):
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Sampling is without dropout."""
+    """Inside, the model is in evaluation mode: sampling is without dropout."""
     was_training = model.training
     model.eval()
     try:

@@ -49,7 +49,7 @@ from gradtrace.trace.writer import TraceWriter
 logger = logging.getLogger(__name__)
 
 STATISTICS_TOKENS = 16384
-"""In one forward pass of our own."""
+"""Tokens in one forward pass of our own."""
 
 
 class TraceSession:
@@ -252,7 +252,7 @@ class TraceSession:
         self._slice = None
 
     def enter_slice(self, inputs: dict[str, Any]) -> None:
-        """Its forward and backward pass begin; they end with `training_step`."""
+        """The forward and backward pass of a slice begin; they end with `training_step`."""
         rollout = self._rollout
         if rollout is None or self._observer is None:
             return
@@ -302,5 +302,4 @@ class TraceSession:
 
 
 def _entropy(batch: RolloutBatch) -> dict[str, float]:
-    assert batch.entropies is not None
-    return {"actor/entropy": float(batch.entropies[batch.response_mask].mean())}
+    return {"actor/entropy": float(batch.need("entropies")[batch.response_mask].mean())}

@@ -21,7 +21,7 @@ class GRPOTracing(GRPOTrainer):
 
     @property
     def _is_training(self) -> bool:
-        """As TRL tells training from evaluation."""
+        """Whether the trainer is training, told as TRL itself tells it from evaluation."""
         return bool(self.model is not None and self.model.training)
 
     def plain_rewards(self, *args: Any, **options: Any) -> torch.Tensor:

@@ -36,9 +36,9 @@ class Plan:
     order: list[int]
     """Items in the order in which verl cuts them: rank by rank, and each rank's part mini-batch by mini-batch."""
     mini_batch: list[int]
-    """Of each item."""
+    """The mini-batch of each item."""
     whole: list[bool]
-    """Of each item: its group lies in one mini-batch."""
+    """Whether the group of each item lies in one mini-batch."""
 
 
 def plan_update(
@@ -112,9 +112,9 @@ def plan_selection(
     multiple: int = 1,
     seed: int | None = None,
 ) -> SelectionPlan:
-    """As the embedded loop does it: `groups_per_step` groups with a kept response make an optimizer step, in order or,
-    with a `seed`, at random. Every rank gets about equally many of its responses, siblings together where it goes; all
-    are filled up to one size, a multiple of `multiple` on each rank."""
+    """Plan the update as the embedded loop does: `groups_per_step` groups with a kept response make an optimizer step,
+    in order or, with a `seed`, at random. Every rank gets about equally many of its responses, siblings together where
+    it goes; all are filled up to one size, a multiple of `multiple` on each rank."""
     groups = group[kept].unique().tolist()
     if seed is not None:
         random.Random(seed).shuffle(groups)

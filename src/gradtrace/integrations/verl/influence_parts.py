@@ -1,12 +1,8 @@
-"""A step's influence trace on its way from the ranks to one file: each rank writes its part, the driver joins them.
-
-A part is an npz of flat arrays in the run's `influence_trace/parts`. Ranks write after their last mini-batch,
-without waiting for each other; the driver reads when the update has returned, and removes what it has joined.
-"""
+"""A step's influence trace on its way from the ranks to one file: each rank writes its part after its last mini-batch,
+and the driver joins them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +12,12 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import InfluenceTrace
-from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence.capture import Scored
-from gradtrace.trace.atomic import atomic_write
-from gradtrace.trace.safe_npz import dump_npz
-from gradtrace.trace.schema import ragged
+from gradtrace.integrations.verl.rank_files import cut, put_ragged, read_rank_files, write_rank_file
 
 REASONS = ("not_captured", "non_finite")
 MAXIMA = ("timing_s/", "influence_trace/debug_modules")
 """Metrics that are the same on all ranks, or run side by side: the largest counts. The others are added up."""
-
-
-def part_file(folder: Path, step: int, rank: int) -> Path:
-    return folder / f"step_{step:06d}.rank_{rank:05d}.npz"
 
 
 def write_part(folder: Path, step: int, rank: int, scores: list[Scored], failure: str = "") -> None:
@@ -50,14 +39,14 @@ def write_part(folder: Path, step: int, rank: int, scores: list[Scored], failure
         "row": np.array([int(part.rows[local]) for part, local in entries], np.int64),
         "rest": np.array([float(part.trace.rest_scores[local]) for part, local in entries], np.float32),
     }
-    arrays["position"], arrays["position_offsets"] = ragged(position, "float32")
-    arrays["terms"], arrays["terms_offsets"] = ragged(terms, "float32")
     members = [
         part.rows[torch.tensor(found, dtype=torch.long)].numpy()
         for (part, _), (found, _) in zip(entries, pairwise, strict=True)
     ]
-    arrays["members"], arrays["members_offsets"] = ragged(members)
-    arrays["pairs"], arrays["pairs_offsets"] = ragged([numpy(b).reshape(-1) for _, b in pairwise], "float32")
+    put_ragged(arrays, "position", position, "float32")
+    put_ragged(arrays, "terms", terms, "float32")
+    put_ragged(arrays, "members", members)
+    put_ragged(arrays, "pairs", [numpy(block).reshape(-1) for _, block in pairwise], "float32")
     about = {
         "failure": failure,
         "metrics": {str(int(part.optimizer_step[0])): part.trace.metrics for part in scores},
@@ -68,8 +57,7 @@ def write_part(folder: Path, step: int, rank: int, scores: list[Scored], failure
             if reason in REASONS
         },
     }
-    arrays["about_json"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    atomic_write(part_file(folder, step, rank), dump_npz(arrays))
+    write_rank_file(folder, step, rank, arrays, about)
 
 
 def numpy(tensor: Tensor) -> np.ndarray:
@@ -90,16 +78,7 @@ def join_parts(folder: Path, step: int, ranks: list[int], rows_of: list[Tensor])
     metrics: dict[int, dict[str, float]] = {}
     skipped: dict[int, str] = {}
     failures: dict[int, str] = {}
-    for rank in ranks:
-        path = part_file(folder, step, rank)
-        if not path.is_file():
-            raise GradtraceError(
-                f"rank {rank} left no part of the influence trace of step {step} ({path}). Every node must see this "
-                "folder; give a shared one with gradtrace.run_dir"
-            )
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        about = json.loads(arrays["about_json"].tobytes())
+    for rank, (arrays, about) in read_rank_files(folder, step, ranks, "influence trace").items():
         if about["failure"]:
             failures[rank] = about["failure"]
         skipped |= {int(group): reason for group, reason in about["skipped"].items()}
@@ -125,14 +104,7 @@ def join_parts(folder: Path, step: int, ranks: list[int], rows_of: list[Tensor])
         for index, rows in enumerate(rows_of)
         if len(rows)
     ]
-    for rank in ranks:
-        part_file(folder, step, rank).unlink()
     return JoinedStep(scored, failures)
-
-
-def cut(arrays: dict[str, np.ndarray], name: str, index: int) -> np.ndarray:
-    begin, end = arrays[f"{name}_offsets"][index : index + 2]
-    return arrays[name][begin:end]
 
 
 def joined_trace(

@@ -42,7 +42,7 @@ class VerlOptions:
 
 
 def read_options(config: Any) -> VerlOptions:
-    """Of a whole verl configuration. An unknown key is an error that names the nearest valid one."""
+    """Our section of a whole verl configuration. An unknown key is an error that names the nearest valid one."""
     section = OmegaConf.select(config, "gradtrace", default=None)
     if section is None:
         return VerlOptions()

@@ -11,7 +11,8 @@ VENDOR = "gradtrace"
 
 
 def register() -> None:
-    """Under names of our own: nothing of verl's is replaced. This is what the entry point `verl.plugins` does."""
+    """Register everything under names of our own: nothing of verl's is replaced. This is what the entry point
+    `verl.plugins` does."""
     if os.environ.get("VERL_PLATFORM") == cpu.PLATFORM:
         cpu.load()  # its platform, before verl's engines are imported and ask for one
     stand_in_for_trl_value_head()

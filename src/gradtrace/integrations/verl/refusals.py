@@ -66,7 +66,7 @@ def check_selection_settings(settings: TracinConfig, responses: int) -> None:
 
 
 def check_probe(engine: Any) -> None:
-    """What is wrong with hooks is wrong here, too; and what is too coarse to see the change of one update."""
+    """Refuse what is wrong with hooks, and what is too coarse to see the change of one update."""
     check_hooks(engine, "entropy_probe")
     update_rule(engine.optimizer)
     attention = str(getattr(engine.model_config.hf_config, "_attn_implementation", ""))

@@ -24,12 +24,12 @@ class StepLabels:
 
     def rows(self, mini_batch: int) -> Tensor:
         """long[r]: the rows to score in this mini-batch, ascending; their places are the tracer's response ids."""
-        return (self.plan.selected & (self.mini_batch == mini_batch)).nonzero().squeeze(-1)
+        return (self.plan.to_score & (self.mini_batch == mini_batch)).nonzero().squeeze(-1)
 
     @property
     def last_scored(self) -> int:
         """The last mini-batch that has rows to score: others pass by unseen."""
-        return int(self.mini_batch[self.plan.selected].max())
+        return int(self.mini_batch[self.plan.to_score].max())
 
     @property
     def last_mini_batch(self) -> int:

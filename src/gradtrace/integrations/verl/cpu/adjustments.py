@@ -49,7 +49,7 @@ def offload_without_pinning(policy: Any) -> Any:
 def value_model_with_sdpa(
     local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool, *args: Any, **options: Any
 ) -> Any:
-    """verl's loader of the critic has flash attention written into it."""
+    """Load the critic with sdpa: verl's own loader has flash attention written into it."""
     from transformers import AutoModelForTokenClassification
 
     return AutoModelForTokenClassification.from_pretrained(

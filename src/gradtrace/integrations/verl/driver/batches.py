@@ -13,12 +13,12 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 
 VALIDATION_FIELDS = ["prompts", "responses", "response_mask", "rm_scores"]
-"""Of responses that are not trained on."""
+"""Fields of responses that are not trained on."""
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "advantages", "old_log_probs", "entropy"]
 
 
 def group_of_key(key: str) -> str:
-    """Keys are UID_SESSION_INDEX."""
+    """The group of a response, from its key, which is UID_SESSION_INDEX."""
     return key.rsplit("_", 2)[0]
 
 

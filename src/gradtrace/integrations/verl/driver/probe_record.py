@@ -45,11 +45,6 @@ class ProbeRecorder:
         self.evaluation: RolloutBatch | None = None
         parts_dir.mkdir(parents=True, exist_ok=True)
 
-    def start(self) -> None:
-        """Parts of a step that was not finished are void."""
-        for part in self.parts_dir.glob("step_*.npz"):
-            part.unlink()
-
     def sample(self, step: int) -> None:
         self.evaluation = None
         if step % self.settings.every == 0:
@@ -59,7 +54,7 @@ class ProbeRecorder:
                 self._failed(step, f"E could not be sampled: {type(error).__name__}: {error}")
 
     def inputs(self, update: RolloutBatch, step: int) -> ProbeInputs | None:
-        """For the ranks: E without the prompts of this rollout. None if this step is not probed."""
+        """What the ranks are told: E without the prompts of this rollout. None if this step is not probed."""
         if self.evaluation is None:
             return None
         self.evaluation = without_prompts(self.evaluation, update.prompts)
@@ -82,7 +77,8 @@ class ProbeRecorder:
         self.report(message)
 
     def record(self, batch: RolloutBatch, rows: Tensor, step: int) -> dict[str, float]:
-        """After the update. `rows`: long[r], U, ascending. Returns metrics."""
+        """Join the ranks' parts after the update, and write the file. `rows`: long[r], U, ascending. Returns
+        metrics."""
         if step % self.settings.every:
             return {}
         evaluation, self.evaluation = self.evaluation, None
@@ -103,7 +99,8 @@ class ProbeRecorder:
 
 
 def without_prompts(batch: RolloutBatch, prompts: list[list[int]]) -> RolloutBatch:
-    """Only the sequences that have tokens and whose prompt is not among `prompts`; groups are numbered anew."""
+    """The batch with only those sequences that have tokens and whose prompt is not among `prompts`; groups are numbered
+    anew."""
     others = {tuple(prompt) for prompt in prompts}
     apart = torch.tensor([tuple(prompt) not in others for prompt in batch.prompts])
     kept = batch.select(apart[batch.group] & (batch.response_lengths > 0))

@@ -26,7 +26,7 @@ from gradtrace.integrations.verl.refusals import half_precision
 
 SINGLE_TURN = "single_turn_agent"
 DEFAULT_ATTENTION = "flash_attention_2"
-"""verl's."""
+"""The implementation that verl takes where none is named."""
 
 
 class EvaluationSampler:
@@ -110,7 +110,7 @@ class EvaluationSampler:
 
 
 def check_probe_job(config: Any) -> None:
-    """Before any worker starts."""
+    """Refuse, before any worker starts, a job whose probe would be wrong."""
     mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     if not knows_token_terms(mode):
         raise GradtraceError(

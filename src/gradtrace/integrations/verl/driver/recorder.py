@@ -19,6 +19,7 @@ from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
 from gradtrace.integrations.verl.influence_parts import join_parts
 from gradtrace.integrations.verl.options import VerlOptions
+from gradtrace.integrations.verl.rank_files import clear_rank_files
 from gradtrace.integrations.verl.step_labels import StepLabels
 from gradtrace.trace import lock
 from gradtrace.trace.atomic import atomic_write
@@ -52,12 +53,11 @@ class Recorder:
             writer = open_writer(self.files, ENTROPY_TRACE, options.entropy_trace, report)
             self.entropy = EntropyTrace(writer, options.entropy_trace.write_every, meta, truth)
         self.more_writers: list[TraceWriter] = []
-        """Of instruments that write by themselves."""
+        """Writers of instruments that write by themselves."""
         self.influence: InfluenceRecord | None = None
         if options.influence_trace.enable:
             writer = open_writer(self.files, INFLUENCE_TRACE, options.influence_trace, report)
             self.influence = InfluenceRecord(options.influence_trace, writer, meta, truth, report)
-            self.parts_dir.mkdir(parents=True, exist_ok=True)
         self.probe: ProbeRecorder | None = None
         if options.entropy_probe.every:
             writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
@@ -77,10 +77,9 @@ class Recorder:
         for writer in self._writers():
             writer.truncate_after(last_step)
         if self.probe is not None:
-            self.probe.start()
+            clear_rank_files(self.probe.parts_dir)
         if self.influence is not None:
-            for part in self.parts_dir.glob("step_*.npz"):
-                part.unlink()
+            clear_rank_files(self.parts_dir)
 
     def _writers(self) -> list[Any]:
         probe = self.probe and self.probe.writer
@@ -95,7 +94,7 @@ class Recorder:
     # ------------------------------------------------------------ a step
 
     def labels(self, batch: RolloutBatch, step: int, mini_batch: Tensor, whole: Tensor) -> StepLabels | None:
-        """For the ranks; None if this step has no influence trace."""
+        """What the ranks are told; None if this step has no influence trace."""
         knobs = self.options.influence_trace
         if not knobs.enable or step % knobs.write_every:
             return None
@@ -111,7 +110,7 @@ class Recorder:
         return StepLabels(plan, mini_batch)
 
     def record(self, batch: RolloutBatch, step: int, labels: StepLabels | None) -> dict[str, float]:
-        """After the update: one file per trace, from what the driver has and the ranks' parts. Returns metrics."""
+        """Write one file per trace after the update, from what the driver has and the ranks' parts. Returns metrics."""
         metrics: dict[str, float] = {}
         if self.entropy is not None:
             metrics |= self.entropy.after_update(batch, step)
@@ -159,7 +158,7 @@ class Recorder:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """What is a number: verl mixes in tables and strings."""
+    """Only those metrics that are numbers: verl mixes in tables and strings."""
     found = {}
     for name, value in metrics.items():
         if isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0:

@@ -50,5 +50,5 @@ def describe(status: Status) -> str:
 
 
 def end_process(code: int = 17) -> None:
-    """At once: a driver whose worker is gone would wait for it, or train on a batch with holes."""
+    """End it at once: a driver whose worker is gone would wait for it, or train on a batch with holes."""
     os._exit(code)

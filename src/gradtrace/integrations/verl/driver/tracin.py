@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import Algorithm, Denominator, advantage, advantage_names, token_weights
-from gradtrace.errors import GradtraceError
+from gradtrace.algorithms import Algorithm, advantage, advantage_names
 from gradtrace.instruments.tracin.losses import Weighted
 from gradtrace.instruments.tracin.scores import Measures
 from gradtrace.integrations.verl.dealing import PADDING, deal
@@ -55,27 +54,6 @@ class RankedScores:
         for answer in answers:
             scores[:, answer.rows] = answer.scores
         return scores[:, train.rows], answers[0].measures
-
-
-def aggregation_weights(mask: Tensor, actor: Any) -> Tensor:
-    """float[R, T]: verl's `loss_agg_mode` over a whole batch with this mask, as `core_algos.agg_loss` weighs tokens."""
-    mode = actor.loss_agg_mode
-    if mode == "token-sum":
-        return mask.float()
-    ours = {
-        "token-mean": "token_mean",
-        "seq-mean-token-mean": "sequence_mean",
-        "seq-mean-token-sum": "fixed_length",
-        "seq-mean-token-sum-norm": "fixed_length",
-    }
-    if mode not in ours:
-        raise GradtraceError(
-            f"actor.loss_agg_mode={mode}: how it weighs tokens is not known to TracIn selection"
-        )
-    length = 1
-    if mode == "seq-mean-token-sum-norm":
-        length = int(actor.loss_scale_factor or mask.sum(1).max())
-    return token_weights(mask, ours[mode], Denominator.of(mask, length))
 
 
 def validation_estimator(algorithm: Any, options: dict[str, Any]) -> Algorithm:

@@ -17,12 +17,12 @@ from verl.utils.config import omega_conf_to_dataclass
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.integrations.verl.aggregation import batch_weights
 from gradtrace.integrations.verl.dealing import plan_selection
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.selected import mini_batches_of, put_advantages, selected_batch
 from gradtrace.integrations.verl.driver.tracin import (
     RankedScores,
-    aggregation_weights,
     validation_estimator,
 )
 from gradtrace.integrations.verl.driver.tracin_rollouts import PARTITION, VerlValidation, open_pool
@@ -37,7 +37,7 @@ from gradtrace.training.instruments import open_writer
 
 @dataclass(eq=False)
 class Training:
-    """What of a batch the update is given."""
+    """The part of a batch that the update is given."""
 
     batch: Any
     mini_batch: Tensor
@@ -87,7 +87,7 @@ class TracinDriver:
         self.selection = TracinInstrument(
             settings,
             RankedScores(self.actor, settings.preconditioner, rollout.temperature, ranks, self._ask),
-            partial(aggregation_weights, actor=self.actor),
+            partial(batch_weights, actor=self.actor),
             self.source,
             writer,
             {"task": options.task, "temperature": rollout.temperature},
@@ -157,7 +157,7 @@ class TracinDriver:
             yield
 
     def metrics(self, rows: RolloutBatch, step: int) -> dict[str, float]:
-        """After the update; the trace is written."""
+        """Called after the update: writes the trace, and returns metrics."""
         metrics = self.selection.after_update(rows, step)
         metrics["timing_s/tracin"] = self._seconds + self._waited
         metrics["timing_s/tracin_gen"] = self._waited

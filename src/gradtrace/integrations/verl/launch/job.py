@@ -31,7 +31,7 @@ from gradtrace.training.terminal import Display, SilentDisplay
 LOG = "verl.log"
 POLL_SECONDS = 0.3
 LOG_LINES = 15
-"""Of verl's output, shown when it could not even start."""
+"""Lines of verl's output that are shown when it could not even start."""
 
 
 def train(config: Config, display: Display | None = None) -> Outcome:
@@ -59,7 +59,7 @@ def train(config: Config, display: Display | None = None) -> Outcome:
 
 
 def show(config: Config) -> str:
-    """For `--cfg`: our configuration as it resolves, and what verl will be told."""
+    """Print, for `--cfg`, our configuration as it resolves, and what verl will be told."""
     run_dir = Path(config.trainer.runs_dir) / (config.trainer.name or Path(config.recipe).stem)
     model = config.model.path or "(made by the task's warm start)"
     translation = translate(config, run_dir.absolute(), model, uses_cpu(config))
@@ -142,7 +142,7 @@ def run_with_restarts(config: Config, translation: Translation, run_dir: Path, d
 
 
 def run_once(translation: Translation, run_dir: Path, display: Display) -> int:
-    """verl's exit code. Steps are shown as they come into metrics.jsonl."""
+    """Run verl and return its exit code. Steps are shown as they come into metrics.jsonl."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"),
         *translation.overrides(),
@@ -167,7 +167,7 @@ def run_once(translation: Translation, run_dir: Path, display: Display) -> int:
 
 
 class StepLines:
-    """New lines of metrics.jsonl."""
+    """Reads new lines of metrics.jsonl as they are written."""
 
     def __init__(self, path: Path, show: Callable[[int, dict[str, Any]], None]) -> None:
         self.path = path
@@ -175,7 +175,7 @@ class StepLines:
         self.last = 0
 
     def skip(self) -> None:
-        """What is there already was shown in an earlier life of this run."""
+        """Pass over the lines that are there: they were shown in an earlier life of this run."""
         for record in self._records():
             self.last = max(self.last, record["step"])
 

@@ -23,7 +23,7 @@ from gradtrace.training.parts import needs_reference
 
 PACKAGE = "gradtrace.integrations.verl"
 TRACIN_PROMPTS = "data/tracin_validation.parquet"
-"""In the run: the prompts that TracIn selection draws its validation set from."""
+"""The file in the run with the prompts that TracIn selection draws its validation set from."""
 AGGREGATION = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",
@@ -68,12 +68,12 @@ class Translation:
     settings: dict[str, Any]
     """verl's keys → values; a + in front where verl's own configuration lacks the key."""
     environment: dict[str, str]
-    """For the driver and, through Ray, for every worker."""
+    """Environment variables for the driver and, through Ray, for every worker."""
     not_needed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Settings of ours that have no meaning there, and why."""
 
     def overrides(self) -> list[str]:
-        """As words of verl's command line."""
+        """The settings as words of verl's command line."""
         return [f"{key}={hydra_value(value)}" for key, value in self.settings.items()]
 
     def to_yaml(self) -> str:
@@ -374,7 +374,7 @@ def flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def hydra_value(value: Any) -> str:
-    """As Hydra's command line reads it back."""
+    """A value written so that Hydra's command line reads it back."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -60,7 +60,7 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         return self.tracer if self.tracer.begin(data) else None
 
     def plain_passes(self, data: Any, loss_function: Any, forward_only: bool) -> Any:
-        """verl's own passes over `data`, for who is tracing or probing already."""
+        """Run verl's own passes over `data`, without a trace or a probe of their own."""
         return super().forward_backward_batch(data, loss_function, forward_only)
 
     def _probe_for(self, data: Any, loss_function: Any) -> RankProbe | None:

@@ -17,11 +17,12 @@ from verl.workers.utils.padding import no_padding_2_padding
 from gradtrace.attribution import AttributionError, InfluenceTracer
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence.capture import InfluenceCapture, TracedPass
+from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.influence_parts import write_part
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
-from gradtrace.integrations.verl.rank.sequences import response_layout, token_weight
-from gradtrace.integrations.verl.step_labels import LABELS, ROW, StepLabels
+from gradtrace.integrations.verl.rank.sequences import plain, response_layout, rows_of
+from gradtrace.integrations.verl.step_labels import LABELS, StepLabels
 
 
 @dataclass(eq=False)
@@ -142,7 +143,11 @@ class RankTracer:
         packed = plain(micro_batch, "use_remove_padding", True)
         bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
         response, tokens = response_layout(micro_batch, rows, packed, bucket)
-        weight = torch.ones(len(rows)) if self.needs_own_pass else token_weight(self.loss.actor, micro_batch)
+        weight = (
+            torch.ones(len(rows))
+            if self.needs_own_pass
+            else micro_batch_weights(micro_batch, self.loss.actor)
+        )
         return TracedPass(rows, response, tokens, weight, self._step.mini_batch)
 
     def objective(
@@ -161,7 +166,7 @@ class RankTracer:
     # ------------------------------------------------------------ scoring, on all ranks together
 
     def score(self) -> None:
-        """After the backward passes, before the weights move."""
+        """Score the mini-batch, after its backward passes and before the weights move."""
         step = self._step
         self._meet()
         failures = [failure for failure in self.tracer.ranks.gather(step.failure) if failure]
@@ -218,14 +223,3 @@ class RankTracer:
         if step.mini_batch == step.labels.last_scored:
             folder = Path(self.loss.parts_dir)
             write_part(folder, step.labels.plan.step, self.rank, capture.scored, step.failure)
-
-
-def rows_of(data: Any) -> Tensor:
-    """long[b]: the row of each sequence, however the queue has packed single numbers."""
-    rows: Tensor = data[ROW]
-    return (rows.values() if rows.is_nested else rows).reshape(-1).cpu()
-
-
-def plain(data: Any, key: str, default: Any = None) -> Any:
-    """A value of a TensorDict that is not a tensor."""
-    return tu.get_non_tensor_data(data=data, key=key, default=default)

@@ -35,7 +35,7 @@ VERL_LOSSES_WITH_PLAIN_GRADIENT = ("vanilla", "gspo", "cispo")
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-    """What verl does not hand to a policy loss."""
+    """Inputs that verl does not hand to a policy loss."""
 
     entropies: Tensor | None
     ref_log_probs: Tensor | None
@@ -45,18 +45,18 @@ class Extras:
 token_kl: Any = core_algos.kl_penalty
 _extras: contextvars.ContextVar[Extras | None] = contextvars.ContextVar("gradtrace_loss_extras", default=None)
 advantage_options: dict[str, Any] = {}
-"""Of the driver's estimator; set by the trainer."""
+"""Options of the driver's estimator, which the trainer sets."""
 
 
 @dataclass(eq=False)
 class GradtraceLoss:
-    """verl's `ppo_loss`, called in place of it. The trainer sends it to every worker (`set_loss_fn`), and with it
+    """Called in place of verl's `ppo_loss`. The trainer sends it to every worker (`set_loss_fn`), and with it
     what the engine there has to trace."""
 
     actor: Any
     """verl's ActorConfig."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of our policy loss."""
+    """Options of our policy loss."""
     influence: InfluenceTraceConfig | None = None
     """None: nothing is traced on the ranks."""
     parts_dir: str = ""
@@ -152,7 +152,7 @@ class GradtraceLoss:
 
 
 def knows_token_terms(mode: str) -> bool:
-    """Of a loss_mode: `GradtraceLoss.token_losses` can tell a token's own term."""
+    """Whether `GradtraceLoss.token_losses` can tell a token's own term of this loss_mode."""
     return mode == "vanilla" or mode.removeprefix(PREFIX) in policy_loss_names()
 
 

@@ -18,10 +18,10 @@ from gradtrace.attribution import AttributionError
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import EntropyProbe, Tokens
 from gradtrace.integrations.verl.probe_parts import PROBE, ProbeInputs, ProbePart, write_probe_part
-from gradtrace.integrations.verl.rank.influence import plain
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-from gradtrace.integrations.verl.rank.probe_host import EngineBatch, EngineHost
+from gradtrace.integrations.verl.rank.probe_host import EngineBatch, EngineProbeHost
 from gradtrace.integrations.verl.rank.process_group import Meeting
+from gradtrace.integrations.verl.rank.sequences import plain
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class RankProbe:
         self.engine = engine
         self.loss = loss
         self.rank = dist.get_rank()
-        self.host = EngineHost(engine, loss)
+        self.host = EngineProbeHost(engine, loss)
         self.probe = EntropyProbe(
             engine.module, engine.optimizer, float(engine.optimizer_config.clip_grad), self.host
         )

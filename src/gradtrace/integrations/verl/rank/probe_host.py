@@ -25,12 +25,12 @@ from gradtrace.attribution.collectives import Ranks, forget_gathered, local
 from gradtrace.instruments.entropy_probe.passes import Pass, Progress, TokenBatch
 from gradtrace.instruments.host import Gradient
 from gradtrace.instruments.padding_row import padded_embeddings, padding_row_stays
+from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.dealing import PADDING, deal
 from gradtrace.integrations.verl.probe_parts import ProbeInputs
 from gradtrace.integrations.verl.rank.full_precision import full_precision
-from gradtrace.integrations.verl.rank.influence import plain, rows_of
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-from gradtrace.integrations.verl.rank.sequences import sequences, token_weight
+from gradtrace.integrations.verl.rank.sequences import plain, rows_of, sequences
 from gradtrace.rollout.sampler import evaluation_mode
 
 PASS_SETTINGS = (
@@ -48,16 +48,16 @@ class EngineBatch(TokenBatch):
     """This rank's sequences of E or of U; one pass of the engine over all of them, which cuts it itself."""
 
     data: Any
-    """As verl has it, with sequences that only fill up."""
+    """The sequences as verl has them, with those that only fill up."""
     rows: list[int]
-    """Of the R sequences, ascending: their places in E, or their rows in the step's batch."""
+    """Places of the R sequences in E, or their rows in the step's batch, ascending."""
 
     def by_row(self, values: Tensor) -> dict[int, Tensor]:
         """Numbers per token [..., N] → row → [..., t]."""
         return dict(zip(self.rows, values.split(self.lengths.tolist(), dim=-1), strict=True))
 
 
-class EngineHost:
+class EngineProbeHost:
     """A `ProbeHost` over verl's engine; every method is called by all ranks together."""
 
     def __init__(self, engine: Any, loss: GradtraceLoss) -> None:
@@ -146,7 +146,7 @@ class EngineHost:
 
         def terms(model_output: Any, micro: Any) -> Tensor:
             losses = self.loss.token_losses(model_output, micro)
-            return losses * (token_weight(self.loss.actor, micro) / size).to(losses)[:, None]
+            return losses * (micro_batch_weights(micro, self.loss.actor) / size).to(losses)[:, None]
 
         return self._batch(data, terms)
 

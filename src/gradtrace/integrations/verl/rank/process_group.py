@@ -27,7 +27,8 @@ def timeout_seconds() -> float:
 
 
 def apply_timeout(groups: list[dist.ProcessGroup | None]) -> None:
-    """To groups that exist already: verl makes them without asking for a time-out. Nothing, if none is set."""
+    """Set the time-out of groups that exist already: verl makes them without asking for one. Nothing, if none is
+    set."""
     if not os.environ.get(VARIABLE):
         return
     for group in groups:

@@ -38,8 +38,19 @@ def nested(values: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(values, layout=torch.jagged)
 
 
+def rows_of(data: Any) -> Tensor:
+    """long[b]: the row of each sequence, however the queue has packed single numbers."""
+    rows: Tensor = data[ROW]
+    return (rows.values() if rows.is_nested else rows).reshape(-1).cpu()
+
+
+def plain(data: Any, key: str, default: Any = None) -> Any:
+    """A value of a TensorDict that is not a tensor."""
+    return tu.get_non_tensor_data(data=data, key=key, default=default)
+
+
 def response_layout(micro_batch: Any, ids: Tensor, packed: bool, bucket: int = 0) -> tuple[Tensor, Tensor]:
-    """(`response`, `tokens`) for `InfluenceTracer.capture`.
+    """Which response every model input belongs to: (`response`, `tokens`) as `InfluenceTracer.capture` takes them.
 
     `ids`: long[b], the tracer's response id of each sequence, −1 to ignore it. With `packed` (verl's
     use_remove_padding) all sequences stand behind one another in one row, which is padded at its end to a multiple
@@ -67,25 +78,3 @@ def response_layout(micro_batch: Any, ids: Tensor, packed: bool, bucket: int = 0
         tokens[row, start + length - own : start + length] = mask[mask_begin : mask_begin + own]
         begin, mask_begin = begin + length, mask_begin + own
     return (response if packed else ids), tokens & (response >= 0)
-
-
-def token_weight(actor: Any, micro_batch: Any) -> Tensor:
-    """float[b]: what verl's aggregation multiplies the token losses of each response by (`core_algos.agg_loss`)."""
-    mask = micro_batch["response_mask"]
-    lengths = torch.stack([part.sum() for part in mask.unbind()]).cpu().double()
-    dp_size, sequences = float(micro_batch["dp_size"]), float(micro_batch["global_batch_size"])
-    mode = actor.loss_agg_mode
-    if mode == "token-mean":
-        weight = torch.full_like(lengths, dp_size / float(micro_batch["batch_num_tokens"]))
-    elif mode == "token-sum":
-        weight = torch.full_like(lengths, dp_size)
-    elif mode == "seq-mean-token-mean":
-        weight = dp_size / sequences / (lengths + 1e-8)
-    elif mode == "seq-mean-token-sum":
-        weight = torch.full_like(lengths, dp_size / sequences)
-    elif mode == "seq-mean-token-sum-norm":
-        longest = int(mask.offsets().diff().max())
-        weight = torch.full_like(lengths, dp_size / sequences / (actor.loss_scale_factor or longest))
-    else:
-        raise GradtraceError(f"actor.loss_agg_mode={mode}: how it weighs tokens is not known to the trace")
-    return weight.float()

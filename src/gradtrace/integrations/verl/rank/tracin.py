@@ -24,9 +24,8 @@ from gradtrace.errors import GradtraceError
 from gradtrace.instruments.host import Gradient
 from gradtrace.instruments.tracin.scores import Measures, by_adam, score_parts
 from gradtrace.instruments.tracin.selector import VALUE_HEADS, countable
-from gradtrace.integrations.verl.rank.influence import rows_of
 from gradtrace.integrations.verl.rank.process_group import Meeting
-from gradtrace.integrations.verl.rank.sequences import response_layout, sequences
+from gradtrace.integrations.verl.rank.sequences import response_layout, rows_of, sequences
 from gradtrace.integrations.verl.refusals import check_hooks
 
 WEIGHTS = "gradtrace_weights"
@@ -109,7 +108,8 @@ class RankScorer:
     # ------------------------------------------------------------ the contract
 
     def gradient(self, responses: Share) -> tuple[Gradient, float]:
-        """Of the sum over ranks (FSDP leaves their mean), of the parameters that count; `.grad` is empty afterwards."""
+        """The gradient of the sum over ranks (FSDP leaves their mean), where parameters count; `.grad` is empty
+        afterwards."""
         value = sum(self.ranks.gather(self._pass(responses)))
         gradient = {
             name: parameter.grad.detach() * self.engine.get_data_parallel_size()
@@ -192,7 +192,7 @@ class RankScorer:
 
 
 def count_real_responses(engine: Any, data: Any) -> None:
-    """What a mean over responses divides by: those of all ranks that have a loss, without what fills up."""
+    """Let a mean over responses divide by those of all ranks that have a loss, without what fills up."""
     count = torch.tensor(sum(bool(mask.any()) for mask in data["loss_mask"].unbind()))
     count = count.to(torch.device(engine.device_mesh.device_type))
     dist.all_reduce(count, group=engine.get_data_parallel_group())

@@ -24,7 +24,7 @@ Shown = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 @dataclass(eq=False)
-class ModelHost:
+class ModelScorer:
     """A `TracinHost`, and what a `TracinInstrument` asks for scores."""
 
     policy: Policy
