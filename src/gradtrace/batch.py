@@ -118,6 +118,12 @@ class RolloutBatch:
         return self.response_mask.sum(-1)
 
     @property
+    def response_ids(self) -> list[list[int]]:
+        """The token ids of each response, without padding."""
+        rows, lengths = self.responses.tolist(), self.response_lengths.tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    @property
     def prompt_lengths(self) -> Tensor:
         """long[R]: the length of each *response's* prompt."""
         return torch.tensor([len(prompt) for prompt in self.prompts])[self.group]

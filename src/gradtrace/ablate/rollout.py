@@ -51,8 +51,7 @@ def make_rollout(parts: Parts) -> tuple[RolloutBatch, Tensor]:
 
 def first_wrong(parts: Parts, batch: RolloutBatch) -> Tensor:
     found = []
-    for row, group in enumerate(batch.group.tolist()):
-        response = batch.responses[row, : int(batch.response_lengths[row])].tolist()
+    for response, group in zip(batch.response_ids, batch.group.tolist(), strict=True):
         index = parts.task.truth(batch.items[group], response)[1] if batch.items else None
         found.append(-1 if index is None else index)
     return torch.tensor(found)

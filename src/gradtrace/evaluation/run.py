@@ -100,9 +100,7 @@ def counting(progress: Callable[[int], None] | None, before: int) -> Callable[[i
 def judged(
     batch: RolloutBatch, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, reward: RewardFunction
 ) -> list[dict[str, Any]]:
-    lengths = batch.response_lengths.tolist()
-    ids = [row[:length] for row, length in zip(batch.responses.tolist(), lengths, strict=True)]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
     items = [prompts[group].item for group in batch.group.tolist()]
     rewards = reward(texts, items)
     return [
@@ -116,7 +114,7 @@ def judged(
             "finished": finished,
         }
         for item, text, value, length, finished in zip(
-            items, texts, rewards, lengths, batch.finished.tolist(), strict=True
+            items, texts, rewards, batch.response_lengths.tolist(), batch.finished.tolist(), strict=True
         )
     ]
 

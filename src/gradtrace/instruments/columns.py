@@ -39,14 +39,13 @@ def group_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, Any
 def response_columns(batch: RolloutBatch, rows: Tensor, truth: Truth = no_truth) -> dict[str, Any]:
     """The responses `rows`, token ids included, in that order."""
     chosen, rewards = batch.select(rows), batch.need("rewards")
-    lengths = chosen.response_lengths.tolist()
-    ids = [row[:length] for row, length in zip(chosen.responses.tolist(), lengths, strict=True)]
+    ids = chosen.response_ids
     columns: dict[str, Any] = {
         "group": chosen.group.numpy(),
         "row": rows.numpy(),
         "reward": rewards[rows].numpy(),
         "accepted": accepted(rewards, batch.group)[rows].numpy(),
-        "length": np.array(lengths),
+        "length": np.array([len(response) for response in ids]),
         "finished": chosen.finished.numpy(),
         "token_id": chosen.responses[chosen.response_mask].numpy(),
     }

@@ -26,11 +26,7 @@ def rollout(
 
 def judge(batch: RolloutBatch, tokenizer: Any, reward: Judge) -> RolloutBatch:
     """The batch with texts and rewards."""
-    ids = [
-        row[:length]
-        for row, length in zip(batch.responses.tolist(), batch.response_lengths.tolist(), strict=True)
-    ]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
     items = [batch.items[group] for group in batch.group.tolist()]
     return batch.replace(texts=texts, rewards=torch.tensor(reward(texts, items), dtype=torch.float32))
 

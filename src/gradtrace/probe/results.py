@@ -24,7 +24,7 @@ from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
 if TYPE_CHECKING:
-    from gradtrace.probe.session import Source
+    from gradtrace.probe.source import Source
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config
-from gradtrace.config_loader import load_config, to_yaml
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.estimates import Tokens
 from gradtrace.instruments.entropy_probe.passes import (
-    FullPrecision,
     TokenBatch,
     evaluation_batch,
     update_batch,
@@ -32,17 +27,14 @@ from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.rollouts import add_advantages, judge
 from gradtrace.probe import preflight
 from gradtrace.probe.config import ProbeConfig
-from gradtrace.probe.phases import PhaseStore, is_probe, load_batch
+from gradtrace.probe.phases import PhaseStore, load_batch
 from gradtrace.probe.results import Fresh, ProbeResults
+from gradtrace.probe.source import Loaded, Source
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
-from gradtrace.trace.atomic import unseal
-from gradtrace.training.checkpoint import MARKER, checkpoint_of
-from gradtrace.training.parts import Parts, build_parts, needs_reference
-from gradtrace.training.state import OPTIMIZER, STATE
 
-SMALL_MODEL = 50_000_000
-"""Parameters below which float64 costs little."""
+SAMPLING: dict[str, Any] = {"temperature": 1.0, **EVERY_TOKEN}
+FACTS = "clip_factor, grad_norm"
 OFF_POLICY = 0.01
 """Mean difference of log-probs, in nats per token, above which E was not sampled from this policy."""
 
@@ -74,177 +66,69 @@ def run_probe(
     display = display or SilentPhases()
     source = Source.of(checkpoint, config, run_overrides or [])
     store = PhaseStore(output or source.default_output(), source.identity)
-    return _Session(source, store, display).run()
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The run and the checkpoint that are probed, and with which settings."""
-
-    checkpoint: Path
-    config: ProbeConfig
-    run: Config
-    is_plain: bool
-    """A transformers folder without a run around it."""
-    identity: dict[str, Any]
-
-    @staticmethod
-    def of(checkpoint: Path, config: ProbeConfig, overrides: list[str]) -> Source:
-        plain = (checkpoint / "config.json").is_file()
-        checkpoint = checkpoint.resolve() if plain else checkpoint_of(checkpoint.resolve())
-        if plain:
-            run = load_config([*overrides, f"model.path={checkpoint}"])
-            files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(checkpoint.iterdir())]
-            seal = hashlib.sha256(repr(files).encode()).hexdigest()
-        else:
-            run = load_config([f"resume={checkpoint.parent.parent}", *overrides])
-            seal = hashlib.sha256((checkpoint / MARKER).read_bytes()).hexdigest()
-        if plain and config.optimizer == "checkpoint":
-            raise GradtraceError(
-                f"{checkpoint} is a model without optimizer state: say whose update to probe, optimizer=adamw or "
-                "optimizer=sgd"
-            )
-        identity = {
-            "checkpoint": str(checkpoint),
-            "seal": seal,
-            "probe": dataclasses.asdict(config),
-            "run": to_yaml(dataclasses.replace(run, resume="")),
-        }
-        return Source(checkpoint, config, run, plain, identity)
-
-    def default_output(self) -> Path:
-        """RUN/probes/step_N, or …_2, _3: the first that is new or was begun by the same probe."""
-        if self.is_plain:
-            base = Path(self.run.trainer.runs_dir) / "probes" / self.checkpoint.name
-        else:
-            base = self.checkpoint.parent.parent / "probes" / self.checkpoint.name
-        number = 1
-        while True:
-            folder = base if number == 1 else base.with_name(f"{base.name}_{number}")
-            if not folder.exists() or is_probe(folder, self.identity):
-                return folder
-            number += 1
+    source.check()
+    with display.phase("loading the model"):
+        loaded = Loaded.of(source)
+    return _Session(source, loaded, store, display).run()
 
 
 class _Session:
-    def __init__(self, source: Source, store: PhaseStore, display: PhaseDisplay) -> None:
+    def __init__(self, source: Source, loaded: Loaded, store: PhaseStore, display: PhaseDisplay) -> None:
         self.source = source
         self.config = source.config
+        self.parts, self.policy = loaded.parts, loaded.policy
+        self.loaded = loaded
         self.store = store
         self.display = display
+        clip = source.run.actor.optim.grad_clip
+        self.probe = EntropyProbe(self.policy.model, loaded.optimizer, clip)
 
     def run(self) -> ProbeResults:
-        self._preflight_config()
-        with self.display.phase("loading the model"):
-            self._load()
         self._preflight_model()
-        E_rollout = self.store.get_batch("evaluation", self._sample_evaluation)
-        U_rollout = self.store.get_batch("update", self._sample_update)
-        self.E = evaluation_batch(self.policy, E_rollout, self.config.token_budget)
-        self.U = self._update_batch(U_rollout)
-        prediction = self._predict(E_rollout)
+        rollout, update = self.E_rollout, self.U_rollout
+        prediction = self._predict(rollout)
         shares = self._shares(prediction)
         results = ProbeResults(
             source=self.source,
-            step=self.step,
-            rate=self.rate,
+            step=self.loaded.step,
+            rate=self.loaded.rate,
             folder=self.store.folder,
             tokenizer=self.parts.task.tokenizer,
             task=self.parts.task.name,
-            evaluation=E_rollout,
-            update=U_rollout,
+            evaluation=rollout,
+            update=update,
             prediction=prediction,
             shares=shares,
-            after={eta: self._after(eta, prediction.base) for eta in self.config.eta},
-            fresh={eta: self._fresh(eta, E_rollout) for eta in self._fresh_etas(E_rollout)},
+            after={eta: self._after(eta) for eta in self.config.eta},
+            fresh={eta: self._fresh(eta, rollout) for eta in self._fresh_etas(rollout)},
             **self._gradient_facts(),
         )
         self.store.remove("gradient")  # as large as the model, and made anew if somebody asks again
         return results
 
-    # ------------------------------------------------------------ preflight and loading
-
-    def _preflight_config(self) -> None:
-        rollout = self.source.run.rollout
-        preflight.check_sampling(rollout.temperature, rollout.top_p, rollout.top_k, "rollout")
-        if not self.source.is_plain and self.config.optimizer == "checkpoint":
-            path = self.source.checkpoint / OPTIMIZER
-            if not path.is_file():
-                raise GradtraceError(
-                    f"{self.source.checkpoint} has no optimizer state ({OPTIMIZER} is not there): probe another update "
-                    "with optimizer=adamw or optimizer=sgd"
-                )
-
-    def _load(self) -> None:
-        run, checkpoint = self.source.run, self.source.checkpoint
-        if not self.source.is_plain and not run.model.lora.rank and not needs_reference(run):
-            # all weights are in the checkpoint: where the run started (the demo: a warm start) is not needed
-            run = dataclasses.replace(
-                run, model=dataclasses.replace(run.model, path=str(checkpoint / "policy"))
-            )
-        self.parts: Parts = build_parts(run, None if self.source.is_plain else checkpoint)
-        parameters = sum(p.numel() for p in self.parts.policy.model.parameters())
-        double = self.config.precision == "float64" or (
-            self.config.precision == "auto" and parameters < SMALL_MODEL
-        )
-        self.dtype = torch.float64 if double else torch.float32
-        self.parts.policy.model.to(
-            self.dtype
-        )  # parameters stay the same objects: the optimizer still knows them
-        self.policy = FullPrecision.of(self.parts.policy)
-        if self.parts.reference is not None and self.parts.reference.own is not None:
-            self.parts.reference.own.model.to(self.dtype)
-        self.step = 0
-        if not self.source.is_plain:
-            state = unseal((checkpoint / STATE).read_bytes())
-            self.step = int(state["step"])
-            self.parts.task.load_state_dict(state["data"])
-        self.optimizer = self._optimizer()
-        self.rate = float(self.optimizer.param_groups[0]["lr"])
-        clip = run.actor.optim.grad_clip
-        self.probe = EntropyProbe(self.policy.model, self.optimizer, clip or None)
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose update is probed, at the learning rate of the next step."""
-        optim = self.source.run.actor.optim
-        if self.config.optimizer == "sgd":
-            optimizer: torch.optim.Optimizer = torch.optim.SGD(self.policy.trainable().values(), lr=optim.lr)
-        else:
-            optimizer = self.parts.optimizer.adamw
-            if self.config.optimizer == "checkpoint":
-                self.parts.optimizer.load_state_tensors(load_file(self.source.checkpoint / OPTIMIZER))
-            if not self.source.is_plain:
-                self.parts.optimizer.begin_step(self.step + 1)
-        for group in optimizer.param_groups:
-            group["lr"] = self.config.lr or group["lr"]
-        if not all(float(group["lr"]) > 0 for group in optimizer.param_groups):
-            raise GradtraceError(
-                f"the learning rate of step {self.step + 1} is 0, and with it the update: give one, e.g. lr=1e-5"
-            )
-        return optimizer
+    # ------------------------------------------------------------ preflight
 
     def _preflight_model(self) -> None:
-        E, U = self._prompts()
+        E, U = self.prompts
         preflight.check_prompts([prompt.ids for prompt in E], [prompt.ids for prompt in U])
         missed = preflight.check_reach(self.policy, (E or U)[0].ids)
         if missed:
             self.display.message(f"{len(missed)} parameters are not reached by the loss, e.g. {min(missed)}")
-        if self.config.optimizer == "checkpoint" and self.step > 0:
-            preflight.check_optimizer_state(self.optimizer, self.policy.trainable(), missed)
+        if self.config.optimizer == "checkpoint" and self.loaded.step > 0:
+            preflight.check_optimizer_state(self.loaded.optimizer, self.policy.trainable(), missed)
 
-    def _prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+    @cached_property
+    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts of E and of U: held-out ones, and the next ones of the run."""
-        if not hasattr(self, "_chosen"):
-            task, config = self.parts.task, self.config
-            E = self._given_prompts("evaluation_batch") or task.validation_prompts(config.evaluation_prompts)
-            U = self._given_prompts("update_batch") or task.next_prompts(config.update_prompts)
-            if len(E) < 2:
-                raise GradtraceError(
-                    f"the task has {len(E)} held-out prompts: E needs at least 2. Give data.validation files, or a "
-                    "larger data.validation_fraction"
-                )
-            self._chosen = (E, U)
-        return self._chosen
+        task, config = self.parts.task, self.config
+        E = self._given_prompts("evaluation_batch") or task.validation_prompts(config.evaluation_prompts)
+        U = self._given_prompts("update_batch") or task.next_prompts(config.update_prompts)
+        if len(E) < 2:
+            raise GradtraceError(
+                f"the task has {len(E)} held-out prompts: E needs at least 2. Give data.validation files, or a larger "
+                "data.validation_fraction"
+            )
+        return E, U
 
     def _given_prompts(self, key: str) -> list[Prompt]:
         """Prompts of a batch that was given in a file, which is checked."""
@@ -261,10 +145,26 @@ class _Session:
 
     # ------------------------------------------------------------ batches
 
+    @cached_property
+    def E_rollout(self) -> RolloutBatch:
+        return self.store.get_batch("evaluation", self._sample_evaluation)
+
+    @cached_property
+    def U_rollout(self) -> RolloutBatch:
+        return self.store.get_batch("update", self._sample_update)
+
+    @cached_property
+    def E(self) -> TokenBatch:
+        return evaluation_batch(self.policy, self.E_rollout, self.config.token_budget)
+
+    @cached_property
+    def U(self) -> TokenBatch:
+        run = self.source.run
+        loss = PolicyLoss(self.policy, run.algorithm, run.rollout.max_new_tokens)
+        return update_batch(loss, self.U_rollout, self.config.token_budget)
+
     def _sample(self, name: str, prompts: list[Prompt], n: int, seed: int) -> RolloutBatch:
-        params = SamplingParams.of(
-            self.source.run.rollout, self.parts.task.stop_token_ids, n=n, temperature=1.0, **EVERY_TOKEN
-        )
+        params = SamplingParams.of(self.source.run.rollout, self.parts.task.stop_token_ids, n=n, **SAMPLING)
         with self.display.phase(name) as progress:
             return self.parts.sampler.generate(
                 [prompt.ids for prompt in prompts],
@@ -277,7 +177,7 @@ class _Session:
     def _sample_evaluation(self) -> tuple[RolloutBatch, dict[str, Any]]:
         if self.config.evaluation_batch:
             return load_batch(Path(self.config.evaluation_batch))
-        return self._sample("sampling E", self._prompts()[0], self.config.evaluation_n, seed=1), SAMPLING
+        return self._sample("sampling E", self.prompts[0], self.config.evaluation_n, seed=1), SAMPLING
 
     def _sample_update(self) -> tuple[RolloutBatch, dict[str, Any]]:
         """U with everything that the loss needs."""
@@ -285,37 +185,29 @@ class _Session:
         if self.config.update_batch:
             batch, sampling = load_batch(Path(self.config.update_batch))
         else:
-            batch = self._sample("sampling U", self._prompts()[1], self.config.update_n, seed=2)
+            batch = self._sample("sampling U", self.prompts[1], self.config.update_n, seed=2)
             batch, sampling = judge(batch, parts.task.tokenizer, parts.reward), SAMPLING
         micro_batches = MicroBatches(batch, self.config.token_budget)
         rows = torch.arange(len(batch))
         with self.display.phase("log-probs of U"):
             if parts.critic is not None:
                 batch = parts.critic.add_values(batch, micro_batches)
-            batch = batch.replace(
-                sampler_log_probs=batch.sampler_log_probs.to(self.dtype)
-            )  # columns follow it
+            # New columns are of the type of this one.
+            batch = batch.replace(sampler_log_probs=batch.sampler_log_probs.to(self.loaded.dtype))
             batch = fill_statistics(self.policy, batch, micro_batches, rows)
             if parts.reference is not None:
                 batch = parts.reference.add_log_probs(batch, micro_batches(rows))
         estimator = advantage(run.algorithm.advantage, **run.algorithm.advantage_options)
         return add_advantages(batch, estimator), sampling
 
-    def _update_batch(self, batch: RolloutBatch) -> TokenBatch:
-        run = self.source.run
-        loss = PolicyLoss(self.policy, run.algorithm, run.rollout.max_new_tokens)
-        return update_batch(loss, batch, self.config.token_budget)
-
     # ------------------------------------------------------------ phases
 
-    @property
+    @cached_property
     def _update(self) -> Update:
         """Δθ, from the gradient on disk; made when a phase that is not there yet asks for it."""
-        if not hasattr(self, "_made"):
-            found = self.store.get("gradient", self._gradient)
-            facts = found.pop(FACTS)
-            self._made = self.probe.update_of(found, float(facts[0]), float(facts[1]))
-        return self._made
+        found = self.store.get("gradient", self._gradient)
+        facts = found.pop(FACTS)
+        return self.probe.update_of(found, float(facts[0]), float(facts[1]))
 
     def _gradient(self) -> dict[str, Tensor]:
         with self.display.phase("gradient of U") as progress:
@@ -365,7 +257,7 @@ class _Session:
         found = self.store.get("shares", compute)
         return Shares(found["tokens"], found["responses"], *found["rows"].tolist())
 
-    def _after(self, eta: float, base: Tokens) -> Tokens:
+    def _after(self, eta: float) -> Tokens:
         def compute() -> dict[str, Tensor]:
             update = self._update
             with self.display.phase(f"measuring at {eta:g}·lr") as progress, self.probe.moved(update, eta):
@@ -399,19 +291,11 @@ class _Session:
                 "lengths": tokens.lengths,
                 "log_probs": tokens.log_probs,
                 "entropies": tokens.entropies,
-                "changed": torch.tensor(sum(a != b for a, b in zip(ids(fresh), ids(rollout), strict=True))),
+                "changed": torch.tensor(
+                    sum(a != b for a, b in zip(fresh.response_ids, rollout.response_ids, strict=True))
+                ),
             }
 
         found = self.store.get(f"fresh_{eta:g}", compute)
         tokens = Tokens(found["lengths"], self.E.group, found["log_probs"], found["entropies"])
         return Fresh(tokens, int(found["changed"]))
-
-
-def ids(batch: RolloutBatch) -> list[list[int]]:
-    """The token ids of every response."""
-    lengths = batch.response_lengths.tolist()
-    return [row[:length] for row, length in zip(batch.responses.tolist(), lengths, strict=True)]
-
-
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-FACTS = "clip_factor, grad_norm"

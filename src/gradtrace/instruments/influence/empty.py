@@ -59,6 +59,5 @@ def _no_contrast(batch: RolloutBatch) -> tuple[str, str]:
 
 
 def _all_siblings_equal(batch: RolloutBatch) -> bool:
-    lengths = batch.response_lengths.tolist()
-    texts = [tuple(row[:length]) for row, length in zip(batch.responses.tolist(), lengths, strict=True)]
+    texts = [tuple(response) for response in batch.response_ids]
     return len(set(zip(batch.group.tolist(), texts, strict=True))) == len(set(batch.group.tolist()))

@@ -64,10 +64,8 @@ class ProbeRecorder:
                 step, "all held-out prompts (data.val_files) are in the rollout as well, or had no answer"
             )
             return None
-        lengths = self.evaluation.response_lengths.tolist()
-        responses = [ids[:n] for ids, n in zip(self.evaluation.responses.tolist(), lengths, strict=True)]
         prompts = [self.evaluation.prompts[group] for group in self.evaluation.group.tolist()]
-        return ProbeInputs(step, prompts, responses, str(self.parts_dir))
+        return ProbeInputs(step, prompts, self.evaluation.response_ids, str(self.parts_dir))
 
     def _failed(self, step: int, why: str) -> None:
         self.errors += 1

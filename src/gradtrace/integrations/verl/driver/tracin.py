@@ -69,7 +69,7 @@ def validation_estimator(algorithm: Any, options: dict[str, Any]) -> Algorithm:
 def shares(losses: Weighted, ranks: int, multiple: int = 1) -> list[Share]:
     """The responses dealt to ranks, about equally many tokens each; filled up with a short one without weight."""
     batch, chosen = losses.batch, losses.rows.tolist()
-    lengths = batch.response_lengths.tolist()
+    ids = batch.response_ids
     total = batch.prompt_lengths + batch.response_lengths
     filler = int(total.argmin())
     found = []
@@ -79,9 +79,9 @@ def shares(losses: Weighted, ranks: int, multiple: int = 1) -> list[Share]:
             Share(
                 torch.tensor([row for row, _ in own]),
                 [batch.prompts[int(batch.group[source])] for _, source in own],
-                [batch.responses[source, : lengths[source]].tolist() for _, source in own],
+                [ids[source] for _, source in own],
                 [
-                    losses.weights[source, : lengths[source]].float() * float(row != PADDING)
+                    losses.weights[source, : len(ids[source])].float() * float(row != PADDING)
                     for row, source in own
                 ],
             )
