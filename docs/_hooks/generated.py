@@ -1,7 +1,7 @@
 """Parts of the site that are made from the code, so that they cannot go stale.
 
 `<!-- generated: knobs -->` becomes one table per configuration class, from the fields and the docstrings under them;
-`<!-- generated: columns -->` the columns of step files; `<!-- generated: commands -->` each command's `--help`.
+`columns` the columns of step files, `meta` the keys of their meta_json, `commands` each command's `--help`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradtrace import cli, config
-from gradtrace.trace.schema import COLUMNS
+from gradtrace.trace.schema import COLUMNS, KINDS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -77,6 +77,13 @@ def columns() -> str:
     return "\n".join(lines)
 
 
+def meta() -> str:
+    lines = ["| file | key | meaning |", "|---|---|---|"]
+    for name, record in KINDS.items():
+        lines += [f"| `{name}` | `{key}` | {cell(meaning)} |" for key, meaning in record.meta.items()]
+    return "\n".join(lines)
+
+
 def commands() -> str:
     parts = []
     for name, (_, summary) in cli.COMMANDS.items():
@@ -87,4 +94,9 @@ def commands() -> str:
     return "\n".join(parts)
 
 
-GENERATORS: dict[str, Callable[[], str]] = {"knobs": knobs, "columns": columns, "commands": commands}
+GENERATORS: dict[str, Callable[[], str]] = {
+    "knobs": knobs,
+    "columns": columns,
+    "meta": meta,
+    "commands": commands,
+}

@@ -149,7 +149,7 @@ class RunPicker {
     this.menu.hidden = true;
     this.node = element("div", "run-picker", this.opener, this.menu);
     document.addEventListener("click", (event) => {
-      if (!this.menu.hidden && !this.node.contains(event.target)) this.toggle(false);
+      if (!this.menu.hidden && !this.node.contains(/** @type {Node} */ (event.target))) this.toggle(false);
     });
     this.node.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || this.menu.hidden) return;

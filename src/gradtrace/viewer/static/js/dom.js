@@ -2,19 +2,38 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** element("div", "head", "text", node, null) → <div class="head">text<node></div>; null children are left out. */
+/**
+ * element("div", "head", "text", node, null) → <div class="head">text<node></div>; null children are left out.
+ * @template {keyof HTMLElementTagNameMap} K
+ * @param {K} tag
+ * @param {string} [className]
+ * @param {...(Node | string | null | undefined)} children
+ * @returns {HTMLElementTagNameMap[K]}
+ */
 export function element(tag, className = "", ...children) {
   const node = document.createElement(tag);
   if (className) node.className = className;
   return append(node, ...children);
 }
 
+/**
+ * @template {Element} E
+ * @param {E} node
+ * @param {...(Node | string | null | undefined)} children
+ * @returns {E}
+ */
 export function append(node, ...children) {
   for (const child of children) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 
-/** Attributes by name; null or false removes one, true sets it empty. */
+/**
+ * Attributes by name; null or false removes one, true sets it empty.
+ * @template {Element} E
+ * @param {E} node
+ * @param {Record<string, any>} attributes
+ * @returns {E}
+ */
 export function setAttributes(node, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) node.removeAttribute(name);
@@ -23,6 +42,13 @@ export function setAttributes(node, attributes) {
   return node;
 }
 
+/**
+ * @template {keyof SVGElementTagNameMap} K
+ * @param {K} tag
+ * @param {Record<string, any>} [attributes]
+ * @param {...(Node | string | null | undefined)} children
+ * @returns {SVGElementTagNameMap[K]}
+ */
 export function svgElement(tag, attributes = {}, ...children) {
   return append(setAttributes(document.createElementNS(SVG, tag), attributes), ...children);
 }

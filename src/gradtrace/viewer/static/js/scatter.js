@@ -169,13 +169,13 @@ export class Scatter {
     context.clearRect(0, 0, this.width, this.height);
     if (!brush) return;
     const { ink } = cssColours("ink");
-    const box = [this.x(brush.entropy[0]), this.y(brush.influence[1])];
-    const size = [this.x(brush.entropy[1]) - box[0], this.y(brush.influence[0]) - box[1]];
+    const [left, top] = [this.x(brush.entropy[0]), this.y(brush.influence[1])];
+    const [width, height] = [this.x(brush.entropy[1]) - left, this.y(brush.influence[0]) - top];
     context.strokeStyle = context.fillStyle = ink;
     context.lineWidth = 1.5;
-    context.strokeRect(...box, ...size);
+    context.strokeRect(left, top, width, height);
     context.globalAlpha = 0.04;
-    context.fillRect(...box, ...size);
+    context.fillRect(left, top, width, height);
     context.globalAlpha = 1;
   }
 

@@ -15,7 +15,7 @@ export function groupControls(group, now, on) {
   const has = (credit) => group.credits.includes(credit);
   const whyNot = (credit) =>
     `this group has no ${CREDIT_NAMES[credit]} credit (trainer.influence_trace.credit, .loss_term_prompts)`;
-  const credits = ["loss_term", "tail", "position"].filter((credit) => credit !== "tail" || has("tail"));
+  const credits = ["loss_term", has("tail") ? "tail" : "position"]; // one of the two comes with the backward pass
   const make = (name, label, options, hint = "") =>
     segmentedControl({ label, value: now[name], options, onChange: on[name], hint });
   const named = (names) => Object.entries(names).map(([value, label]) => ({ value, label }));

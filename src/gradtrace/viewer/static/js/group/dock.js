@@ -56,7 +56,7 @@ export class Dock {
         .map((each) => ({ each, column: members.findIndex((member) => member.response === each.index) }))
         .filter(({ column }) => column >= 0);
       const side = element("div", "side", element("em", "", accepted ? "on the accepted" : "on the rejected"));
-      side.style.setProperty("--count", Math.max(1, shown.length));
+      side.style.setProperty("--count", String(Math.max(1, shown.length)));
       for (const { each, column } of shown) {
         side.append(this.barColumn(each, values[column], { zero, range, style, own: each.index === response.index }));
       }

@@ -31,6 +31,7 @@ export class LegendHead {
     }
     this.unit.textContent =
       channel === "influence" ? unitLine(target === null ? credit : targetCredit, unit) : CHANNELS[channel].unit;
+    this.unit.title = this.unit.textContent;
     this.ramp.replaceChildren(...rampOf(channel).map((name) => element("i", name)));
     const [low, middle, high] = ends(channel, top, perResponse);
     this.ramp.append(element("b", "low", low), element("b", "middle", middle), element("b", "high", high));
@@ -75,8 +76,7 @@ export function explanation(slot, channel, target, { sign, sentence, hasClipped 
       "Negative, bar below: the reverse. ",
       sentence,
     );
-    if (hasClipped)
-      node.append(" ", element("span", "t clipped", "clipped"), ": training takes no step on this token.");
+    if (hasClipped) node.append(" ", element("span", "clipped", "clipped"), ": training takes no step on this token.");
   }
   if (channel === "influence" && target !== null) {
     node.append(

@@ -8,8 +8,7 @@ export class Rail {
     this.node = setAttributes(element("nav", "rail"), { "aria-label": "Responses of this group" });
     this.cells = group.responses.map((response) => {
       const cell = button("", String(response.index), () => onJump(response.index));
-      cell.response = response;
-      return cell;
+      return Object.assign(cell, { response });
     });
   }
 

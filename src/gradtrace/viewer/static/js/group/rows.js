@@ -18,13 +18,10 @@ export class ResponseRow {
     this.sums = [];
     this.slots = [0, 1].map((slot) => {
       const tokens = setAttributes(element("div", `tokens slot-${slot}`), { tabindex: 0, role: "group" });
-      tokens.row = this;
-      tokens.slotIndex = slot;
-      return tokens;
+      return Object.assign(tokens, { row: this, slotIndex: slot });
     });
     const side = !group.mixed ? "plain" : response.accepted ? "accepted" : "rejected";
     this.node = element("section", `row ${side}`, this.meta, ...this.slots);
-    this.node.row = this;
     this.name = button("response-id", "", () => onTarget(response.index));
     if (group.mixed) this.name.append(acceptedMark(response.accepted));
     this.name.append(response.name);

@@ -290,9 +290,8 @@ class ProbePage extends Page {
       element("section", "probe-row", meta, element("div", "prompt-line mono", group.text), ...maps),
       { "data-response": row.response, "data-maps": this.channels.length },
     );
-    Object.assign(node, { probeRow: row, maps });
     meta.addEventListener("click", () => this.select(row.response === this.selected ? null : row.response));
-    return node;
+    return Object.assign(node, { probeRow: row, maps });
   }
 
   async fill(node) {

@@ -246,7 +246,9 @@ class TokensPage extends Page {
       ),
       element("td", "c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING),
     );
-    row.addEventListener("click", (event) => !event.target.closest("button") && this.toggle(entry.index));
+    row.addEventListener("click", (event) => {
+      if (!(/** @type {Element} */ (event.target).closest("button"))) this.toggle(entry.index);
+    });
     return isOpen ? [row, this.occurrenceRow(entry.index)] : [row];
   }
 
@@ -272,7 +274,7 @@ class TokensPage extends Page {
         `group ${group}, r${response} at ${position}${Number.isFinite(influence) ? `  ${style.signed(influence)}` : ""}`,
       );
       link.href = this.context.href("group", { group, sel: `${response}.${position}` });
-      row.firstChild.append(link);
+      row.children[0].append(link);
     }
     return row;
   }
@@ -301,7 +303,7 @@ class TokensPage extends Page {
     };
     const field = (axis, end, label) => {
       const input = setAttributes(element("input"), { type: "number", step: "any", "aria-label": `${axis} ${label}` });
-      input.value = Number(shown[axis][end].toPrecision(3));
+      input.value = String(Number(shown[axis][end].toPrecision(3)));
       input.addEventListener("change", () => {
         const next = { entropy: [...shown.entropy], influence: [...shown.influence] };
         next[axis][end] = Number(input.value);

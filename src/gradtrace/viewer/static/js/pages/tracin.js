@@ -304,7 +304,7 @@ class TracinPage extends Page {
     if (!next) return;
     this.cursor = next.response;
     for (const row of this.list.querySelectorAll("tr.opens"))
-      row.classList.toggle("current", Number(row.dataset.response) === this.cursor);
+      row.classList.toggle("current", Number(row.getAttribute("data-response")) === this.cursor);
     this.list.querySelector("tr.current")?.scrollIntoView({ block: "nearest" });
   }
 

@@ -71,8 +71,7 @@ class ResponseText {
       const span = element("span", `${drawingClass(entry, piece)}${colour ? ` ${colour}` : ""}`);
       if (piece.lead && !entry.special) span.append(element("span", "lead", piece.lead));
       span.append(drawnText(entry, piece));
-      span.readout = () => this.describe(position);
-      node.append(span);
+      node.append(Object.assign(span, { readout: () => this.describe(position) }));
     }
     return element("div", "prose", node);
   }
