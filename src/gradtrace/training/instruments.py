@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gradtrace.algorithms import policy_loss
 from gradtrace.attribution import AttributionError, TrainingPass
+from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
@@ -20,7 +23,9 @@ from gradtrace.instruments.tracin.losses import aggregated
 from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSource, validation_advantage, validation_pool
+from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
+from gradtrace.tasks.base import Prompt
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
@@ -93,16 +98,14 @@ def tracin_instrument(
     config = parts.config
     settings = config.trainer.tracin
     n = settings.val_n or config.rollout.n
-    source = ValidationSource(
-        settings,
-        validation_pool(config, parts.task, report),
-        parts.task.tokenizer,
-        parts.reward,
-        parts.sampler,
-        SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=n),
-        validation_advantage(config),
-        config.trainer.seed,
-    )
+    params = SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=n)
+
+    def sample(prompts: list[Prompt], generator: torch.Generator) -> RolloutBatch:
+        batch = rollout(parts.sampler, prompts, params, generator)
+        return judge(batch, parts.task.tokenizer, parts.reward)
+
+    pool = validation_pool(config, parts.task, report)
+    source = ValidationSource(settings, pool, validation_advantage(config), config.trainer.seed, sample)
     host = ModelScorer(
         parts.policy,
         TracInSelector(parts.policy.model, settings.method, settings.parameters),

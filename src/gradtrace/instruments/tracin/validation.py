@@ -5,7 +5,7 @@ Everything follows from the seed and the step, so that a resumed run draws what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from gradtrace.algorithms.groups import constant_groups
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, TracinConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.rollouts import Judge, add_advantages, judge, keep_groups, rollout
-from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.policy.rollouts import add_advantages, keep_groups
 from gradtrace.tasks.base import Prompt, Task
 
 POOL_BATCHES = 32
@@ -65,33 +64,35 @@ def validation_advantage(config: Config) -> Algorithm[AdvantageInputs, Advantage
     return advantage("grpo") if own.needs else own
 
 
+Sample = Callable[[list[Prompt], torch.Generator], RolloutBatch]
+"""Prompts, and random numbers to sample with → judged responses to them."""
+
+
 class ValidationSource:
     def __init__(
         self,
         settings: TracinConfig,
-        pool: list[Prompt],
-        tokenizer: Any,
-        reward: Judge,
-        sampler: Sampler,
-        params: SamplingParams,
+        pool: Sequence[Any],
         estimator: Algorithm[AdvantageInputs, AdvantageOutputs],
         seed: int,
+        sample: Sample | None = None,
     ) -> None:
+        """`pool`: the prompts to draw from. A host that samples elsewhere has no `sample` and overrides `at`."""
         self.settings = settings
         self.pool = pool
-        self.tokenizer = tokenizer
-        self.reward = reward
-        self.sampler = sampler
-        self.params = params
         self.estimator = estimator
         self.seed = seed
+        self.sample = sample
         self._current: ValidationSet | None = None
 
     def at(self, step: int) -> tuple[ValidationSet, int]:
         """The set of this training step, and how many responses were sampled for it now."""
         generated = 0
         if self.is_due(step):
-            self._current, generated = self._sample(step)
+            assert self.sample is not None
+            candidates, generator = self.draw(step)
+            batch = self.sample([self.pool[index] for index in candidates.tolist()], generator)
+            self._current, generated = self.chosen(batch, candidates, step), len(batch)
         assert self._current is not None  # it is due before the first step
         return self._current, generated
 
@@ -99,12 +100,6 @@ class ValidationSource:
         """Whether this step needs fresh rollouts."""
         every = self.settings.val_refresh_every
         return self._current is None or self._current.step < step - (step - 1) % every
-
-    def _sample(self, step: int) -> tuple[ValidationSet, int]:
-        candidates, generator = self.draw(step)
-        prompts = [self.pool[index] for index in candidates.tolist()]
-        batch = judge(rollout(self.sampler, prompts, self.params, generator), self.tokenizer, self.reward)
-        return self.chosen(batch, candidates, step), len(batch)
 
     def draw(self, step: int) -> tuple[Tensor, torch.Generator]:
         """long: the prompts of the pool to sample in this step, and random numbers to sample them with."""

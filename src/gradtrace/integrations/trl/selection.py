@@ -8,8 +8,7 @@ masks truncated ones: it has no loss, and the loss's normaliser does not count i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ from gradtrace.instruments.tracin.losses import aggregated
 from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import adam_geometry
 from gradtrace.instruments.tracin.selector import TracInSelector
-from gradtrace.instruments.tracin.validation import ValidationSet, ValidationSource
+from gradtrace.instruments.tracin.validation import ValidationSource
 from gradtrace.integrations.trl.policy import TrlPolicy
+from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.rollout.sampler import evaluation_mode
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.writer import TraceWriter
 
@@ -65,61 +66,43 @@ def tracin_instrument(
         raise GradtraceError(f"selection: {error}") from error
     host = ModelScorer(policy, selector, TOKENS_PER_PASS, optimizer)
     weigh = aggregated(AGGREGATION.get(trainer.loss_type, "token_mean"), trainer.max_completion_length)
-    source = TrlValidation(trainer, settings, policy)
+    source = validation_source(trainer, settings, policy)
     return TracinInstrument(settings, host, weigh, source, writer, meta, truth)
 
 
-class TrlValidation(ValidationSource):
+def validation_source(trainer: Any, settings: TracinConfig, policy: TrlPolicy) -> ValidationSource:
     """Prompts of the trainer's eval_dataset, sampled at the current weights and judged by its reward functions."""
+    tokenizer = trainer._tokenizer
+    rows = [dict(row) for row in trainer.eval_dataset]
+    ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+    sampler = Sampler(policy.model, tokenizer.pad_token_id)
+    params = SamplingParams(
+        n=settings.val_n or trainer.num_generations,
+        max_new_tokens=trainer.max_completion_length,
+        temperature=trainer.temperature,
+        top_p=trainer.args.top_p,
+        top_k=trainer.args.top_k or 0,
+        stop_token_ids=tuple(trainer.eos_token_ids),
+    )
 
-    def __init__(self, trainer: Any, settings: TracinConfig, policy: TrlPolicy) -> None:
-        self.trainer = trainer
-        self.policy = policy
-        rows = [dict(row) for row in trainer.eval_dataset]
-        ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
-        super().__init__(
-            settings,
-            [Prompt(list(prompt), row) for prompt, row in zip(ids, rows, strict=True)],
-            trainer._tokenizer,
-            self._rewards,
-            Sampler(policy.model, trainer._tokenizer.pad_token_id),
-            SamplingParams(
-                n=settings.val_n or trainer.num_generations,
-                max_new_tokens=trainer.max_completion_length,
-                temperature=trainer.temperature,
-                top_p=trainer.args.top_p,
-                top_k=trainer.args.top_k or 0,
-                stop_token_ids=tuple(trainer.eos_token_ids),
-            ),
-            advantage("grpo"),
-            trainer.args.seed,
-        )
+    def sample(prompts: list[Prompt], generator: torch.Generator) -> RolloutBatch:
+        with evaluation_mode(policy.model), torch.no_grad():
+            return judge(rollout(sampler, prompts, params, generator), tokenizer, partial(_rewards, trainer))
 
-    def at(self, step: int) -> tuple[ValidationSet, int]:
-        with _evaluating(self.policy.model), torch.no_grad():
-            return super().at(step)
-
-    def _rewards(self, texts: list[str], items: list[dict[str, Any]]) -> list[float]:
-        """The trainer's reward functions, weighted as it weighs them; 0 where none of them judged."""
-        trainer, prompts = self.trainer, [item["prompt"] for item in items]
-        chat = not isinstance(prompts[0], str)
-        completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-        ids = trainer._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        with torch.random.fork_rng():
-            found = trainer.plain_rewards(items, prompts, completions, ids)
-        weighted: Tensor = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)
-        return weighted.tolist()
+    pool = [Prompt(list(prompt), row) for prompt, row in zip(ids, rows, strict=True)]
+    return ValidationSource(settings, pool, advantage("grpo"), trainer.args.seed, sample)
 
 
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Inside, the model is in evaluation mode: sampling is without dropout."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+def _rewards(trainer: Any, texts: list[str], items: list[dict[str, Any]]) -> list[float]:
+    """The trainer's reward functions, weighted as it weighs them; 0 where none of them judged."""
+    prompts = [item["prompt"] for item in items]
+    chat = not isinstance(prompts[0], str)
+    completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+    ids = trainer._tokenizer(texts, add_special_tokens=False)["input_ids"]
+    with torch.random.fork_rng():
+        found = trainer.plain_rewards(items, prompts, completions, ids)
+    weighted: Tensor = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)
+    return weighted.tolist()
 
 
 def masked(output: dict[str, Any], batch: RolloutBatch) -> dict[str, Any]:

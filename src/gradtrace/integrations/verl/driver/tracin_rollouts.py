@@ -43,14 +43,10 @@ class VerlValidation(ValidationSource):
         stop_token_ids: tuple[int, ...],
     ) -> None:
         """`pool`: verl's dataset of the prompts; `n`: responses to each."""
-        self.settings = settings
-        self.pool = pool
+        super().__init__(settings, pool, estimator, seed)
         self.n = n
-        self.estimator = estimator
-        self.seed = seed
         self.response_length = response_length
         self.stop_token_ids = stop_token_ids
-        self._current: ValidationSet | None = None
         self._waiting: dict[str, int] = {}  # uid of a prompt → its number in the pool
         self._sampled: tuple[ValidationSet, int] | None = None
 
