@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from gradtrace import open_run
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import EntropyProbe
+from gradtrace.probe import session
 from gradtrace.probe.config import ProbeConfig, load_probe_config
 from gradtrace.probe.phases import load_batch, save_batch
 from gradtrace.probe.results import ProbeResults
-from gradtrace.probe.session import run_probe
 from gradtrace.rollout import Sampler
 from gradtrace.trace.schema import ProbeBatch
 from gradtrace.training.checkpoint import write_marker
@@ -50,6 +51,18 @@ def checkpoint(run_dir: Path, tmp_path: Path) -> Path:
     return tmp_path / "run" / "checkpoints" / "step_000002"
 
 
+def trusted(checkpoint: Path) -> list[str]:
+    """The run's own reward file, asked for by name: a run that one was given could name any code."""
+    saved = checkpoint.parent.parent / "config.yaml"
+    return [f"reward.path={yaml.safe_load(saved.read_text())['reward']['path']}"] if saved.is_file() else []
+
+
+def run_probe(
+    checkpoint: Path, config: ProbeConfig, overrides: list[str] | None = None, output: Path | None = None
+) -> ProbeResults:
+    return session.run_probe(checkpoint, config, [*trusted(checkpoint), *(overrides or [])], output)
+
+
 def config(**settings: Any) -> ProbeConfig:
     words = [f"{key}={json.dumps(value)}" for key, value in (SIZES | {"eta": [0.01, 0.1]} | settings).items()]
     return load_probe_config(None, words)[0]
@@ -65,7 +78,7 @@ def test_command_writes_a_report_that_holds_and_a_trace_that_reads(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "probe.yaml").write_text("eta: [0.01, 0.03, 0.1]\nrun: [rollout.max_new_tokens=6]\n")
-    words = [f"{key}={value}" for key, value in SIZES.items()]
+    words = [*trusted(checkpoint), *(f"{key}={value}" for key, value in SIZES.items())]
     assert main(["probe", str(checkpoint), *words, "--config", str(tmp_path / "probe.yaml")]) == 0
     printed = capsys.readouterr().out
     assert "sampling E" in printed and "predicted (forward mode)" in printed

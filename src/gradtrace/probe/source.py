@@ -39,6 +39,8 @@ class Source:
 
     @staticmethod
     def of(checkpoint: Path, config: ProbeConfig, overrides: list[str]) -> Source:
+        if not checkpoint.is_dir():
+            raise GradtraceError(f"{checkpoint}: there is no such folder")
         plain = (checkpoint / "config.json").is_file()
         checkpoint = checkpoint.resolve() if plain else checkpoint_of(checkpoint.resolve())
         if plain:
