@@ -39,7 +39,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scores(file: Path) -> np.ndarray:
     with np.load(file, allow_pickle=False) as columns:
-        return columns["influence_position"]
+        return columns["influence_loss_term"]
 
 
 def test_every_cell_has_a_row_and_the_files_say_the_same(done: Path) -> None:

@@ -30,8 +30,11 @@ def test_no_arguments_are_the_demo() -> None:
     config = load_config([])
     assert config.recipe == "demo"
     assert config.task.name == "arithmetic"
-    assert (
-        config.trainer.influence_trace.enable and config.trainer.influence_trace.output_function == "log_prob"
+    trace = config.trainer.influence_trace
+    assert trace.enable and (trace.hessian_mode, trace.credit, trace.target) == (
+        "optimizer",
+        "loss_term",
+        "log_prob",
     )
 
 
@@ -141,7 +144,9 @@ def test_every_recipe_is_valid(recipe: str, tmp_path: Path) -> None:
 def test_cfg_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--cfg", "rollout.n=4"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed["rollout"]["n"] == 4 and printed["trainer"]["influence_trace"]["hessian_mode"] == "inverse"
+    assert (
+        printed["rollout"]["n"] == 4 and printed["trainer"]["influence_trace"]["hessian_mode"] == "optimizer"
+    )
 
 
 def test_every_setting_is_documented() -> None:

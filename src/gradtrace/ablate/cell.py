@@ -25,7 +25,7 @@ from gradtrace.training.instruments import loss_traits
 from gradtrace.training.parts import Parts
 from gradtrace.training.update import PolicyUpdate
 
-SCORES = ("influence_position", "influence_loss_term")
+SCORES = ("influence_position", "influence_tail", "influence_loss_term")
 KEPT = ("row", "length", "captured", *SCORES)
 
 
@@ -48,9 +48,9 @@ class FrozenOptimizer:
 class ScoreKeeper(InfluenceTraceInstrument):
     """The influence trace as in a run, with its columns kept instead of written."""
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    def __init__(self, policy: Policy, optimizer: Any, config: Config) -> None:
         record = InfluenceRecord(config.trainer.influence_trace, writer=None)  # type: ignore[arg-type]
-        super().__init__(policy, record, loss_traits(config.algorithm))
+        super().__init__(policy, record, loss_traits(config.algorithm), optimizer)
         self.columns: dict[str, Any] = {}
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
@@ -77,7 +77,7 @@ def measure(
 ) -> tuple[dict[str, Any], ScoreKeeper | None]:
     """Seconds and peak memory of the pass; the first one, where memory is measured, is not timed. A traced pass is
     timed in turn with one without a trace: on a machine that others use too, only such neighbours compare."""
-    keeper = ScoreKeeper(parts.policy, config) if traced else None
+    keeper = ScoreKeeper(parts.policy, parts.optimizer.adamw, config) if traced else None
 
     def work(observer: StepObserver) -> float:
         start = time.perf_counter()

@@ -94,7 +94,7 @@ def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str,
         return row, None
     with np.load(file, allow_pickle=False) as columns:
         meta = json.loads(columns["meta_json"].tobytes())
-        credit = "position" if "influence_position" in columns else "loss_term"
+        credit = "position" if meta["credit"] == "both" else meta["credit"]
         flat = columns[f"influence_{credit}"].astype(np.float64)
         dense = likelihood_scores(
             batch, columns["row"], columns["length"], flat, columns["captured"], meta["output_function"]

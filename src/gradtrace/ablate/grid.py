@@ -18,7 +18,8 @@ NOT_SWEPT = ("enable", "write_every", "fsync", "on_error", "profile_timing")
 """Knobs of the trace that change no score, time or memory of a pass."""
 
 ALWAYS = [
-    f"trainer.influence_trace.{setting}" for setting in ("enable=true", "write_every=1", "on_error=raise")
+    f"trainer.influence_trace.{setting}"
+    for setting in ("enable=true", "write_every=1", "on_error=raise", "loss_term_prompts=0")
 ]
 
 

@@ -7,7 +7,7 @@ the one that this step will see. This is the only place that knows how optimizer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -200,3 +200,25 @@ def _precise(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class ClippedGradients(Mapping[str, Tensor]):
+    """The gradients that stand in `.grad`, as the optimizer will be given them after clipping to `max_norm` (0 or None:
+    no clipping). They are scaled one at a time, when asked for, so that no second copy of all of them exists."""
+
+    def __init__(self, model: nn.Module, max_norm: float | None) -> None:
+        self._gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        self._factor = 1.0
+        if max_norm and self._gradients:
+            norm = torch.nn.utils.get_total_norm(list(self._gradients.values()))
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            self._factor = min(1.0, max_norm / (float(whole) + 1e-6))  # as clip_grad_norm_ does
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._gradients[name] * self._factor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gradients)
+
+    def __len__(self) -> int:
+        return len(self._gradients)

@@ -41,17 +41,6 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
     """Trace at most this many prompts with mixed rewards; 0 is no cap."""
     pairwise_max_mb: float = number(64.0, minimum=0)
     """Store the effect of each token on each sibling response while a step's file stays below this; 0 is never."""
-    # The hosts still capture one function as step and target: the older form is their default.
-    hessian_mode: str = choice("inverse", "identity", "optimizer")
-    """The geometry in which two gradients meet: H⁻¹, none, or what the optimizer does to a gradient."""
-    target: str = choice("output_function", "log_prob")
-    """What a step is asked about: the contrast of its own function, or of log-probs."""
-    credit: str = choice("position", "loss_term", "both", "tail")
-    """What a token's gradient is: all that flows through its position, or that of its own loss term."""
-    reg_rule: str = choice("per_dimension", "per_row")
-    """How λ of H follows from its trace where reg_lambda ≤ 0."""
-    loss_term_prompts: int = number(0, minimum=0)
-    """How many groups have loss terms; 0 is all."""
 
     def __post_init__(self) -> None:
         """Values are checked by `validate`, which names a key by its whole path."""

@@ -40,9 +40,9 @@ class Backward:
     token_weights: Tensor
     """float[r, T]: what aggregation multiplied each token's loss by. Dividing a response's gradient by its weight
     undoes the normaliser (a response has one weight for all its tokens in every aggregation)."""
-    token_losses: Callable[[Tensor], Tensor]
-    """Rows of the `RolloutBatch` → their tokens' own terms of the loss at the current weights, before aggregation,
-    one after the other; runs the model."""
+    token_terms: Callable[[Tensor], Tensor]
+    """Rows of the `RolloutBatch` → [2, N], their tokens one after the other: each token's own term of the loss at the
+    current weights, before aggregation, and its log-prob; runs the model."""
     optimizer_steps: int | None = None
     """Optimizer steps taken on this rollout before this pass, where a host spreads `update.rows` over several of
     them; None: `update.number`."""

@@ -48,17 +48,21 @@ class PolicyLoss:
         return outputs.loss, penalties, token_sums
 
     def token_losses(self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> Tensor:
-        """[sum of lengths]: every token's own term of the loss at the current weights, before aggregation, response
-        after response in the order of `rows`. Old log-probs must be set."""
+        """[N]: the first row of `token_terms`."""
+        return self.token_terms(batch, micro_batches, rows)[0]
+
+    def token_terms(self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> Tensor:
+        """[2, N]: every token's own term of the loss at the current weights, before aggregation, and its log-prob;
+        response after response in the order of `rows`. Old log-probs must be set."""
         found: dict[int, Tensor] = {}
         for micro in micro_batches(rows):
             log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
             policy_losses, penalties, _ = self.losses(batch, micro, log_probs, entropies)
-            losses = torch.stack([policy_losses, *penalties]).sum(0)
+            terms = torch.stack([torch.stack([policy_losses, *penalties]).sum(0), log_probs])
             lengths = micro.mask.sum(1).tolist()
             for index, (row, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):
-                found[row] = losses[index, :length]
-        return torch.cat([found[row] for row in rows.tolist()])
+                found[row] = terms[:, index, :length]
+        return torch.cat([found[row] for row in rows.tolist()], dim=1)
 
 
 @torch.no_grad()

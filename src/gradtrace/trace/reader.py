@@ -4,7 +4,7 @@
     step = run.step("influence_trace", run.steps("influence_trace")[-1])
     step["entropy"]                 # a whole column
     for r in step.group(0).responses:
-        print(step.response(r).reward, step.tokens(r)["influence_position"])
+        print(step.response(r).reward, step.influence(r))
 
 A step whose file is damaged, missing or refused is left out; `run.problems` names it and says why.
 """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtrace.trace import schema
+from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 
 if TYPE_CHECKING:
@@ -117,6 +118,14 @@ class Step:
     def tokens(self, r: int) -> dict[str, np.ndarray]:
         """The token columns of response r, each [T_r]."""
         return {name: self._slice(name, r) for name in self.columns if schema.COLUMNS[name].level == "token"}
+
+    def influence(self, r: int) -> np.ndarray | None:
+        """[T_r]: the influence scores of response r in the best credit that it has; None if this is another trace."""
+        known = [credit for credit, name in SCORE_OF_CREDIT.items() if name in self]
+        if not known:
+            return None
+        credit = Credit(self["credit"][r]) if "credit" in self else known[0]
+        return self._slice(SCORE_OF_CREDIT[credit], r)
 
     def pairwise(self, r: int) -> Pairwise | None:
         """The block of response r, None where none is stored."""

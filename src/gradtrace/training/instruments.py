@@ -56,7 +56,7 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
         try:
             record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
             loss = loss_traits(parts.config.algorithm)
-            observers.append(InfluenceTraceInstrument(parts.policy, record, loss))
+            observers.append(InfluenceTraceInstrument(parts.policy, record, loss, parts.optimizer.adamw))
         except AttributionError as error:
             raise GradtraceError(f"trainer.influence_trace: {error}") from error
     if trainer.entropy_probe.every:

@@ -53,7 +53,7 @@ class _Step:
     """Whether this step is probed."""
     weights: Tensor
     """float[R]: what aggregation multiplies the tokens of each response by."""
-    token_losses: Callable[[Tensor], Tensor] | None = None
+    token_terms: Callable[[Tensor], Tensor] | None = None
     predicted: tuple[Tensor, RolloutBatch, Prediction, Shares, float] | None = None
     """All of `Probed` but the measurement."""
     probed: Probed | None = None
@@ -108,7 +108,7 @@ class EntropyProbeInstrument(StepObserver):
         step = self._step
         if step is not None and step.active and backward.update.number == 0:
             step.weights[backward.micro.rows] = backward.token_weights[:, 0].cpu()
-            step.token_losses = backward.token_losses
+            step.token_terms = backward.token_terms
         return nullcontext()
 
     @contextmanager
@@ -156,11 +156,11 @@ class EntropyProbeInstrument(StepObserver):
         """U: the loss terms of the mini-batch that the gradient is of."""
         lengths = step.batch.response_lengths[rows]
         weights = step.weights[rows].repeat_interleave(lengths)
-        token_losses = step.token_losses
-        assert token_losses is not None
+        token_terms = step.token_terms
+        assert token_terms is not None
 
         def run() -> Tensor:
-            losses = token_losses(rows)  # runs the model a micro-batch at a time
+            losses, _ = token_terms(rows)  # runs the model a micro-batch at a time
             return losses * weights.to(losses)
 
         one = Pass(torch.arange(len(rows)), run)

@@ -20,11 +20,13 @@ from gradtrace.attribution import (
     InfluenceTrace,
     InfluenceTracer,
     TrainingPass,
-    needs_own_backward,
     objective_sign,
     objective_weights,
-    riding_scale,
+    plan_passes,
+    step_scale,
+    target_scale,
 )
+from gradtrace.attribution.ledger import Role
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.trace.schema import GroupStatus
 
@@ -45,6 +47,16 @@ class TracedPass:
     """Optimizer steps taken on this rollout before the pass."""
     positions: Mapping[str, Tensor] = field(default_factory=dict)
     """Module → flat positions that it sees, where it does not see all."""
+
+
+@dataclass(frozen=True)
+class PassRoles:
+    """Which backward passes give the gradients of the step and of the target."""
+
+    own: tuple[Role, ...]
+    """Passes of their own, in this order, before that of training."""
+    riding: Role | None
+    """What the training pass is captured as; None: it is not captured."""
 
 
 @dataclass(eq=False)
@@ -79,6 +91,8 @@ class InfluenceCapture:
         self.plan: StepPlan | None = None
         self.status = torch.empty(0, dtype=torch.long)
         """long[G]: the plan's status, with what went wrong since."""
+        self.loss_term_groups: list[int] = []
+        """The groups whose tokens' own terms are scored; over all mini-batches of the step."""
         self.scored: list[Scored] = []
         self.current: MiniBatch | None = None
 
@@ -86,6 +100,8 @@ class InfluenceCapture:
         """A training step begins."""
         self.plan = plan
         self.status = plan.status.clone()
+        mixed = (plan.status == int(GroupStatus.SCORED)).nonzero().squeeze(-1).tolist()
+        self.loss_term_groups = mixed[: self.config.loss_term_prompts or None]
         self.scored = []
         self.current = None
         self.tracer.reset()
@@ -98,6 +114,8 @@ class InfluenceCapture:
         place = torch.full((len(plan.group) + 1,), -1, dtype=torch.long)
         place[rows] = torch.arange(len(rows))
         self.current = MiniBatch(rows, place, torch.full((len(rows),), optimizer_step))
+        if len(rows):
+            self.tracer.begin(self.loss_term_groups)
         return len(rows) > 0
 
     def drop_unscored(self) -> None:
@@ -119,61 +137,80 @@ class InfluenceCapture:
 
     # ------------------------------------------------------------ passes
 
-    def needs_own_pass(self, optimizer_step: int) -> bool:
-        """The objective is not proportional to the training loss at this point, so it needs a pass of its own."""
+    def roles(self, optimizer_step: int) -> PassRoles:
+        """What the training pass is captured as at this point, and which passes step and target need of their own."""
         plan, rows = self._plan, self._mini_batch.rows
         training = dataclasses.replace(
             self.loss,
             on_policy=optimizer_step == 0,
             one_advantage_per_response=bool(plan.one_advantage[rows].all()),
         )
-        return needs_own_backward(self.config.output_function, training)
+        passes = plan_passes(self.config.output_function, self.config.target, training)
+        own: list[Role] = [] if passes.target_rides else ["target"]
+        step: Role = "both" if passes.target_rides else "step"
+        return PassRoles(tuple(own), step) if passes.step_rides else PassRoles((*own, step), None)
 
     @contextmanager
-    def around(self, traced: TracedPass, is_own_pass: bool) -> Iterator[None]:
-        """The backward pass inside is captured: that of training, or with `is_own_pass` the objective's own."""
+    def around(self, traced: TracedPass, role: Role, rides: bool) -> Iterator[None]:
+        """The backward pass inside is captured: that of training (`rides`), or a pass of the role's own."""
         mini_batch, plan = self._mini_batch, self._plan
         ids = mini_batch.place[traced.rows]
         chosen = ids >= 0
+        ids, rows = ids[chosen], traced.rows[chosen]
+        weight = traced.token_weight[chosen].float().cpu() if rides else torch.ones(len(rows))
         response = mini_batch.place[traced.response]
-        tokens = (
-            traced.tokens & (response >= 0).to(traced.tokens.device) if response.dim() == 2 else traced.tokens
+        tokens = traced.tokens
+        if response.dim() == 2:
+            tokens = tokens & (response >= 0).to(tokens.device)
+        mini_batch.optimizer_step[ids] = traced.optimizer_step
+        output_function = self.config.output_function
+        step = (
+            step_scale(output_function, weight, plan.advantages[rows], plan.rewards[rows])
+            if rides
+            else weight
         )
-        mini_batch.optimizer_step[ids[chosen]] = traced.optimizer_step
-        scale: float | Tensor = 1.0
-        if not is_own_pass:
-            rows = traced.rows[chosen]
-            scale = torch.zeros(len(mini_batch.rows))
-            scale[ids[chosen]] = riding_scale(
-                self.config.output_function,
-                traced.token_weight[chosen].float().cpu(),
-                plan.advantages[rows],
-                plan.rewards[rows],
-            )
+        target = None
+        if role == "both" and self.config.target == "log_prob" and output_function != "log_prob":
+            target = self._spread(ids, target_scale(weight, plan.advantages[rows], rides))
         with self.tracer.capture(
-            response=response, tokens=tokens, scale=scale, positions=traced.positions, **self._labels()
+            response=response,
+            tokens=tokens,
+            scale=self._spread(ids, step),
+            target_scale=target,
+            role=role,
+            positions=traced.positions,
+            **self._labels(),
         ):
             yield
+
+    def _spread(self, ids: Tensor, values: Tensor) -> Tensor:
+        """float[r]: values of some of the mini-batch's responses at their places, 0 elsewhere."""
+        spread = torch.zeros(len(self._mini_batch.rows))
+        spread[ids] = values.float()
+        return spread
 
     def holds(self, traced: TracedPass) -> bool:
         """The pass has a response that is to be scored."""
         return bool((self._mini_batch.place[traced.rows] >= 0).any())
 
-    def weights(self, mask: Tensor, rows: Tensor, advantages: Tensor) -> Tensor:
-        """[b, T]: w_t of a log-prob objective for the sequences `rows`; `advantages` is [b, T]."""
+    def weights(self, role: Role, mask: Tensor, rows: Tensor, advantages: Tensor) -> Tensor:
+        """[b, T]: w_t of Σ w_t ℓ_t in a pass of the role's own, for the sequences `rows`; `advantages` is [b, T]."""
+        output_function = "log_prob" if role == "target" else self.config.output_function
         rewards = torch.where(rows >= 0, self._plan.rewards[rows], 0.0).to(mask.device)
-        return objective_weights(self.config.output_function, mask, advantages=advantages, rewards=rewards)
+        return objective_weights(output_function, mask, advantages=advantages, rewards=rewards)
 
     def _labels(self) -> dict[str, Any]:
         """The labels of the mini-batch's responses, as the tracer takes them."""
         plan, rows = self._plan, self._mini_batch.rows
-        advantages = plan.advantages[rows]
-        return {
+        labels: dict[str, Any] = {
             "accepted": plan.accepted[rows],
             "group": plan.group[rows],
-            "advantages": advantages,
-            "sign": objective_sign(self.config.output_function, advantages, plan.rewards[rows]),
+            "advantages": plan.advantages[rows],
         }
+        if self.config.target == "output_function":
+            sign = objective_sign(self.config.output_function, plan.advantages[rows], plan.rewards[rows])
+            labels["sign"] = sign
+        return labels
 
     # ------------------------------------------------------------ scores
 

@@ -13,8 +13,11 @@ from gradtrace.attribution import SIGN, UNIT, InfluenceConfig
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
 from gradtrace.instruments.influence.capture import Scored
+from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.schema import GroupStatus, Selection, ragged
 
+Entry = tuple[int, int, Scored]
+"""A scored response: its row in the batch, its place in the trace, and the mini-batch that it belongs to."""
 STATUS_OF_REASON = {
     "constant_reward": GroupStatus.CONSTANT_REWARD,
     "not_captured": GroupStatus.NOT_CAPTURED,
@@ -24,9 +27,11 @@ STATUS_OF_REASON = {
 
 def describe(config: InfluenceConfig) -> dict[str, Any]:
     """The meaning of the scores, for the file and the viewer."""
+    backward = "tail" if config.tail_only else "position"
     return {
-        "credit": ["position", "loss_term"] if config.credit == "both" else [config.credit],
-        "pairwise_credit": "position",
+        "credit": [backward, "loss_term"] if config.wants_loss_term else [backward],
+        "pairwise_credit": backward,
+        "target": config.target,
         "hessian_mode": config.hessian_mode,
         "hessian_source": config.hessian_source,
         "contrastive_agg": config.contrastive_agg,
@@ -50,7 +55,7 @@ def influence_columns(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns of a step's file, and what to say about them: the scored responses, and every group's status."""
     status = status.clone()
-    entries = []  # (row, response in the trace, Scored), in the order of the batch
+    entries: list[Entry] = []  # in the order of the batch
     for part in scored:
         for local, row in enumerate(part.rows.tolist()):
             reason = part.trace.skipped.get(int(batch.group[row]))
@@ -63,7 +68,6 @@ def influence_columns(
     unscored = (status == int(GroupStatus.SCORED)) & ~torch.isin(torch.arange(len(status)), batch.group[rows])
     status[unscored] = int(GroupStatus.NOT_CAPTURED)
     status[unscored & ~has_contrast(batch)] = int(GroupStatus.CONSTANT_REWARD)
-    position = [part.trace.position_scores[local].float().cpu() for _, local, part in entries]
     captured = [part.trace.captured(local).cpu() for _, local, part in entries]
     columns = {
         **group_columns(batch, truth),
@@ -80,13 +84,41 @@ def influence_columns(
         "log_prob": token_column(batch.need("old_log_probs"), batch, rows),
         "captured": flat(captured, torch.bool),
     }
-    if config.credit in ("position", "both"):
-        columns["influence_position"] = np.nan_to_num(flat(position, torch.float32))
-    if config.wants_loss_term:
-        terms = [part.trace.loss_term_scores[local].float().cpu() for _, local, part in entries]  # type: ignore[index]
-        columns["influence_loss_term"] = flat(terms, torch.float32)
+    columns |= score_columns(entries, config)
     pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
-    return columns | pairwise, {"pairwise_responses": stored}
+    said = {key: value for part in scored for key, value in part.trace.meta.items() if key != "credit"}
+    return columns | pairwise, said | {"pairwise_responses": stored}
+
+
+def score_columns(entries: list[Entry], config: InfluenceConfig) -> dict[str, Any]:
+    """Every token's scores: of the backward pass for all responses, of its own loss term for those that have it."""
+    traces = [(part.trace, local) for _, local, part in entries]
+    lengths = [len(trace.position_scores[local]) for trace, local in traces]
+    backward = Credit.TAIL if config.tail_only else Credit.POSITION
+    position = [trace.position_scores[local] for trace, local in traces]
+    columns: dict[str, Any] = {
+        "credit": np.array(
+            [Credit[trace.credit_of(local).upper()] for trace, local in traces], dtype=np.uint8
+        ),
+        "no_step": flat([trace.without_step(local) for trace, local in traces], torch.bool),
+        SCORE_OF_CREDIT[backward]: np.nan_to_num(flat(position, torch.float32)),
+    }
+    for name, scores in (
+        ("influence_loss_term", "loss_term_scores"),
+        ("influence_likelier", "likelier_scores"),
+    ):
+        if any(getattr(trace, scores) is not None for trace, _ in traces):
+            found = [(getattr(trace, scores) or {})[local] for trace, local in traces]
+            columns[name] = flat(
+                [
+                    own if len(own) else torch.zeros(length)
+                    for own, length in zip(found, lengths, strict=True)
+                ],
+                torch.float32,
+            )
+    if config.wants_loss_term and "influence_loss_term" not in columns:
+        columns["influence_loss_term"] = np.zeros(sum(lengths), np.float32)
+    return columns
 
 
 def has_contrast(batch: RolloutBatch) -> Tensor:
@@ -104,10 +136,11 @@ def selection_of(captured: Tensor) -> int:
 
 
 def flat(tensors: list[Tensor], dtype: torch.dtype) -> np.ndarray:
-    return torch.cat([torch.empty(0, dtype=dtype), *tensors]).numpy()
+    """All tensors one after the other, on the CPU."""
+    return torch.cat([torch.empty(0, dtype=dtype), *(tensor.to("cpu", dtype) for tensor in tensors)]).numpy()
 
 
-def pairwise_columns(entries: list[tuple[int, int, Scored]], max_mb: float) -> tuple[dict[str, Any], int]:
+def pairwise_columns(entries: list[Entry], max_mb: float) -> tuple[dict[str, Any], int]:
     """Effects of tokens on sibling responses, for as many responses as the budget allows; and how many that is."""
     index_of = {(id(part), local): index for index, (_, local, part) in enumerate(entries)}
     budget = max_mb * 2**20

@@ -9,7 +9,7 @@ anyway. With `all_selected` the scope is therefore the selected responses of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import InfluenceTracer, TrainingPass
+from gradtrace.attribution.ledger import Role
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import InfluenceCapture, TracedPass
 from gradtrace.instruments.influence.plan import StepPlan
@@ -35,9 +36,13 @@ class StepState:
     step: int
     update: OptimizerStep | None = None
     """The optimizer step whose passes are being captured."""
-    token_losses: Callable[[Tensor], Tensor] | None = None
-    """Rows → their tokens' own terms of the training loss, as the last pass gave it."""
+    token_terms: Callable[[Tensor], Tensor] | None = None
+    """Rows → their tokens' own terms of the training loss and their log-probs, as the last pass gave it."""
     failure: Exception | None = None
+
+
+Coming = Mapping[str, Tensor] | bool | None
+"""The gradient that the optimizer is about to be given: as it stands in `.grad`, by parameter name, or not known."""
 
 
 class InfluenceTraceInstrument(StepObserver):
@@ -48,11 +53,15 @@ class InfluenceTraceInstrument(StepObserver):
         policy: Policy,
         record: InfluenceRecord,
         loss: TrainingPass,
+        optimizer: Any,
+        coming: Callable[[], Coming] = lambda: True,
     ) -> None:
+        """`optimizer` takes the steps; `coming` says what is known of its next gradient when a mini-batch is scored."""
         self.policy = policy
         self.record = record
         self.config = record.config
-        self.tracer = InfluenceTracer(policy.model, self.config, defer_errors=True)
+        self.coming = coming
+        self.tracer = InfluenceTracer(policy.model, self.config, defer_errors=True, optimizer=optimizer)
         self.tracer.close()  # hooks are on the model during updates only: the sampler's fast path wants it bare
         self.capture = InfluenceCapture(self.tracer, loss)
         self._step: StepState | None = None
@@ -84,12 +93,15 @@ class InfluenceTraceInstrument(StepObserver):
         traced = self._traced(backward)
         if not self.capture.holds(traced):
             return nullcontext()
-        state.token_losses = backward.token_losses
-        if not self.capture.needs_own_pass(backward.number):
-            return self.capture.around(traced, is_own_pass=False)
-        with self._guarded(), self.capture.around(traced, is_own_pass=True):
-            self._own_backward(backward.micro)
-        return nullcontext()
+        state.token_terms = backward.token_terms
+        roles = self.capture.roles(backward.number)
+        with self._guarded():
+            for role in roles.own:
+                with self.capture.around(traced, role, rides=False):
+                    self._own_backward(role, backward.micro)
+        if roles.riding is None or state.failure is not None:
+            return nullcontext()
+        return self.capture.around(traced, roles.riding, rides=True)
 
     def _traced(self, backward: Backward) -> TracedPass:
         micro = backward.micro
@@ -104,34 +116,38 @@ class InfluenceTraceInstrument(StepObserver):
             positions=dict.fromkeys(heads, micro.logit_positions),
         )
 
-    def _own_backward(self, micro: MicroBatch) -> None:
+    def _own_backward(self, role: Role, micro: MicroBatch) -> None:
         """A pass of the objective's own. Gradients go nowhere: autograd.grad, and the result is dropped."""
         weights = [block.sites[0].module.weight for block in self.tracer.blocks]
-        torch.autograd.grad(self._weighted_log_probs(micro).sum(), weights, allow_unused=True)  # type: ignore[arg-type]
+        terms, _ = self._weighted_log_probs(role, micro)
+        torch.autograd.grad(terms.sum(), weights, allow_unused=True)  # type: ignore[arg-type]
 
-    def _weighted_log_probs(self, micro: MicroBatch) -> Tensor:
-        """[N]: every token's own term of a log-prob objective."""
+    def _weighted_log_probs(self, role: Role, micro: MicroBatch) -> Tensor:
+        """[2, N]: every token's own term of a log-prob objective, and its log-prob."""
         assert self._step is not None
         advantages = micro.column(self._step.batch, "advantages", torch.device("cpu"))
-        weights = self.capture.weights(micro.mask, micro.rows, advantages)
-        return weights[micro.mask].to(self.policy.device) * self.policy.statistics(micro)[0]
+        weights = self.capture.weights(role, micro.mask, micro.rows, advantages)
+        log_probs = self.policy.statistics(micro)[0]
+        return torch.stack([weights[micro.mask].to(log_probs) * log_probs, log_probs])
 
     @contextmanager
     def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
         state = self._step
         if state is not None and state.update is update and state.failure is None:
             with self._guarded():
-                self.capture.score(terms=self._terms if self.config.wants_loss_term else None)
+                terms = self._terms if self.config.wants_loss_term else None
+                self.capture.score(terms=terms, coming=self.coming())
         yield
 
     def _terms(self, responses: list[int]) -> Tensor:
-        """Every token's own term of the captured objective."""
-        assert self._step is not None and self._step.token_losses is not None
+        """[2, N]: every token's own term of the step, to be raised, and its log-prob."""
+        assert self._step is not None and self._step.token_terms is not None
         assert self.capture.current is not None
         rows = self.capture.current.rows[responses]
-        if self.config.output_function == "training_loss":
-            return self._step.token_losses(rows)
-        return self._weighted_log_probs(Sequences.of(self._step.batch).padded(rows))
+        if self.config.output_function != "training_loss":
+            return self._weighted_log_probs("step", Sequences.of(self._step.batch).padded(rows))
+        losses, log_probs = self._step.token_terms(rows)
+        return torch.stack([-losses, log_probs])
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

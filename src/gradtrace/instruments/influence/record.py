@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,10 @@ from gradtrace.trace.writer import TraceWriter
 
 logger = logging.getLogger(__name__)
 
-NOT_ADDED = ("debug_modules", "debug_modules_fired")
-"""Metrics that every mini-batch has alike; the others are added up over the mini-batches of a step."""
+LARGEST = ("debug_modules", "debug_modules_fired")
+"""Metrics that every mini-batch has alike."""
+MEANS = ("effective_dof", "label_r2")
+"""Metrics that are averaged over the mini-batches of a step; the others are added up."""
 
 
 class InfluenceRecord:
@@ -52,6 +55,10 @@ class InfluenceRecord:
             cause, sentence = why_empty(batch, torch.as_tensor(columns["group_status"]))
             meta["empty"] = sentence
             self._tell_once(cause, f"step {step} has no rows: {sentence}.")
+        for warning in (warning for part in scored for warning in part.trace.warnings):
+            self._tell_once(
+                re.split(r"\d", warning)[0], f"step {step}: {warning}"
+            )  # once, whatever its numbers
         self.writer.write(step, columns, self.meta | meta)
         return self.metrics(status, scored, columns)
 
@@ -71,10 +78,9 @@ class InfluenceRecord:
         metrics: dict[str, float] = {}
         for part in scored:
             for name, value in part.trace.metrics.items():
-                alike = name.removeprefix("influence_trace/") in NOT_ADDED
-                metrics[name] = (
-                    max(metrics.get(name, 0.0), value) if alike else metrics.get(name, 0.0) + value
-                )
+                known, short = metrics.get(name, 0.0), name.removeprefix("influence_trace/")
+                value = value / len(scored) if short in MEANS else value
+                metrics[name] = max(known, value) if short in LARGEST else known + value
         constant = int((status == int(GroupStatus.CONSTANT_REWARD)).sum())
         counts = {
             "uid_total": len(status),

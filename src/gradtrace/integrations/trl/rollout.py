@@ -61,16 +61,17 @@ class TracedRollout:
                 if values.requires_grad:
                     values.register_hook(_stores(store, micro.rows))
 
-    def token_losses(self, rows: Tensor) -> Tensor:
-        """[N]: every token's own term of TRL's loss, before it was averaged: linear in the token's log-prob and
-        entropy with the derivatives that the backward pass had, which gives the term's gradient for any loss type."""
+    def token_terms(self, rows: Tensor) -> Tensor:
+        """[2, N]: every token's own term of TRL's loss, before it was averaged, and its log-prob. The term is linear in
+        the token's log-prob and entropy with the derivatives that the backward pass had, which gives the term's
+        gradient for any loss type."""
         micro = Sequences.of(self.batch).padded(rows)
         log_probs, entropies = self.policy.statistics(micro)
         chosen = self.batch.response_mask[rows]
         scale = (1.0 / self.token_weight[rows, None]).expand(chosen.shape)[chosen].to(log_probs)
         log_prob_weight = self.log_prob_weight[rows][chosen].to(log_probs) * scale
         entropy_weight = self.entropy_weight[rows][chosen].to(log_probs) * scale
-        return log_prob_weight * log_probs + entropy_weight * entropies
+        return torch.stack([log_prob_weight * log_probs + entropy_weight * entropies, log_probs])
 
 
 def _stores(store: Tensor, rows: Tensor) -> Callable[[Tensor], None]:

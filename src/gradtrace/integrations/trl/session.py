@@ -10,7 +10,7 @@ weights; `optimizer_step` of every response in the trace says which. Later passe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import AttributionError, TrainingPass
+from gradtrace.attribution.geometry import ClippedGradients
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
@@ -115,10 +116,20 @@ class TraceSession:
                 entropy_bonus=trainer._entropy_bonus_enabled,
             )
             try:
-                observers.append(InfluenceTraceInstrument(self._policy, record, loss))
+                observers.append(
+                    InfluenceTraceInstrument(self._policy, record, loss, trainer.optimizer, self._coming)
+                )
             except AttributionError as error:
                 raise GradtraceError(f"influence trace: {error}") from error
         return Observers(observers)
+
+    def _coming(self) -> Mapping[str, Tensor] | None:
+        """The gradient of the optimizer step that follows, clipped as it will be; None where the rollout's passes
+        belong to several steps, of which the next gradient is a part only."""
+        rollout, trainer = self._rollout, self.trainer
+        if rollout is None or trainer.state.global_step != rollout.began_at:
+            return None
+        return ClippedGradients(self._policy.model, trainer.args.max_grad_norm)
 
     def _writer(self, kind: str) -> TraceWriter:
         settings = self.settings
@@ -264,7 +275,7 @@ class TraceSession:
                 rollout.update,
                 micro,
                 weights,
-                rollout.token_losses,
+                rollout.token_terms,
                 optimizer_steps=self.trainer.state.global_step - rollout.began_at,
             )
             self._slice = micro

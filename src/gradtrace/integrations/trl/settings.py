@@ -19,7 +19,7 @@ from gradtrace.integrations.trl.batches import LOSS_TYPES
 class TraceSettings:
     run_dir: str | os.PathLike[str]
     """The run's folder: traces, metrics.jsonl, config.yaml. `gradtrace view RUN_DIR` shows it while it grows."""
-    influence: InfluenceConfig | None = field(default_factory=InfluenceConfig.older)
+    influence: InfluenceConfig | None = field(default_factory=InfluenceConfig)
     """Knobs of the influence trace; None: no influence trace."""
     selection: TracinConfig | None = None
     """TracIn selection against the trainer's eval_dataset; None: train on every completion."""

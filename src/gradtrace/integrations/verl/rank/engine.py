@@ -41,11 +41,12 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         tracer = self._traced
         if tracer is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        if tracer.needs_own_pass:
-            with tracer.capturing():
+        roles = tracer.roles
+        for role in roles.own:
+            with tracer.capturing(role):
                 super().forward_backward_batch(data, tracer.objective)
             self.optimizer_zero_grad()  # gradients of the objective are nobody's but the trace's
-        with nullcontext() if tracer.needs_own_pass else tracer.capturing():
+        with nullcontext() if roles.riding is None else tracer.capturing(roles.riding):
             return super().forward_backward_batch(data, loss_function)
 
     def _tracer_for(self, data: Any, loss_function: Any) -> RankTracer | None:
@@ -72,7 +73,7 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         return self.probe if self.probe.begin(data) else None
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        if self._traced is not None and self._traced.is_capturing:
+        if self._traced is not None and self._traced.role is not None:
             self._traced.micro_batch(micro_batch)
         return super().forward_step(micro_batch, loss_function, forward_only)
 

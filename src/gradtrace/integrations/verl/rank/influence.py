@@ -15,8 +15,10 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution import AttributionError, InfluenceTracer
+from gradtrace.attribution.geometry import ClippedGradients
+from gradtrace.attribution.ledger import Role
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.influence.capture import InfluenceCapture, TracedPass
+from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
 from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.influence_parts import write_part
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
@@ -49,7 +51,11 @@ class RankTracer:
         self.rank = dist.get_rank()
         try:
             self.tracer = InfluenceTracer(
-                engine.module, self.config, engine.get_data_parallel_group(), defer_errors=True
+                engine.module,
+                self.config,
+                engine.get_data_parallel_group(),
+                defer_errors=True,
+                optimizer=engine.optimizer,
             )
         except AttributionError as error:
             raise GradtraceError(f"gradtrace.influence_trace: {error}") from error
@@ -57,7 +63,8 @@ class RankTracer:
         self.capture = InfluenceCapture(self.tracer, loss.training_pass)
         self.meeting = Meeting()
         self.step: RankStep | None = None
-        self.is_capturing = False
+        self.role: Role | None = None
+        """What the passes that run now are captured as; None: they are not."""
         self._open = contextlib.ExitStack()
         print(
             f"gradtrace: influence trace active on rank {self.rank} of {dist.get_world_size()}: "
@@ -93,8 +100,8 @@ class RankTracer:
         return self.capture.begin(labels.rows(step.mini_batch), step.mini_batch)
 
     @property
-    def needs_own_pass(self) -> bool:
-        return self.capture.needs_own_pass(self._step.mini_batch)
+    def roles(self) -> PassRoles:
+        return self.capture.roles(self._step.mini_batch)
 
     @property
     def _step(self) -> RankStep:
@@ -102,10 +109,11 @@ class RankTracer:
         return self.step
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Backward passes in here are captured, micro-batch by micro-batch, as `micro_batch` announces them."""
+    def capturing(self, role: Role) -> Iterator[None]:
+        """Backward passes in here are captured as `role`, micro-batch by micro-batch, as `micro_batch` announces them:
+        those of training, or of a role's own (`objective`)."""
         self.tracer.attach()
-        self.is_capturing = True
+        self.role = role
         self._open = contextlib.ExitStack()
         try:
             yield
@@ -114,7 +122,7 @@ class RankTracer:
             self.tracer.reset()
             raise
         finally:
-            self.is_capturing = False
+            self.role = None
             with contextlib.suppress(AttributionError):
                 self._open.close()
             self.tracer.close()
@@ -122,9 +130,11 @@ class RankTracer:
     def micro_batch(self, micro_batch: Any) -> None:
         """The forward pass of this micro-batch comes next; the passes of the one before are over."""
         self._close()
+        assert self.role is not None
         try:
-            traced = self._traced(micro_batch)
-            self._open.enter_context(self.capture.around(traced, is_own_pass=self.needs_own_pass))
+            rides = self.role == self.roles.riding
+            traced = self._traced(micro_batch, rides)
+            self._open.enter_context(self.capture.around(traced, self.role, rides))
         except (AttributionError, GradtraceError) as error:
             self._fail(error)
 
@@ -138,30 +148,27 @@ class RankTracer:
     def _fail(self, error: Exception) -> None:
         self._step.failure = self._step.failure or f"rank {self.rank}: {error}"
 
-    def _traced(self, micro_batch: Any) -> TracedPass:
+    def _traced(self, micro_batch: Any, rides: bool) -> TracedPass:
         rows = rows_of(micro_batch)
         packed = plain(micro_batch, "use_remove_padding", True)
         bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
         response, tokens = response_layout(micro_batch, rows, packed, bucket)
-        weight = (
-            torch.ones(len(rows))
-            if self.needs_own_pass
-            else micro_batch_weights(micro_batch, self.loss.actor)
-        )
+        weight = micro_batch_weights(micro_batch, self.loss.actor) if rides else torch.ones(len(rows))
         return TracedPass(rows, response, tokens, weight, self._step.mini_batch)
 
     def objective(
         self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """A loss function for verl: Σ w_t ℓ_t of the log-prob objective, where it needs a pass of its own."""
-        return self._weighted_log_probs(model_output, data).sum(), {}
+        """A loss function for verl: Σ w_t ℓ_t of a role that needs a pass of its own."""
+        assert self.role is not None
+        return self._weighted_log_probs(self.role, model_output, data)[0].sum(), {}
 
-    def _weighted_log_probs(self, model_output: Any, data: Any) -> Tensor:
-        """[b, T]: every token's own term of a log-prob objective."""
+    def _weighted_log_probs(self, role: Role, model_output: Any, data: Any) -> Tensor:
+        """[2, b, T]: every token's own term of a log-prob objective, and its log-prob."""
         log_probs = no_padding_2_padding(model_output["log_probs"], data)
         mask = dense(data, "response_mask", log_probs).bool()
-        weights = self.capture.weights(mask, rows_of(data), dense(data, "advantages", log_probs))
-        return weights * log_probs
+        weights = self.capture.weights(role, mask, rows_of(data), dense(data, "advantages", log_probs))
+        return torch.stack([weights * log_probs, log_probs])
 
     # ------------------------------------------------------------ scoring, on all ranks together
 
@@ -176,11 +183,11 @@ class RankTracer:
             self.tracer.reset()
             return
         before = self.tracer.ranks.bytes_moved
-        terms = None
-        if self.config.wants_loss_term:
-            terms = self._round_terms
+        terms = self._round_terms if self.config.wants_loss_term else None
+        clip = self.engine.optimizer_config.clip_grad
+        coming = ClippedGradients(self.engine.module, clip) if terms is not None else None
         # What goes wrong here goes wrong on every rank alike, or the process group's time-out ends the run.
-        self.capture.score(terms=terms, method="finite_difference")
+        self.capture.score(terms=terms, method="finite_difference", coming=coming)
         moved = float(self.tracer.ranks.bytes_moved - before)
         self.capture.scored[-1].trace.metrics["influence_trace/debug_bytes_moved"] = moved
 
@@ -189,7 +196,8 @@ class RankTracer:
         self.meeting.wait(f"step {step.labels.plan.step}, scoring of mini-batch {step.mini_batch}")
 
     def _round_terms(self, responses: list[int]) -> Tensor:
-        """One forward pass of this rank: the own terms of a response's tokens, or of any response if none is given."""
+        """[2, N]: one forward pass of this rank: the own terms of a response's tokens, to be raised, and their
+        log-probs; or of any response, if none is given."""
         data = self._step.data
         place = 0
         if responses:
@@ -199,7 +207,7 @@ class RankTracer:
 
         def keep(model_output: Any, data: Any, dp_group: Any = None, **ignored: Any) -> Any:
             values = self._token_terms(model_output, data)
-            found.append(values[0, : int(data["response_mask"].values().sum())])
+            found.append(values[:, 0, : int(data["response_mask"].values().sum())])
             return values.sum(), {}
 
         with torch.no_grad():
@@ -207,10 +215,11 @@ class RankTracer:
         return found[0]
 
     def _token_terms(self, model_output: Any, data: Any) -> Tensor:
-        """[b, T]: every token's term of the captured objective, before aggregation."""
-        if self.config.output_function == "training_loss":
-            return self.loss.token_losses(model_output, data)
-        return self._weighted_log_probs(model_output, data)
+        """[2, b, T]: every token's own term of the step, before aggregation, and its log-prob."""
+        if self.config.output_function != "training_loss":
+            return self._weighted_log_probs("step", model_output, data)
+        log_probs = no_padding_2_padding(model_output["log_probs"], data)
+        return torch.stack([-self.loss.token_losses(model_output, data), log_probs])
 
     def finish_mini_batch(self, grad_norm: float) -> None:
         """The weights have moved, or not if the gradient was not finite: then its scores mean nothing."""

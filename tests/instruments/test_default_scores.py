@@ -1,0 +1,159 @@
+"""The default score in the training loop, held against brute force: a token's own step in the optimizer's geometry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradtrace.algorithms import Denominator, token_weights
+from gradtrace.attribution.geometry import ClippedGradients
+from gradtrace.batch import RolloutBatch
+from gradtrace.metrics import Timer
+from gradtrace.policy.microbatch import MicroBatches, Sequences
+from gradtrace.trace.kinds.influence_trace import Credit
+from gradtrace.training.instruments import build_observer
+from gradtrace.training.loop import Trainer
+from tests.instruments.test_traces import columns, influence
+from tests.training import small
+
+KNOBS = (
+    *("trainer.influence_trace.enable=true", "trainer.influence_trace.projection_dim_factor=0"),
+    *("trainer.influence_trace.on_error=raise", "actor.mini_batch_size=0", "actor.optim.lr=1e-3"),
+)
+
+
+def second_step(folder: Path, *more: str) -> tuple[Trainer, RolloutBatch]:
+    """A trainer whose second step was traced, with model and optimizer put back to the state before that step."""
+    trainer = small.trainer(folder, *KNOBS, *more)
+    trainer.observer = build_observer(trainer.parts, trainer.files, print)
+    trainer.observer.start(0)
+    parts = trainer.parts
+    for step in (1, 2):
+        batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
+        weights = {name: p.detach().clone() for name, p in parts.policy.model.named_parameters()}
+        state = {name: value.clone() for name, value in parts.optimizer.state_tensors().items()}
+        batch, _ = trainer.train_step(batch, step, Timer())
+    trainer.observer.close()
+    with torch.no_grad():
+        for name, p in parts.policy.model.named_parameters():
+            p.copy_(weights[name])
+    parts.optimizer.load_state_tensors(state)
+    return trainer, batch
+
+
+def gradient(trainer: Trainer, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    named = trainer.parts.policy.trainable()
+    found = torch.autograd.grad(value, list(named.values()), allow_unused=True, retain_graph=True)
+    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+def brute_force(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor) -> list[np.ndarray]:
+    """Response → the change of its group's contrast, per unit of learning rate, by each token's step: autograd token by
+    token, over the linear layers but the head, with v̂ as the step will see it."""
+    parts, loss = trainer.parts, trainer.update.loss
+    micro_batches = MicroBatches(batch, 10_000)
+    everything = torch.arange(len(batch))
+    weights = token_weights(
+        batch.response_mask,
+        loss.algorithm.aggregation,
+        Denominator.of(batch.response_mask, loss.max_response_length),
+    )
+    (loss.token_losses(batch, micro_batches, everything) * weights[batch.response_mask]).sum().backward()
+    coming = ClippedGradients(parts.policy.model, parts.optimizer.config.grad_clip)
+    adamw = parts.optimizer.adamw
+    beta, epsilon = adamw.defaults["betas"][1], adamw.defaults["eps"]
+    layers = {
+        f"{name}.weight"
+        for name, module in parts.policy.model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not parts.policy.model.get_output_embeddings()
+    }
+    scale = {}
+    for name, parameter in parts.policy.trainable().items():
+        state = adamw.state[parameter]
+        moment = beta * state["exp_avg_sq"] + (1 - beta) * coming[name] ** 2
+        scale[name] = 1 / ((moment / (1 - beta ** (float(state["step"]) + 1))).sqrt() + epsilon)
+    found = []
+    for row in rows.tolist():
+        siblings = (batch.group == batch.group[row]).nonzero().squeeze(-1)
+        assert batch.rewards is not None
+        good = batch.rewards[siblings] == batch.rewards[siblings].max()
+        log_probs = parts.policy.statistics(Sequences.of(batch).padded(siblings))[0]
+        means = [part.mean() for part in log_probs.split(batch.response_lengths[siblings].tolist())]
+        contrast = sum(
+            mean / good.sum() if is_good else -mean / (~good).sum()
+            for mean, is_good in zip(means, good, strict=True)
+        )
+        target = gradient(trainer, contrast)
+        losses = loss.token_losses(batch, micro_batches, torch.tensor([row]))
+        found.append(
+            np.array(
+                [
+                    float(
+                        sum(
+                            (-step[n] * scale[n] * target[n]).sum()
+                            for n in step
+                            if n in layers and n in target
+                        )
+                    )
+                    for step in (gradient(trainer, term) for term in losses)
+                ]
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("extra", [(), ("algorithm.kl_coef=0.1",), ("algorithm.aggregation=sequence_mean",)])
+def test_default_scores_are_what_one_optimizer_step_does_to_first_order(
+    tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    trainer, batch = second_step(tmp_path, *influence("preconditioner_form=exact"), *extra)
+    step = columns(trainer.files.path, step=2)
+    by_term = step["credit"] == Credit.LOSS_TERM
+    assert by_term.any()
+    chosen = by_term.nonzero()[0][:4]
+    rows = torch.from_numpy(step["row"][chosen].astype(np.int64))
+    for index, expected in zip(chosen, brute_force(trainer, batch, rows), strict=True):
+        own = slice(step["token_offsets"][index], step["token_offsets"][index + 1])
+        found = step["influence_loss_term"][own]
+        np.testing.assert_allclose(found, expected, rtol=5e-3, atol=5e-3 * np.abs(expected).max())
+
+
+def test_two_tiers_in_one_step(tmp_path: Path) -> None:
+    """`loss_term_prompts` groups have their tokens' own terms in all layers, the others in the tail alone."""
+    trainer, _ = second_step(tmp_path, *influence("loss_term_prompts=1"))
+    step = columns(trainer.files.path, step=2)
+    mixed = np.unique(step["group"])
+    assert len(mixed) > 1
+    first = step["group"] == mixed[0]
+    assert (step["credit"][first] == Credit.LOSS_TERM).all() and (step["credit"][~first] == Credit.TAIL).all()
+    token_is_first = np.repeat(first, step["length"])
+    for name in ("influence_loss_term", "influence_likelier"):
+        assert np.abs(step[name][token_is_first]).max() > 0 and not step[name][~token_is_first].any()
+    assert np.abs(step["influence_tail"][~token_is_first]).max() > 0
+
+
+def test_what_makes_a_token_likelier_is_the_step_without_its_advantage(tmp_path: Path) -> None:
+    trainer, _ = second_step(tmp_path)
+    step = columns(trainer.files.path, step=2)
+    term = np.repeat(step["credit"] == Credit.LOSS_TERM, step["length"])
+    advantage = np.repeat(step["advantage"], step["length"])[term]
+    expected = advantage * step["influence_likelier"][term]
+    np.testing.assert_allclose(
+        step["influence_loss_term"][term], expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max()
+    )
+
+
+def test_the_file_says_where_the_second_moment_came_from(tmp_path: Path) -> None:
+    import json
+
+    trainer, _ = second_step(tmp_path)
+    first, second = (
+        json.loads(columns(trainer.files.path, step=number)["meta_json"].tobytes()) for number in (1, 2)
+    )
+    assert first["second_moment_loss_term"] == "batch_gradient"
+    assert second["second_moment_loss_term"] == "state_with_batch"
+    assert second["second_moment_backward"] == "state_before"
+    assert second["target"].startswith("log_prob") or "log-prob" in second["target"]
