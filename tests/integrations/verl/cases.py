@@ -8,7 +8,14 @@ from typing import Any
 PLAN = [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
 """Mini-batch of each of the 16 responses; groups of four."""
 
-EXACT = {"enable": True, "projection_dim_factor": 0, "on_error": "raise"}
+EXACT = {"enable": True, "projection_dim_factor": 0, "on_error": "raise", "loss_term_prompts": 0}
+OLDER = {
+    "hessian_mode": "inverse",
+    "reg_rule": "per_dimension",
+    "credit": "position",
+    "target": "output_function",
+}
+"""The form of earlier versions: one function as step and target, H⁻¹ between them."""
 
 
 def ranks_of(world: int) -> list[list[int]]:
@@ -57,7 +64,19 @@ KNOBS = {
 # Adapters start from random numbers of their own, so there is nothing to compare scores with.
 LORA = {"lora": Case({"lora_rank": 4}, knobs=_GLOBAL, check_gradients=True)}
 FIRST_ONLY = {"first_only": Case(first_only=True)}
-CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY
+DEFAULT = {
+    "default": Case(knobs={"preconditioner_form": "factored"}),
+    "default_padded": Case({"packed": False}, {"packed": False}, knobs={"preconditioner_form": "factored"}),
+    "tail": Case(knobs={"credit": "tail", "preconditioner_form": "factored"}),
+    "two_tiers": Case(knobs={"loss_term_prompts": 1, "projection_dim_factor": 2}),
+}
+"""The form of today: a token's own step in the optimizer's geometry, the contrast of log-probs as its target."""
+CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT
+
+
+def knobs_of(name: str) -> dict[str, Any]:
+    """The influence knobs of a case."""
+    return {**EXACT, **({} if name in DEFAULT else OLDER), **CASES[name].knobs}
 
 
 def names(world: int, *kinds: dict[str, Case]) -> list[str]:

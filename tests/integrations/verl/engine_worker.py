@@ -29,7 +29,7 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
         total = torch.zeros(block.d_out, block.d_in)
         for response, mean in stored.items():
             row = int(engine.tracer.capture.current.rows[response])
-            total += mean * lengths[response] * weights[row]
+            total -= mean * lengths[response] * weights[row]  # the step goes downhill on the loss
         dist.all_reduce(total)
         expected = full(gradients[block.parameter_name].grad)
         total /= dist.get_world_size()
@@ -56,7 +56,7 @@ def run_case(name: str, folder: Path) -> Any:
     parts_dir.mkdir(exist_ok=True)
     loss = GradtraceLoss(
         harness.actor_config(**case.actor),
-        influence=InfluenceTraceConfig(**{**cases.EXACT, **case.knobs}),
+        influence=InfluenceTraceConfig(**cases.knobs_of(name)),
         parts_dir=str(parts_dir),
     )
     errors: dict[str, float] = {}

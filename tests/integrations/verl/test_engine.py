@@ -73,11 +73,11 @@ def small_model_config() -> Any:
     return ModelConfig(device="cpu")
 
 
-def embedded(folder: Path, case: cases.Case) -> dict[str, np.ndarray]:
+def embedded(folder: Path, name: str) -> dict[str, np.ndarray]:
     """The columns of the embedded loop's trace of the same two mini-batches."""
     batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
     policy = load_policy(folder / "model", small_model_config(), 1.0)
-    knobs = InfluenceTraceConfig(**{**cases.EXACT, **case.knobs})
+    case, knobs = cases.CASES[name], InfluenceTraceConfig(**cases.knobs_of(name))
     mode = case.actor.get("loss_agg_mode", "token-mean")
     algorithm = AlgorithmConfig(
         policy_loss_options={"clip_low": 0.2, "clip_high": 0.2},
@@ -89,7 +89,7 @@ def embedded(folder: Path, case: cases.Case) -> dict[str, np.ndarray]:
     update = PolicyUpdate(PolicyLoss(policy, algorithm, 16), optimizer)
     knobs.on_error = "raise"
     record = InfluenceRecord(knobs, writer=None)  # type: ignore[arg-type]
-    observer = Kept(policy, record, loss_traits(algorithm))
+    observer = Kept(policy, record, loss_traits(algorithm), optimizer.adamw)
     observer.before_update(batch, 1)
     plan = torch.tensor(cases.PLAN)
     steps = [OptimizerStep(1, 0, i, i, (plan == i).nonzero().squeeze(-1)) for i in range(2)]
@@ -108,7 +108,7 @@ def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
     step = join_parts(folder / f"{name}.{world}", 1, list(range(world)), rows)
     assert not step.failures
     status = torch.zeros(len(batch.prompts), dtype=torch.long)
-    config = InfluenceTraceConfig(**{**cases.EXACT, **cases.CASES[name].knobs})
+    config = InfluenceTraceConfig(**cases.knobs_of(name))
     return influence_columns(batch, step.scored, status, config, 64.0)[0]
 
 
@@ -123,7 +123,7 @@ def test_captured_gradients_sum_to_the_weight_gradient(folder: Path, name: str, 
 
 @pytest.mark.parametrize(("world", "name"), on_ranks(cases.LAYOUTS, cases.KNOBS))
 def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: int) -> None:
-    expected, found = embedded(folder, cases.CASES[name]), joined(folder, name, world)
+    expected, found = embedded(folder, name), joined(folder, name, world)
     assert list(found["row"]) == list(expected["row"]) == list(range(16))
     assert list(found["optimizer_step"]) == cases.PLAN
     assert list(found["length"]) == list(expected["length"])
@@ -145,6 +145,27 @@ def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: i
     )
     # After an Adam step, whose first update is close to the sign of the gradient, roundings have been magnified.
     assert np.abs(ours - theirs).max() < 2e-3 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(("world", "name"), on_ranks(cases.DEFAULT))
+def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(
+    folder: Path, name: str, world: int
+) -> None:
+    """Second moments lie in shards here: their row and column means are made over ranks. In the first mini-batch there
+    are none yet, and the batch's own gradient is all there is."""
+    expected, found = embedded(folder, name), joined(folder, name, world)
+    assert list(found["credit"]) == list(expected["credit"]) and list(found["row"]) == list(expected["row"])
+    step_of_token = np.repeat(found["optimizer_step"], found["length"])
+    for column in ("influence_tail", "influence_loss_term", "influence_likelier"):
+        assert (column in found) == (column in expected)
+        for step in (0, 1) if column in found else ():
+            ours, theirs = found[column][step_of_token == step], expected[column][step_of_token == step]
+            if not theirs.any():
+                assert not ours.any()
+                continue
+            error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+            assert error < 2e-2, f"{column} of mini-batch {step} is off by {error:.1e}"
+            assert np.corrcoef(ours, theirs)[0, 1] > 0.9999
 
 
 def test_a_last_mini_batch_without_scores_does_not_cost_the_others(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import accepted
-from gradtrace.attribution import SIGN, UNIT, InfluenceConfig
+from gradtrace.attribution import SIGN, UNIT, InfluenceConfig, InfluenceTrace
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
 from gradtrace.instruments.influence.capture import Scored
@@ -93,7 +93,6 @@ def influence_columns(
 def score_columns(entries: list[Entry], config: InfluenceConfig) -> dict[str, Any]:
     """Every token's scores: of the backward pass for all responses, of its own loss term for those that have it."""
     traces = [(part.trace, local) for _, local, part in entries]
-    lengths = [len(trace.position_scores[local]) for trace, local in traces]
     backward = Credit.TAIL if config.tail_only else Credit.POSITION
     position = [trace.position_scores[local] for trace, local in traces]
     columns: dict[str, Any] = {
@@ -103,22 +102,19 @@ def score_columns(entries: list[Entry], config: InfluenceConfig) -> dict[str, An
         "no_step": flat([trace.without_step(local) for trace, local in traces], torch.bool),
         SCORE_OF_CREDIT[backward]: np.nan_to_num(flat(position, torch.float32)),
     }
-    for name, scores in (
-        ("influence_loss_term", "loss_term_scores"),
-        ("influence_likelier", "likelier_scores"),
-    ):
-        if any(getattr(trace, scores) is not None for trace, _ in traces):
-            found = [(getattr(trace, scores) or {})[local] for trace, local in traces]
-            columns[name] = flat(
-                [
-                    own if len(own) else torch.zeros(length)
-                    for own, length in zip(found, lengths, strict=True)
-                ],
-                torch.float32,
-            )
-    if config.wants_loss_term and "influence_loss_term" not in columns:
-        columns["influence_loss_term"] = np.zeros(sum(lengths), np.float32)
+    if config.wants_loss_term:
+        terms = [scores_or_zeros(trace, trace.loss_term_scores, local) for trace, local in traces]
+        columns["influence_loss_term"] = flat(terms, torch.float32)
+    if any(trace.likelier_scores is not None for trace, _ in traces):
+        likelier = [scores_or_zeros(trace, trace.likelier_scores, local) for trace, local in traces]
+        columns["influence_likelier"] = flat(likelier, torch.float32)
     return columns
+
+
+def scores_or_zeros(trace: InfluenceTrace, scores: list[Tensor] | None, local: int) -> Tensor:
+    """[T_r]: scores that only some groups have; zeros for the others, whose `credit` says so."""
+    own = scores[local] if scores is not None else torch.empty(0)
+    return own if len(own) else torch.zeros(len(trace.position_scores[local]))
 
 
 def has_contrast(batch: RolloutBatch) -> Tensor:
