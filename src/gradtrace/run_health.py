@@ -16,7 +16,7 @@ import numpy as np
 from gradtrace.instruments.tracin.diagnosis import diagnose_step
 from gradtrace.trace.lock import is_held
 from gradtrace.trace.reader import Run
-from gradtrace.trace.schema import INFLUENCE_TRACE, TRACIN, GroupStatus
+from gradtrace.trace.schema import INFLUENCE_TRACE, KINDS, TRACIN, GroupStatus
 from gradtrace.trace.step import Step
 
 WINDOW = 0.1
@@ -193,7 +193,8 @@ def _constant_groups(rows: dict[int, dict[str, Any]], reward: _Series) -> Iterat
 
 def _instrument_findings(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     for name in sorted({name for row in rows.values() for name in row}):
-        if name.endswith(("/debug_errors", "/debug_write_errors", "/write_errors", "entropy_probe/errors")):
+        instrument, _, counter = name.partition("/")
+        if instrument in KINDS and counter.removeprefix("debug_") in ("errors", "write_errors"):
             series = _Series(rows, name)
             if series and max(series.values) > 0:
                 where = series.steps_where(lambda value: value > 0)

@@ -84,6 +84,11 @@ class InstrumentRecord:
         return self.required + self.optional
 
     @property
+    def knob(self) -> str:
+        """The key in its section that turns it on: `enable`, or `every`."""
+        return self.switch.split("=")[0].rsplit(".", 1)[-1]
+
+    @property
     def address(self) -> str | None:
         return self.page if self.page is None else self.page or self.name
 

@@ -26,6 +26,7 @@ from gradtrace.instruments.tracin.validation import ValidationSource, validation
 from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
+from gradtrace.trace.kinds import enabled_kinds
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
@@ -39,8 +40,7 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     meta = {"task": parts.task.name, "temperature": parts.config.rollout.temperature}
     truth = parts.task.truth
     observers: list[StepObserver] = []
-    traced = (trainer.entropy_trace, trainer.influence_trace, trainer.tracin)
-    if any(trace.enable for trace in traced) or trainer.entropy_probe.every:
+    if enabled_kinds(trainer):
         files.write_token_bytes(TokenBytes.from_tokenizer(parts.task.tokenizer))
     if trainer.tracin.enable:  # first: what it leaves out, the others do not see
         writer = open_writer(files, TRACIN, trainer.tracin, report)

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gradtrace.config import EntropyProbeConfig, EntropyTraceConfig, InfluenceTraceConfig, TracinConfig
 from gradtrace.config.keys import check_fields, check_key, content_keys, schema_keys
 from gradtrace.errors import GradtraceError
+from gradtrace.trace.kinds import enabled_kinds
 
 
 @dataclass
@@ -37,8 +38,7 @@ class VerlOptions:
 
     @property
     def is_active(self) -> bool:
-        traced = self.entropy_trace.enable or self.influence_trace.enable or self.entropy_probe.every > 0
-        return traced or self.tracin.enable or self.metrics
+        return bool(enabled_kinds(self)) or self.metrics
 
 
 def read_options(config: Any) -> VerlOptions:

@@ -34,6 +34,7 @@ from gradtrace.metrics import batch_metrics
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import stop_token_ids
 from gradtrace.tasks.named import TASKS
+from gradtrace.trace.kinds import enabled_kinds
 
 CPU_POLL_SECONDS = 0.05
 
@@ -122,10 +123,7 @@ class GradtraceTrainer(PPOTrainerSync):
         self._announce(ranks)
 
     def _announce(self, ranks: int) -> None:
-        names = ("entropy_trace", "influence_trace", "tracin")
-        traces = [name for name in names if getattr(self.options, name).enable]
-        traces += ["entropy_probe"] if self.options.entropy_probe.every else []
-        what = ", ".join(traces) or "metrics only"
+        what = ", ".join(enabled_kinds(self.options)) or "metrics only"
         print(
             f"gradtrace is active: {what}; on ranks 0 to {ranks - 1} of {ranks}; files in {self.options.run_dir}",
             flush=True,
