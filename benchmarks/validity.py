@@ -1,0 +1,294 @@
+"""Does a score predict training? The yardstick of every score that this product shows.
+
+From real states of real runs (weights, Adam's moments, a rollout) one real optimizer step is taken on single tokens,
+on single responses and on random halves of a group or of the mini-batch, in float64. What each does to the contrast of
+accepted and rejected responses is measured, what momentum does by itself is subtracted, and Spearman's rank
+correlation with each score is taken per group. Shown are means over groups with 95 % bootstrap intervals, and paired
+differences to |A|(1−p), which needs no gradient at all. Beside each score stands what it costs: the update with it
+over that without.
+
+States and results stay in --folder: what is there is not made again, so a run that was interrupted goes on.
+`--write-docs` rewrites the table and the picture of docs/validity.md from all results in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._validity_page import write_page
+from benchmarks._validity_states import collect, countdown_overrides, trial_of
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
+from gradtrace.attribution import InfluenceConfig
+from gradtrace.instruments.verify.agreement import Interval, difference, interval
+from gradtrace.instruments.verify.measure import (
+    Effects,
+    Scores,
+    random_halves,
+    single_responses,
+    single_tokens,
+)
+from gradtrace.instruments.verify.trial import Trial
+
+BASELINE, BY_NORM = "|A|(1−p)", "|A|·‖g‖²"
+DEFAULT, TAIL = "optimizer, loss term", "optimizer, tail"
+
+
+@dataclass(frozen=True)
+class Score:
+    config: InfluenceConfig
+    coming: bool = False
+    """Whether v̂ has this batch's gradient in it."""
+
+
+def exact(**knobs: Any) -> InfluenceConfig:
+    common = {"projection_dim_factor": 0, "loss_term_prompts": 0, "pairwise": False}
+    return InfluenceConfig(**{**common, **knobs})
+
+
+def older(**knobs: Any) -> InfluenceConfig:
+    return InfluenceConfig.older(**{"projection_dim_factor": 0, "pairwise": False, **knobs})
+
+
+def scores(projection: int) -> dict[str, Score]:
+    """Every kind of score, by the name it has in the table."""
+    inverse = {"hessian_mode": "inverse"}
+    head = {"module_name_filter": (".*",)}
+    found = {
+        DEFAULT: Score(exact(), coming=True),
+        "optimizer (state before), loss term": Score(exact()),
+        "optimizer factored, loss term": Score(exact(preconditioner_form="factored")),
+        f"optimizer factored, loss term, projected 1/{projection}": Score(
+            exact(projection_dim_factor=projection)
+        ),
+        "identity, loss term": Score(exact(hessian_mode="identity")),
+        TAIL: Score(exact(credit="tail")),
+        "optimizer, tail and head": Score(exact(credit="tail", **head)),
+        "identity, tail": Score(exact(credit="tail", hessian_mode="identity")),
+        "optimizer, position": Score(exact(credit="position")),
+        "identity, position": Score(exact(credit="position", hessian_mode="identity")),
+    }
+    for scale in (10.0, 1.0, 0.1):
+        found[f"inverse λ={scale:g}·tr/n, loss term"] = Score(exact(**inverse, reg_scale=scale))
+    found |= {
+        "inverse λ=.1·tr/D, loss term": Score(exact(**inverse, reg_rule="per_dimension")),
+        "inverse λ=.1·tr/D, position (the older default)": Score(older()),
+        "inverse, tokens' curvature, position": Score(older(hessian_source="token")),
+        "inverse, own response left out, position": Score(older(exclude_self_response=True)),
+    }
+    return found
+
+
+@dataclass(frozen=True)
+class Size:
+    groups: int
+    """Groups of a state at most."""
+    tokens: int
+    """Single tokens of a group at most (0 = all)."""
+    halves: int
+    """Random halves of each kind; 0 leaves them out, and single responses with them."""
+
+
+# ---------------------------------------------------------------- one state
+
+
+def judge(trial: Trial, chosen: dict[str, Score], size: Size, seed: int) -> dict[str, Any]:
+    """{"agreement": score → kind → one number per group, "cost": score → ratio, …} of one state."""
+    generator = torch.Generator().manual_seed(seed)
+    trial.keep(list(trial.members)[: size.groups])
+    groups = list(trial.members)
+    trial.update_seconds()  # warms up
+    passes, step = trial.update_seconds()
+    predictions: dict[str, Scores] = {}
+    cost: dict[str, float] = {}
+    for name, score in chosen.items():
+        begun = time.perf_counter()
+        predictions[name] = trial.scores(score.config, score.coming)
+        cost[name] = (time.perf_counter() - begun + step) / (passes + step)
+    predictions |= trial.baselines()
+    kinds: dict[str, list[Effects]] = {"single_token": [], "single_response": [], "half_tokens": []}
+    for g in groups:
+        kinds["single_token"].append(single_tokens(trial, g, size.tokens, generator))
+        if size.halves:
+            kinds["single_response"].append(single_responses(trial, g))
+            kinds["half_tokens"].append(random_halves(trial, [g], size.halves, False, generator))
+    if size.halves and groups:
+        kinds["batch_tokens"] = [random_halves(trial, groups, size.halves, False, generator)]
+        kinds["batch_responses"] = [random_halves(trial, groups, size.halves, True, generator)]
+    predictions[BY_NORM] = {
+        r: v for effects in kinds["single_token"] for r, v in effects.squared_norms(trial).items()
+    }
+    agreement = {
+        name: {kind: [effects.agreement(found) for effects in some] for kind, some in kinds.items() if some}
+        for name, found in predictions.items()
+    }
+    return {"agreement": agreement, "cost": cost, "groups": len(groups), "steps_taken": trial.steps_taken}
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    overrides: list[str]
+    steps: list[int]
+    groups: int
+    """Of the rollout, from which the mini-batch is made."""
+    size: Size
+    projection: int
+    threads: int = 1
+
+    def states(self, folder: Path) -> dict[int, Path]:
+        return {step: folder / f"{self.name}_{step}.pt" for step in self.steps}
+
+
+def sources(quick: bool, smollm2: bool) -> list[Source]:
+    def demo(seed: int, steps: list[int], size: Size) -> Source:
+        overrides = ["recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"]
+        return Source(f"demo{seed}", overrides, steps, 8, size, 4)
+
+    if quick:
+        return [demo(0, [2], Size(groups=2, tokens=24, halves=8))]
+    full = Size(groups=8, tokens=0, halves=24)
+    found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
+    if smollm2:
+        found.append(
+            Source(
+                "smollm2", countdown_overrides(), [2, 4, 6, 8], 4, Size(groups=2, tokens=20, halves=0), 32, 2
+            )
+        )
+    return found
+
+
+def run(source: Source, folder: Path, deadline: float) -> None:
+    """What is missing of a source's states and results, until the deadline."""
+    states = source.states(folder)
+    results = {step: path.with_suffix(".json") for step, path in states.items()}
+    if all(path.exists() for path in results.values()) or time.time() > deadline:
+        return
+    collect(
+        source.overrides, {s: p for s, p in states.items() if not results[s].exists()}, source.groups, folder
+    )
+    torch.set_num_threads(source.threads)
+    for step, path in states.items():
+        if results[step].exists() or time.time() > deadline:
+            continue
+        found = judge(trial_of(path), scores(source.projection), source.size, seed=step)
+        results[step].write_text(json.dumps(found | {"source": source.name, "step": step}))
+        path.unlink()
+        print(
+            f"{source.name} step {step}: {found['groups']} groups, {found['steps_taken']} steps", flush=True
+        )
+
+
+def gather(results: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Score → kind → numbers of all groups, in one order for all scores."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for result in results:
+        for name, kinds in result["agreement"].items():
+            for kind, values in kinds.items():
+                found.setdefault(name, {}).setdefault(kind, []).extend(values)
+    return found
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    agreement = gather(results)
+    table = {
+        name: {kind: interval(values) for kind, values in kinds.items()} for name, kinds in agreement.items()
+    }
+    gains = {
+        name: {kind: difference(values, agreement[BASELINE][kind]) for kind, values in kinds.items()}
+        for name, kinds in agreement.items()
+    }
+    costs: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result["cost"].items():
+            costs.setdefault(name, []).append(value)
+    return {"table": table, "gains": gains, "cost": {n: statistics.median(v) for n, v in costs.items()}}
+
+
+def ratios_of(demo: dict[str, Any], smollm2: dict[str, Any] | None) -> dict[str, float]:
+    def mean(found: dict[str, Any], name: str, kind: str) -> float:
+        return float(found["table"][name][kind].mean)
+
+    ratios = {
+        "single_token_default": mean(demo, DEFAULT, "single_token"),
+        "single_token_default_low": float(demo["table"][DEFAULT]["single_token"].low),
+        "single_token_tail": mean(demo, TAIL, "single_token"),
+        "single_token_baseline": mean(demo, BASELINE, "single_token"),
+        "half_tokens_default": mean(demo, DEFAULT, "half_tokens"),
+        "half_tokens_baseline": mean(demo, BASELINE, "half_tokens"),
+    }
+    if smollm2 is not None:
+        ratios["single_token_default_smollm2"] = mean(smollm2, DEFAULT, "single_token")
+        ratios["single_token_baseline_smollm2"] = mean(smollm2, BASELINE, "single_token")
+        ratios["single_token_gain_low_smollm2"] = float(smollm2["gains"][DEFAULT]["single_token"].low)
+    return ratios
+
+
+def show(title: str, found: dict[str, Any], groups: int) -> None:
+    print(f"\n{title}: {groups} groups; mean [95 %]; cost = update with the score over update without")
+    for name, kinds in found["table"].items():
+        cells = "  ".join(f"{kind} {value}" for kind, value in kinds.items())
+        print(f"{name:52s} {found['cost'].get(name, 1.0):5.2f}×  {cells}")
+
+
+def plain(found: Any) -> Any:
+    """Intervals as lists, for JSON."""
+    if isinstance(found, Interval):
+        return [round(found.mean, 4), round(found.low, 4), round(found.high, 4), found.count]
+    return {key: plain(value) for key, value in found.items()} if isinstance(found, dict) else found
+
+
+def extra_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--folder", type=Path, default=REPOSITORY / "runs" / "validity", help="states and results"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=600.0, help="begin no state after so long; run it again"
+    )
+    parser.add_argument("--only", choices=("demo", "smollm2"), help="one of the two models")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="rewrite table and picture of docs/validity.md"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(__doc__, arguments, extra_arguments)
+    folder = Path(tempfile.mkdtemp()) if args.quick else args.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.time() + 60 * args.minutes
+    everything = sources(args.quick, smollm2=args.only != "demo")
+    for source in everything:
+        if args.only is None or source.name.startswith(args.only):
+            run(source, folder, deadline)
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    parts = {kind: [r for r in results if r["source"].startswith(kind)] for kind in ("demo", "smollm2")}
+    found = {kind: summary(some) for kind, some in parts.items() if some}
+    for kind, some in found.items():
+        show(kind, some, sum(r["groups"] for r in parts[kind]))
+    if args.quick:
+        shutil.rmtree(folder)
+    if "demo" not in found:
+        print("no result of the demo yet")
+        return
+    if args.write_docs:
+        write_page(
+            REPOSITORY / "docs", found, {kind: sum(r["groups"] for r in some) for kind, some in parts.items()}
+        )
+    detail = {kind: plain(some) for kind, some in found.items()}
+    emit("validity", ratios_of(found["demo"], found.get("smollm2")), detail | {"machine": machine()})
+
+
+if __name__ == "__main__":
+    main()

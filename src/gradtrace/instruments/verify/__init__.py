@@ -1,0 +1,2 @@
+"""Does a score predict training? Real optimizer steps on parts of a batch, measured, beside what scores said of
+them."""

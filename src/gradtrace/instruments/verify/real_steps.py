@@ -1,0 +1,57 @@
+"""What a real `optimizer.step()` would do, without leaving anything behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RealSteps:
+    """Takes steps of an optimizer from one state, again and again; weights and state come back bit by bit."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float = 0.0) -> None:
+        """`grad_clip`: the norm to which gradients are clipped before a step, as training does; 0 = not at all."""
+        self.optimizer = optimizer
+        self.grad_clip = grad_clip
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._weights = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._state: dict[str, dict[str, Any]] = {
+            name: {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in optimizer.state.get(p, {}).items()
+            }
+            for name, p in self.parameters.items()
+        }
+
+    def effect(self, gradient: Mapping[str, Tensor], measure: Callable[[], Tensor]) -> Tensor:
+        """`measure()` at the weights that a step with this gradient leads to; parameters it leaves out have a gradient
+        of zero, so that momentum moves them as it would."""
+        for name, p in self.parameters.items():
+            found = gradient.get(name)
+            p.grad = torch.zeros_like(p) if found is None else found.detach().clone().to(p.dtype)
+        if self.grad_clip:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip)
+        try:
+            self.optimizer.step()
+            with torch.no_grad():
+                return measure()
+        finally:
+            self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for name, p in self.parameters.items():
+            p.grad = None
+            p.copy_(self._weights[name])
+            if not self._state[name]:
+                self.optimizer.state.pop(p, None)
+                continue
+            state = self.optimizer.state[p]
+            for key, value in self._state[name].items():
+                if isinstance(value, Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = value
