@@ -76,9 +76,21 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of a command, with its options before, between or after its words."""
+    parser = build_parser(argv)
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    if not argv or argv[0] not in commands:
+        return parser.parse_args(argv)
+    command = commands[argv[0]]
+    if any(isinstance(action, argparse._SubParsersAction) for action in command._actions):
+        return parser.parse_args(argv)
+    return command.parse_intermixed_args(argv[1:], argparse.Namespace(command=argv[0]))
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser(argv).parse_args(argv)
+    args = parse(argv)
     from gradtrace.errors import GradtraceError
 
     try:
@@ -89,6 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `gradtrace trace show … | head`
         sys.stderr.close()
         return 0
+    except OSError as error:  # a folder that may not be written, a disk that is full
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ types, choices, ranges and what only makes sense together. Every mistake is one 
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -38,11 +41,12 @@ def load_config(overrides: list[str]) -> Config:
         check_run_key(key, valid, f"override '{key}'")
     recipe_file = find_recipe(keys)
     check_file_keys(recipe_file, valid)
-    composed = compose(recipe_file, overrides)
-    drop_foreign_options(composed, compose(recipe_file, []), keys)
-    config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
-    if config.trainer.traces:
-        config.trainer.entropy_trace.enable = config.trainer.influence_trace.enable = True
+    recipe = composed_recipe(recipe_file)
+    config = finished(with_overrides(recipe, overrides), recipe, keys)
+    if config.trainer.traces:  # what is said of one of them counts
+        for name in ("entropy_trace", "influence_trace"):
+            if f"trainer.{name}.enable" not in keys:
+                getattr(config.trainer, name).enable = True
     if config.resume:
         refuse_code_of(config.resume, config, keys)
     check_fields(config)
@@ -119,8 +123,8 @@ def check_run_key(key: str, valid: set[str], where: str) -> None:
 
 def check_file_keys(recipe: Path, valid: set[str]) -> None:
     try:
-        content = yaml.safe_load(recipe.read_text())
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise GradtraceError(f"{recipe} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise GradtraceError(f"{recipe} holds no settings.")
@@ -130,21 +134,28 @@ def check_file_keys(recipe: Path, valid: set[str]) -> None:
         check_run_key(path, valid, f"{recipe}, key '{path}'")
 
 
-def compose(recipe: Path, overrides: list[str]) -> DictConfig:
-    """The recipe with Hydra's `defaults` and the overrides applied, merged into the schema (which checks types)."""
+def composed_recipe(recipe: Path) -> DictConfig:
+    """The recipe with Hydra's `defaults`, merged into the schema (which checks types). Packaged ones are kept."""
+    return packaged_recipe(recipe) if recipe.parent == CONF else compose(recipe)
+
+
+@functools.lru_cache
+def packaged_recipe(recipe: Path) -> DictConfig:
+    return compose(recipe)
+
+
+def compose(recipe: Path) -> DictConfig:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    # `++` because a recipe need not name every key; keys were checked against the schema already.
-    # The package's recipes stay reachable from a user's file: `defaults: [gsm8k, _self_]`.
-    words = [f"++{override}" for override in overrides] + [f"hydra.searchpath=[file://{CONF}]"]
     try:
+        # The package's recipes stay reachable from a user's file: `defaults: [gsm8k, _self_]`.
         with initialize_config_dir(str(recipe.resolve().parent), version_base="1.3"):
-            composed = hydra_compose(recipe.stem, words)
+            composed = hydra_compose(recipe.stem, [f"hydra.searchpath=[file://{CONF}]"])
         return OmegaConf.merge(OmegaConf.structured(Config), composed)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise GradtraceError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
+        raise in_words(error) from None
     except HydraException as error:
         raise GradtraceError(f"{recipe.name}: {str(error.__cause__ or error).strip()}") from None
     except RecursionError:
@@ -152,6 +163,49 @@ def compose(recipe: Path, overrides: list[str]) -> DictConfig:
             f"{recipe}: its `defaults` lead back to itself. A recipe that builds on a packaged one needs a name of its "
             "own: rename the file."
         ) from None
+
+
+def with_overrides(recipe: DictConfig, overrides: list[str]) -> DictConfig:
+    """A copy of the recipe with the words of the command line in it, as Hydra reads them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    config = copy.deepcopy(recipe)
+    for word in OverridesParser.create().parse_overrides(overrides):
+        if word.is_sweep_override():
+            raise GradtraceError(
+                f"'{word.input_line}': one value is needed; a list is written [a,b], a text with a comma 'a,b'."
+            )
+        key, value = word.key_or_group, word.value()
+        try:
+            # One word for a list of words: module_name_filter=mlp.
+            if OmegaConf.is_list(OmegaConf.select(config, key)) and is_single(value):
+                value = [value]
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
+        except OmegaConfBaseException as error:
+            raise in_words(error, key) from None
+    return config
+
+
+def is_single(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and "${" not in str(value)
+
+
+def finished(composed: DictConfig, recipe: DictConfig, keys: dict[str, str]) -> Config:
+    """The typed configuration, with its `${…}` resolved and their values checked as well."""
+    try:
+        drop_foreign_options(composed, recipe, keys)
+        if "${" in OmegaConf.to_yaml(composed):
+            plain = OmegaConf.to_container(composed, resolve=True)
+            composed = OmegaConf.merge(OmegaConf.structured(Config), plain)  # type: ignore[assignment]
+        return OmegaConf.to_object(composed)  # type: ignore[return-value]
+    except (OmegaConfBaseException, RecursionError, ValueError, TypeError, AttributeError) as error:
+        raise in_words(error) from None
+
+
+def in_words(error: Exception, key: str = "") -> GradtraceError:
+    """One line of OmegaConf's, with the key it is about."""
+    first = (str(getattr(error, "msg", "") or error).strip().splitlines() or [type(error).__name__])[0]
+    return GradtraceError(f"{getattr(error, 'full_key', '') or key}: {first}")
 
 
 def drop_foreign_options(composed: DictConfig, recipe: DictConfig, keys: dict[str, str]) -> None:

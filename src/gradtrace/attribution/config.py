@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,23 @@ class InfluenceConfig:
             raise AttributionError(
                 "preconditioner_form='exact' divides weight by weight, and projected gradients have none: use"
                 " 'factored' or 'auto', or projection_dim_factor=0"
+            )
+        for pattern in self.module_name_filter:
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError) as error:
+                glob = (
+                    " It looks like a glob: `mlp` alone finds every name with mlp in it."
+                    if "*" in pattern
+                    else ""
+                )
+                raise AttributionError(
+                    f"module_name_filter: {pattern!r} is no regular expression ({error}).{glob}"
+                ) from None
+        if self.force_gpu_compute and not self.grad_offload_to_cpu:
+            raise AttributionError(
+                "force_gpu_compute moves factors that grad_offload_to_cpu keeps in host memory back to the GPU: set "
+                "grad_offload_to_cpu=true as well, or leave it out"
             )
         self._check_solver()
 

@@ -139,6 +139,12 @@ class Config:
             raise GradtraceError("task.name=dataset needs a model: model.path=FOLDER or a hub name.")
         self.algorithm.resolve(self.rollout)
         self.trainer.tracin.validate_with(self.rollout.n, "trainer.tracin.")
+        if self.trainer.influence_trace.enable and self.rollout.n < 2:
+            raise GradtraceError(
+                "rollout.n=1 gives every prompt one response, and an influence trace compares accepted with rejected "
+                "responses to the same prompt: it would never have a row. Set rollout.n=8, or "
+                "trainer.influence_trace.enable=false."
+            )
         self._validate_update()
 
     def _validate_update(self) -> None:

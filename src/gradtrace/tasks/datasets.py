@@ -129,7 +129,11 @@ class PromptReader:
             "answer": self._answer(row, where),
             "source": str(row.get("data_source", DatasetTask.name)),
         }
-        return Prompt(encode(self.tokenizer, messages, self.config.chat_template), item)
+        try:
+            ids = encode(self.tokenizer, messages, self.config.chat_template)
+        except Exception as error:  # a lone surrogate, roles that the chat template refuses
+            raise GradtraceError(f"{where}: the prompt cannot be encoded: {error}") from error
+        return Prompt(ids, item)
 
     def _messages(self, row: Row, where: str) -> list[Message]:
         prompt = column(row, self.config.prompt_key, where, "data.prompt_key")

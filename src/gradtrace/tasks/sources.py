@@ -43,7 +43,7 @@ def read_file(file: Path, key: str) -> list[Row]:
     if file.suffix == ".parquet":
         try:
             return pyarrow.parquet.read_table(file).to_pylist()
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise GradtraceError(f"{key}: {file} is not a readable parquet file: {error}") from None
     try:
         text = file.read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def read_file(file: Path, key: str) -> list[Row]:
             if file.suffix == ".json"
             else [json.loads(line) for line in text.split("\n") if line.strip()]
         )
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise GradtraceError(f"{key}: {file} is not valid JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise GradtraceError(f"{key}: {file} must hold objects, one per prompt.")

@@ -121,9 +121,14 @@ def _show(args: argparse.Namespace) -> int:
     if not steps:
         raise GradtraceError(f"{kind} of {run.path} has no steps yet")
     step = run.step(kind, steps[-1] if args.step is None else args.step)
-    by = args.by or score_columns(step)[0]
-    if by not in score_columns(step):
-        raise GradtraceError(f"cannot colour by {by!r}; this step has {', '.join(score_columns(step))}")
+    columns = score_columns(step)
+    if not columns:
+        raise GradtraceError(
+            f"{kind} has scores of responses and none of tokens: look at it with gradtrace view"
+        )
+    by = args.by or columns[0]
+    if by not in columns:
+        raise GradtraceError(f"cannot colour by {by!r}; this step has {', '.join(columns)}")
     group = _first_scored(step) if args.group is None else args.group
     if not 0 <= group < step.n_groups:
         raise GradtraceError(f"no group {group}; step {step.step} has groups 0 to {step.n_groups - 1}")

@@ -170,7 +170,7 @@ class Step:
 
     def _check(self) -> None:
         version = self._arrays["format_version"] if "format_version" in self._arrays else np.empty(0)
-        if version.shape != (1,):
+        if version.shape != (1,) or version.dtype.kind not in "iu":
             raise schema.SchemaError("format_version", "is missing: not a gradtrace step file")
         if version[0] > schema.FORMAT_VERSION:
             raise schema.SchemaError(

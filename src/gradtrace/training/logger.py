@@ -53,7 +53,19 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
 
 
 def open_trackers(names: list[str], run_dir: Path, config: dict[str, Any]) -> list[Tracker]:
-    return [TRACKERS[name](run_dir, config) for name in names]
+    trackers = []
+    for name in names:
+        try:
+            trackers.append(TRACKERS[name](run_dir, config))
+        except GradtraceError:
+            raise
+        except (
+            Exception
+        ) as error:  # no key, no network, a project that is not ours: each tracker has its own classes
+            raise GradtraceError(
+                f"trainer.logger names {name}, which could not start: {error} (`{name} login`, or leave it out)."
+            ) from error
+    return trackers
 
 
 def _import(package: str) -> Any:

@@ -28,6 +28,7 @@ import webbrowser
 from pathlib import Path
 
 from gradtrace.errors import GradtraceError
+from gradtrace.trace.schema import KINDS
 
 DEFAULT_PORT = 6180
 PORTS_TO_TRY = 50
@@ -78,6 +79,7 @@ def serve(args: argparse.Namespace) -> int:
     import uvicorn
 
     from gradtrace.viewer.catalog import RunCatalog
+    from gradtrace.viewer.protocol import ImpatientProtocol
     from gradtrace.viewer.security import access_for
     from gradtrace.viewer.server import create_app
 
@@ -106,6 +108,7 @@ def serve(args: argparse.Namespace) -> int:
         access_log=False,
         server_header=False,
         date_header=False,
+        http=ImpatientProtocol,
         timeout_keep_alive=20,
         limit_concurrency=256,
         h11_max_incomplete_event_size=16 * 1024,
@@ -128,12 +131,18 @@ def chosen_runs(names: list[str], runs_dir: Path) -> list[Path]:
         return [latest]
     paths = []
     for name in names:
-        candidates = [Path(name), runs_dir / name]
+        candidates = [run_of_trace(Path(name)), run_of_trace(runs_dir / name)]
         found = next((path for path in candidates if is_run(path)), None)
         if found is None:
             raise GradtraceError(f"no run at {candidates[0]} nor at {candidates[1]}")
         paths.append(found)
     return paths
+
+
+def run_of_trace(path: Path) -> Path:
+    """The run that a folder of traces (RUN/influence_trace, RUN/influence_trace/steps) belongs to."""
+    path = path.parent if path.name == "steps" else path
+    return path.parent if path.name in KINDS else path
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -141,3 +141,56 @@ def test_values_survive_the_command_line() -> None:
     ):
         parsed = OverridesParser.create().parse_override(f"key={hydra_value(value)}").value()
         assert parsed == value or str(parsed) == str(value)
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("verl.trainer.save_frequency=3", "verl.trainer.save_freq"),
+        ("verl.actor_rollout_ref.actr.ppo_epochs=2", "verl.actor_rollout_ref.actor"),
+        ("verl.trainr.save_freq=3", "verl.trainer"),
+    ],
+)
+def test_misspelt_options_of_verl_are_refused_with_the_nearest(word: str, near: str) -> None:
+    pytest.importorskip("verl")
+    with pytest.raises(GradtraceError, match=f"verl has no such option. Did you mean '{near}'"):
+        translated(word)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "verl.ray_kwargs.ray_init.runtime_env.env_vars.X=1",
+        "verl.actor_rollout_ref.rollout.engine_kwargs.vllm.anything=1",
+        "verl.actor_rollout_ref.model.override_config.rope_theta=3",
+        "verl.trainer.save_freq=3",
+    ],
+)
+def test_options_that_verl_has_room_for_pass(word: str) -> None:
+    translated(word)
+
+
+def test_verls_own_variable_for_the_time_out_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradtrace.integrations.verl.rank import process_group
+
+    monkeypatch.setenv("VERL_PG_TIMEOUT_SECONDS", "77")
+    assert process_group.timeout_seconds() == 77
+    assert translated().environment[process_group.VARIABLE] == "77"
+    assert translated("cluster.pg_timeout_seconds=33").environment[process_group.VARIABLE] == "33"
+    monkeypatch.setenv(process_group.VARIABLE, "55")
+    assert process_group.timeout_seconds() == 55
+    monkeypatch.delenv(process_group.VARIABLE)
+    monkeypatch.setenv("VERL_PG_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(GradtraceError, match="VERL_PG_TIMEOUT_SECONDS=soon"):
+        process_group.timeout_seconds()
+
+
+@pytest.mark.parametrize("name", ["one_node_8_gpus.sh", "archer_math_8_gpus.sh", "archer_code_8_gpus.sh"])
+def test_launch_files_translate(name: str, tmp_path: Path) -> None:
+    """What the file gives to gradtrace is a configuration that verl can be told."""
+    text = (Path(__file__).parents[3] / "examples" / "launch" / name).read_text()
+    words = text.split("gradtrace train", 1)[1].replace("\\\n", " ").replace('"$@"', "").split()
+    config = load_config(words)
+    settings = translate(config, tmp_path, "model", on_cpu=False).settings
+    assert settings["trainer.n_gpus_per_node"] == 8
+    assert settings["+gradtrace.influence_trace"]["enable"] and settings["+gradtrace.entropy_trace"]["enable"]

@@ -63,11 +63,11 @@ class RewardFunction:
     def _checked(self, value: Any, response: str, item: Item) -> float:
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # `__float__` is the user's code, and 10**400 is too large
             number = math.nan
         if not math.isfinite(number):
             raise GradtraceError(
-                f"The reward function {self.name} returned {value!r}, which is not a finite number,\n"
+                f"The reward function {self.name} returned {shown(value)}, which is not a finite number,\n"
                 + describe(response, item)
             )
         return number
@@ -91,9 +91,17 @@ class RewardFunction:
         )
 
 
+def shown(value: Any) -> str:
+    """What a message says of a value that may not even have a text."""
+    try:
+        return shorten(repr(value))
+    except Exception:  # more than 4,300 digits, or a `__repr__` that raises
+        return f"a value of type {type(value).__name__}"
+
+
 def describe(response: str, item: Item) -> str:
-    shown = {key: shorten(str(value)) for key, value in item.items()}
-    return f"for the item {shown}\nand the response {shorten(response)!r}"
+    parts = {key: shorten(str(value)) for key, value in item.items()}
+    return f"for the item {parts}\nand the response {shorten(response)!r}"
 
 
 def shorten(text: str, limit: int = 300) -> str:

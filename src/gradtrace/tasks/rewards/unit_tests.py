@@ -86,7 +86,7 @@ def parsed(source: Any) -> Any:
         return source
     try:
         return json.loads(source)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +16,20 @@ import yaml
 
 from gradtrace.algorithms import advantage, policy_loss
 from gradtrace.config import Config
-from gradtrace.config.keys import schema_keys
+from gradtrace.config.keys import closest, schema_keys
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl import cpu
 from gradtrace.integrations.verl.launch.data import TEMPLATE
 from gradtrace.integrations.verl.rank.process_group import VARIABLE as TIMEOUT_VARIABLE
+from gradtrace.integrations.verl.rank.process_group import VERLS as VERLS_TIMEOUT
 from gradtrace.integrations.verl.refusals import check_selection_settings
 from gradtrace.training.parts import needs_reference
 
 PACKAGE = "gradtrace.integrations.verl"
 TRACIN_PROMPTS = "data/tracin_validation.parquet"
 """The file in the run with the prompts that TracIn selection draws its validation set from."""
+FREE_IN_VERL = ("gradtrace.", "ray_kwargs.")
+"""Sections of its configuration that take keys which it does not list."""
 AGGREGATION = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",
@@ -101,6 +107,8 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
     environment = {"VERL_USE_EXTERNAL_MODULES": PACKAGE}
     if config.cluster.pg_timeout_seconds:
         environment[TIMEOUT_VARIABLE] = f"{config.cluster.pg_timeout_seconds:g}"
+    elif os.environ.get(VERLS_TIMEOUT):  # set on this machine; the workers are to have it too
+        environment[TIMEOUT_VARIABLE] = os.environ[VERLS_TIMEOUT]
     if on_cpu:
         settings = cpu.settings(workers * config.cluster.nodes) | settings
         environment |= cpu.ENVIRONMENT | {"OMP_NUM_THREADS": str(config.trainer.cpu_threads or 1)}
@@ -356,6 +364,7 @@ def pass_through(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any
     """The user's `verl.…=` on top: they win."""
     merged = dict(settings)
     for key, value in flat(own):
+        check_option(key)
         for known in (key, f"+{key}"):
             if known in merged:
                 merged[known] = value
@@ -363,6 +372,30 @@ def pass_through(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any
         else:
             merged[f"++{key}"] = value
     return merged
+
+
+def check_option(key: str) -> None:
+    """An option that verl's own configuration has, or has room for: it would take any other in silence."""
+    if (node := verls_options()) is None or key.startswith(FREE_IN_VERL):
+        return
+    path = ""
+    for name in key.split("."):
+        if not isinstance(node, dict) or not node or path.endswith("kwargs"):
+            return  # a section without keys of its own takes any
+        if name not in node:
+            near = ".".join(filter(None, ["verl", path, closest(name, list(node))]))
+            raise GradtraceError(f"verl.{key}: verl has no such option. Did you mean '{near}'?")
+        node, path = node[name], f"{path}.{name}".lstrip(".")
+
+
+@functools.lru_cache
+def verls_options() -> dict[str, Any] | None:
+    """verl's configuration with all its defaults, as its package has it; None where it is not installed."""
+    found = importlib.util.find_spec("verl")
+    if found is None or found.origin is None:
+        return None
+    file = Path(found.origin).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    return yaml.safe_load(file.read_text()) if file.is_file() else None
 
 
 def flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,11 +10,14 @@ import torch.distributed as dist
 from gradtrace.errors import GradtraceError
 
 VARIABLE = "GRADTRACE_PG_TIMEOUT_SECONDS"
+VERLS = "VERL_PG_TIMEOUT_SECONDS"
+"""The name that jobs of verl use; ours, and with it `cluster.pg_timeout_seconds`, counts before it."""
 DEFAULT_SECONDS = 1800.0
 
 
 def timeout_seconds() -> float:
-    text = os.environ.get(VARIABLE, "")
+    name = VARIABLE if os.environ.get(VARIABLE) else VERLS
+    text = os.environ.get(name, "")
     if not text:
         return DEFAULT_SECONDS
     try:
@@ -22,14 +25,14 @@ def timeout_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise GradtraceError(f"{VARIABLE}={text}: a positive number of seconds is needed.")
+        raise GradtraceError(f"{name}={text}: a positive number of seconds is needed.")
     return seconds
 
 
 def apply_timeout(groups: list[dist.ProcessGroup | None]) -> None:
     """Set the time-out of groups that exist already: verl makes them without asking for one. Nothing, if none is
     set."""
-    if not os.environ.get(VARIABLE):
+    if not os.environ.get(VARIABLE) and not os.environ.get(VERLS):
         return
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds()), group)
