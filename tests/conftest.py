@@ -1,10 +1,27 @@
-"""Order of the test files: those with slow tests first, so that with several workers none of them ends last."""
+"""The order of the test files, and what the end of a test run says.
+
+Files with slow tests come first, so that with several workers none of them ends last.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+
+from tests.browser import MISSING
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow_files)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """A test run without the browser's tests is not a whole one, and says so where it cannot be overlooked."""
+    skipped = [
+        report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)
+    ]
+    if skipped:
+        terminalreporter.section("NOT EVERYTHING WAS TESTED", yellow=True)
+        terminalreporter.write_line(f"{len(skipped)} tests did not run: {MISSING}")

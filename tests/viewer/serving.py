@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import uvicorn
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
@@ -16,6 +16,7 @@ from gradtrace.viewer.catalog import RunCatalog
 from gradtrace.viewer.security import Access, access_for
 from gradtrace.viewer.server import create_app
 from gradtrace.viewer.view import bind
+from tests.browser import MISSING, find_browser
 
 CHROMIUM_FLAGS = [
     "--headless",
@@ -48,9 +49,9 @@ def serving(runs: list[Path], runs_dir: Path | None = None, access: Access | Non
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = find_browser()
     if path is None:
-        raise RuntimeError("these tests need Chromium: apt-get install chromium")
+        pytest.skip(MISSING)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_FLAGS)
         yield browser

@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gradtrace.program import command
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -75,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(sweep_table(record))
     console.print(summary_table(record))
     console.print(
-        f"Report: {folder / 'report.html'}\nTokens: gradtrace view {folder}", soft_wrap=True, highlight=False
+        f"Report: {folder / 'report.html'}\nTokens: {command()} view {folder}",
+        soft_wrap=True,
+        highlight=False,
     )
     return 0
 

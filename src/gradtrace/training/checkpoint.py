@@ -24,6 +24,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from gradtrace.errors import GradtraceError
+from gradtrace.program import command
 from gradtrace.trace.atomic import (
     DamagedError,
     atomic_directory,
@@ -81,7 +82,7 @@ class Checkpoints:
             with contextlib.suppress(GradtraceError):
                 if folder != damaged:
                     check_complete(folder)
-                    return f"The last good checkpoint is {folder}: continue with: gradtrace train resume={folder}"
+                    return f"The last good checkpoint is {folder}: continue with: {command()} train resume={folder}"
         return "There is no other checkpoint of this run."
 
     def discard_unfinished(self) -> None:
@@ -115,7 +116,7 @@ class Checkpoints:
         reason = "the disk is full" if full else str(error)
         return GradtraceError(
             f"Checkpoint {target} could not be saved: {reason}. {kept} "
-            f"Make room, then continue with: gradtrace train resume={self.folder.parent}"
+            f"Make room, then continue with: {command()} train resume={self.folder.parent}"
         )
 
 

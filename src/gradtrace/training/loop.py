@@ -17,6 +17,7 @@ from gradtrace.policy.microbatch import MicroBatches, padding_share
 from gradtrace.policy.packed_attention import is_supported
 from gradtrace.policy.policy import export_model
 from gradtrace.policy.rollouts import add_advantages
+from gradtrace.program import command
 from gradtrace.rollout import SamplingParams
 from gradtrace.trace.atomic import atomic_directory
 from gradtrace.trace.run_files import RunFiles
@@ -99,7 +100,7 @@ class Trainer:
             self.save(step - 1)
             raise GradtraceError(
                 f"Step {step}: {error}\nThe run is saved as it was before this step. Mend the cause, then continue "
-                f"with: gradtrace train resume={self.files.path}"
+                f"with: {command()} train resume={self.files.path}"
             ) from error
         batch, step_metrics = self.train_step(batch, step, timer)
         generated = metrics[GENERATED] + step_metrics.get(GENERATED, 0.0)  # instruments may sample, too

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.program import command
 from gradtrace.training.plot import draw_curve
 
 SAMPLES = 6
@@ -195,9 +196,9 @@ def closing_lines(run_dir: Path, rewards: list[tuple[int, float]], finished: boo
     if finished:
         lines += [
             f"The run is in {run_dir}, its policy in {run_dir / 'policy'}. Look at it with",
-            f"  gradtrace view {run_dir}",
-            f"  gradtrace trace show {run_dir}",
+            f"  {command()} view {run_dir}",
+            f"  {command()} trace show {run_dir}",
         ]
     else:
-        lines += [f"Stopped and saved. Continue with: gradtrace train resume={run_dir}"]
+        lines += [f"Stopped and saved. Continue with: {command()} train resume={run_dir}"]
     return lines

@@ -22,6 +22,7 @@ from gradtrace.integrations.verl.driver.status import clear_status, describe, re
 from gradtrace.integrations.verl.launch.checkpoints import export_policy, latest_step
 from gradtrace.integrations.verl.launch.data import write_prompts
 from gradtrace.integrations.verl.launch.translate import TRACIN_PROMPTS, Translation, translate
+from gradtrace.program import command
 from gradtrace.trace import lock
 from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
 from gradtrace.training.parts import build_task
@@ -119,7 +120,7 @@ def run_with_restarts(config: Config, translation: Translation, run_dir: Path, d
         try:
             code = run_once(translation, run_dir, display)
         except KeyboardInterrupt:
-            display.message(f"Stopped. Continue with: gradtrace train resume={run_dir}")
+            display.message(f"Stopped. Continue with: {command()} train resume={run_dir}")
             return False
         if code == 0:
             return True
@@ -131,7 +132,7 @@ def run_with_restarts(config: Config, translation: Translation, run_dir: Path, d
         if failures > config.cluster.max_failures:
             raise GradtraceError(
                 f"{happened}. That was failure {failures}, and cluster.max_failures={config.cluster.max_failures}. "
-                f"See {run_dir / LOG}; continue with: gradtrace train resume={run_dir}"
+                f"See {run_dir / LOG}; continue with: {command()} train resume={run_dir}"
             )
         step = latest_step(run_dir)
         where = f"the checkpoint of step {step}" if step else "the start: there is no complete checkpoint yet"
