@@ -66,13 +66,14 @@ def scores(projection: int) -> dict[str, Score]:
     found = {
         DEFAULT: Score(exact(), coming=True),
         "optimizer (state before), loss term": Score(exact()),
+        "optimizer, loss term, output head too": Score(exact(**head), coming=True),
+        "optimizer (state before), loss term, output head too": Score(exact(**head)),
         "optimizer factored, loss term": Score(exact(preconditioner_form="factored")),
         f"optimizer factored, loss term, projected 1/{projection}": Score(
             exact(projection_dim_factor=projection)
         ),
         "identity, loss term": Score(exact(hessian_mode="identity")),
         TAIL: Score(exact(credit="tail")),
-        "optimizer, tail and head": Score(exact(credit="tail", **head)),
         "identity, tail": Score(exact(credit="tail", hessian_mode="identity")),
         "optimizer, position": Score(exact(credit="position")),
         "identity, position": Score(exact(credit="position", hessian_mode="identity")),

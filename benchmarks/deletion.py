@@ -1,0 +1,234 @@
+"""What happens if training leaves out the tokens that a score calls useless? And what if it keeps only those?
+
+GRPO trains as in the demo for a few steps. Before every update each token is scored (its own term's effect on its
+group's contrast, in the optimizer's geometry); the advantages of the tokens that a rule leaves out are set to 0, and
+the rest is scaled up to the same mass Σ|A|. Held-out accuracy afterwards, for several seeds. The controls leave out
+equally many tokens: a random choice, those of low entropy, those with a small |A|(1−p), and the inverse of each.
+
+Two tasks: the demo's chains with the reward for the whole chain, and with a reward for the final answer alone, where
+several chains are right. Results stay in --folder: what is there is not run again.
+`--write-docs` rewrites the table and the picture of docs/validity.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks._deletion_page import write_deletion
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
+from gradtrace.algorithms import accepted
+from gradtrace.attribution import InfluenceConfig, InfluenceTracer
+from gradtrace.batch import RolloutBatch
+from gradtrace.config_loader import load_config
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.verify.agreement import Interval, difference, interval
+from gradtrace.metrics import Timer
+from gradtrace.policy.microbatch import Sequences
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.loop import Trainer
+from gradtrace.training.parts import Parts, build_parts
+from gradtrace.training.terminal import SilentDisplay
+
+ANSWER_ONLY = '''def reward(response, item):
+    """1 if the chain ends in the right digit, whatever stands before it."""
+    return float(response.strip()[-1:] == item["expected"].strip()[-1:])
+'''
+RULES = {
+    "all tokens": "everything is trained on",
+    "score > 0": "tokens whose step helps the accepted responses",
+    "score ≤ 0": "the others alone",
+    "random": "as many as `score > 0`, at random",
+    "entropy, top": "as many, of the highest entropy",
+    "|A|(1−p), top": "as many, of the largest |A|(1−p)",
+    "|A|(1−p), bottom": "as many as `score ≤ 0`, of the smallest",
+}
+
+
+class Deletion(StepObserver):
+    """Sets the advantages of left-out tokens to 0 before the update."""
+
+    def __init__(self, parts: Parts, rule: str, seed: int) -> None:
+        self.parts, self.rule = parts, rule
+        self.generator = torch.Generator().manual_seed(seed)
+        self.shares: list[float] = []
+        """Of the tokens that have an advantage, the part that is trained on."""
+
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        if self.rule == "all tokens":
+            return batch
+        assert batch.advantages is not None
+        scores, log_probs, entropies = token_scores(self.parts, batch)
+        counts = batch.response_mask & (batch.advantages != 0)
+        helps = counts & (scores > 0)
+        size = batch.advantages.abs()
+        ranked = {
+            "random": torch.rand(scores.shape, generator=self.generator),
+            "entropy, top": entropies,
+            "|A|(1−p), top": size * (1 - log_probs.exp()),
+            "|A|(1−p), bottom": -size * (1 - log_probs.exp()),
+        }
+        if self.rule == "score > 0":
+            kept = helps
+        elif self.rule == "score ≤ 0":
+            kept = counts & ~helps
+        else:
+            number = int((counts & ~helps).sum() if "bottom" in self.rule else helps.sum())
+            values = ranked[self.rule].masked_fill(~counts, -torch.inf).flatten()
+            kept = torch.zeros_like(values, dtype=torch.bool)
+            kept[values.topk(number).indices] = True
+            kept = kept.view_as(counts)
+        self.shares.append(float(kept.sum() / counts.sum().clamp(min=1)))
+        mass = float(size[counts].sum() / size[kept].sum().clamp(min=1e-9))
+        return batch.replace(advantages=torch.where(kept, batch.advantages * mass, 0.0))
+
+
+def token_scores(parts: Parts, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, T] each: scores of the product's default kind, log-probs and entropies; 0 where there is none."""
+    assert batch.advantages is not None and batch.rewards is not None
+    policy, rows = parts.policy, torch.arange(len(batch))
+    sequences, advantages = (
+        Sequences.of(batch),
+        batch.advantages[:, 0],
+    )  # GRPO: one for all tokens of a response
+    micro = sequences.padded(rows)
+    labels = {"accepted": accepted(batch.rewards, batch.group), "group": batch.group}
+    mixed = advantages != 0
+    ratio = torch.where(mixed, 1 / torch.where(mixed, advantages, 1.0), 0.0)
+    config = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0, pairwise=False)
+
+    def terms(responses: list[int]) -> Tensor:
+        chosen = torch.tensor(responses)
+        weights = advantages[chosen].repeat_interleave(batch.response_lengths[chosen])
+        return policy.statistics(sequences.padded(chosen))[0] * weights
+
+    with InfluenceTracer(policy.model, config, optimizer=parts.optimizer.adamw) as tracer:
+        log_probs, entropies = policy.statistics(micro)
+        with tracer.capture(response=rows, tokens=micro.tokens, target_scale=ratio, **labels):
+            (log_probs * advantages.repeat_interleave(batch.response_lengths)).sum().backward()
+        trace = tracer.score(terms=terms)
+    policy.model.zero_grad()
+    mask = batch.response_mask
+    scores = torch.zeros(mask.shape)
+    for r, values in enumerate(trace.token_scores):
+        if len(values):
+            scores[r, : len(values)] = values
+    return scores, *(torch.zeros(mask.shape).masked_scatter(mask, v.detach()) for v in (log_probs, entropies))
+
+
+def train(task: str, rule: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
+    """One run: held-out accuracy before and after, and the share of the tokens that it trained on."""
+    overrides = [
+        *("recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"),
+        *(f"trainer.runs_dir={folder}", f"trainer.total_steps={steps}", "trainer.validation.every=0"),
+        *("trainer.checkpoint.every=0", "trainer.samples_every=0", "trainer.entropy_trace.enable=false"),
+        "trainer.influence_trace.enable=false",
+    ]
+    if task == "answer only":
+        (folder / "reward.py").write_text(ANSWER_ONLY)
+        overrides.append(f"reward.path={folder / 'reward.py'}:reward")
+    parts = build_parts(load_config(overrides))
+    observer = Deletion(parts, rule, seed)
+    run = Path(tempfile.mkdtemp(dir=folder))
+    trainer = Trainer(parts, RunFiles(run), observer, SilentDisplay())
+    before = accuracy(trainer)
+    trainer.fit()
+    shutil.rmtree(run, ignore_errors=True)
+    share = sum(observer.shares) / len(observer.shares) if observer.shares else 1.0
+    return {
+        "task": task,
+        "rule": rule,
+        "seed": seed,
+        "before": before,
+        "after": accuracy(trainer),
+        "share": share,
+    }
+
+
+def accuracy(trainer: Trainer) -> float:
+    """On held-out prompts, always the same."""
+    return next(v for k, v in trainer._validate(Timer()).items() if "/reward/mean@" in k)
+
+
+def summary(results: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any]]:
+    """Rule → accuracy, its paired difference to training on everything, and the share of tokens."""
+    own = {(r["rule"], r["seed"]): r for r in results if r["task"] == task}
+    found: dict[str, dict[str, Any]] = {}
+    for rule in RULES:
+        seeds = sorted(s for name, s in own if name == rule and ("all tokens", s) in own)
+        if not seeds:
+            continue
+        values = [own[rule, s]["after"] for s in seeds]
+        found[rule] = {
+            "accuracy": interval(values),
+            "difference": difference(values, [own["all tokens", s]["after"] for s in seeds]),
+            "share": sum(own[rule, s]["share"] for s in seeds) / len(seeds),
+            "before": sum(own[rule, s]["before"] for s in seeds) / len(seeds),
+        }
+    return found
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Interval):
+        return [round(value.mean, 4), round(value.low, 4), round(value.high, 4), value.count]
+    return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def extra_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "deletion", help="results")
+    parser.add_argument(
+        "--minutes", type=float, default=600.0, help="begin no run after so long; run it again"
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/validity.md")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(__doc__, arguments, extra_arguments)
+    folder = Path(tempfile.mkdtemp()) if args.quick else args.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = ["whole chain"] if args.quick else ["whole chain", "answer only"]
+    rules = list(RULES)[:3] if args.quick else list(RULES)
+    deadline = time.time() + 60 * args.minutes
+    for seed in range(1 if args.quick else args.seeds):
+        for task in tasks:
+            for number, rule in enumerate(rules):
+                path = folder / f"{task.replace(' ', '_')}_{number}_{seed}.json"
+                if not path.exists() and time.time() < deadline:
+                    path.write_text(
+                        json.dumps(train(task, rule, seed, 2 if args.quick else args.steps, folder))
+                    )
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if args.quick:
+        shutil.rmtree(folder)
+    found = {task: summary(results, task) for task in tasks}
+    for task, rows in found.items():
+        for rule, row in rows.items():
+            print(
+                f"{task:12s} {rule:18s} {row['share']:4.0%} of the tokens  accuracy {row['accuracy']}  "
+                f"difference {row['difference']}"
+            )
+    chain = found["whole chain"]
+    if args.write_docs:
+        write_deletion(REPOSITORY / "docs", found)
+    names = {"kept_positive": "score > 0", "kept_negative": "score ≤ 0", "kept_random": "random"}
+    ratios = {
+        f"accuracy_{label}_over_all": chain[rule]["accuracy"].mean
+        / max(chain["all tokens"]["accuracy"].mean, 1e-9)
+        for label, rule in names.items()
+        if rule in chain
+    }
+    emit("deletion", ratios, {"tasks": plain(found), "machine": machine()})
+
+
+if __name__ == "__main__":
+    main()
