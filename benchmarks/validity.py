@@ -99,6 +99,19 @@ class Size:
     """Random halves of each kind; 0 leaves them out, and single responses with them."""
 
 
+def few_scores() -> dict[str, Score]:
+    """For a model on which every score takes its time: what the product shows, showed, and what tells them apart."""
+    everything = scores(32)
+    names = [
+        *(DEFAULT, "optimizer (state before), loss term", "optimizer factored, loss term"),
+        *("optimizer factored, loss term, projected 1/32", "identity, loss term", TAIL, "identity, tail"),
+    ]
+    former = Score(older(projection_dim_factor=32))
+    return {name: everything[name] for name in names} | {
+        "inverse λ=.1·tr/D, position, projected 1/32 (the older default)": former
+    }
+
+
 # ---------------------------------------------------------------- one state
 
 
@@ -146,7 +159,6 @@ class Source:
     groups: int
     """Of the rollout, from which the mini-batch is made."""
     size: Size
-    projection: int
     threads: int = 1
 
     def states(self, folder: Path) -> dict[int, Path]:
@@ -156,7 +168,7 @@ class Source:
 def sources(quick: bool, smollm2: bool) -> list[Source]:
     def demo(seed: int, steps: list[int], size: Size) -> Source:
         overrides = ["recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"]
-        return Source(f"demo{seed}", overrides, steps, 8, size, 4)
+        return Source(f"demo{seed}", overrides, steps, 8, size)
 
     if quick:
         return [demo(0, [2], Size(groups=2, tokens=24, halves=8))]
@@ -164,9 +176,7 @@ def sources(quick: bool, smollm2: bool) -> list[Source]:
     found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
     if smollm2:
         found.append(
-            Source(
-                "smollm2", countdown_overrides(), [2, 4, 6, 8], 4, Size(groups=2, tokens=20, halves=0), 32, 2
-            )
+            Source("smollm2", countdown_overrides(), [2, 4, 6, 8], 4, Size(groups=2, tokens=20, halves=0), 2)
         )
     return found
 
@@ -184,7 +194,8 @@ def run(source: Source, folder: Path, deadline: float) -> None:
     for step, path in states.items():
         if results[step].exists() or time.time() > deadline:
             continue
-        found = judge(trial_of(path), scores(source.projection), source.size, seed=step)
+        chosen = few_scores() if source.name == "smollm2" else scores(4)
+        found = judge(trial_of(path), chosen, source.size, seed=step)
         results[step].write_text(json.dumps(found | {"source": source.name, "step": step}))
         path.unlink()
         print(
