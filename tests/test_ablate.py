@@ -12,7 +12,7 @@ import pytest
 from gradtrace.ablate.cell import score_cell
 from gradtrace.ablate.collect import collect
 from gradtrace.ablate.grid import parse_grid
-from gradtrace.ablate.judge import first_wrong_ranks, separation, spearman
+from gradtrace.ablate.judge import first_wrong_ranks, label_r2, separation, spearman
 from gradtrace.ablate.rollout import parse_rollout, weights_digest
 from gradtrace.ablate.run import ablate
 from gradtrace.cli import main
@@ -135,6 +135,16 @@ def test_separation_counts_pairs_within_groups() -> None:
     group = np.array([0, 0, 0, 1, 1])
     # Group 0: 4 beats 1 and ties with 4; group 1: a tie.
     assert separation(dense, good, group) == (pytest.approx((1 + 0.5 + 0.5) / 3), 3)
+
+
+def test_totals_that_are_labels_are_told_from_others() -> None:
+    group, good = np.repeat(np.arange(3), 4), np.array([True, False, False, True] * 3)
+    advantages = np.where(good, 1.0, -1.0)
+    labels = np.where(good, 0.5, -0.5)[:, None] * np.ones((12, 3))
+    assert label_r2(labels, good, group, advantages) == pytest.approx(1.0)
+    others = np.random.default_rng(0).normal(size=(12, 3))
+    assert label_r2(others, good, group, advantages) < 0.6
+    assert label_r2(labels[:4], good[:4], group[:4], advantages[:4]) is None
 
 
 def test_the_first_wrong_token_ranks_from_the_most_negative() -> None:

@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 
 from gradtrace.ablate.grid import cell_name
-from gradtrace.ablate.judge import accepted_mask, first_wrong_ranks, likelihood_scores, separation, spearman
+from gradtrace.ablate.judge import (
+    accepted_mask,
+    first_wrong_ranks,
+    label_r2,
+    likelihood_scores,
+    separation,
+    spearman,
+)
 from gradtrace.ablate.rollout import parse_rollout
 from gradtrace.ablate.run import CELLS, ROLLOUT, SHARED
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import response_advantages
 from gradtrace.trace.atomic import atomic_write
 
 FORMAT_VERSION = 1
@@ -30,6 +38,8 @@ COLUMNS: list[dict[str, Any]] = [
     {"key": "rows", "label": "rows", "unit": "tokens", "better": None, "meaning": "token scores made"},
     {"key": "auc", "label": "AUC", "unit": "", "better": "higher",
      "meaning": "probability that an accepted response has a larger mean score than a rejected one of its group"},
+    {"key": "label_r2", "label": "label R²", "unit": "", "better": "lower",
+     "meaning": "how much of the responses' total scores labels and lengths explain; near 1 an AUC of 1 means nothing"},
     {"key": "first_wrong_hit1", "label": "first wrong hit@1", "unit": "", "better": "higher",
      "meaning": "share of rejected responses whose first wrong token has the most negative score"},
     {"key": "first_wrong_percentile", "label": "first wrong percentile", "unit": "", "better": "higher",
@@ -85,7 +95,7 @@ def table_of(folder: Path) -> dict[str, Any]:
 def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str, Any], np.ndarray | None]:
     """A cell's row of the table, and its scores [R, T]."""
     keys = ("time_s", "time_s_all", "overhead", "peak_bytes", "rows", "responses", "groups", "auc", "auc_pairs",
-            "first_wrong_hit1", "first_wrong_percentile", "first_wrong_responses", "credit")  # fmt: skip
+            "label_r2", "first_wrong_hit1", "first_wrong_percentile", "first_wrong_responses", "credit")  # fmt: skip
     row: dict[str, Any] = {"status": "missing", "error": None} | dict.fromkeys(keys)
     failed = file.with_suffix(".failed")
     if not file.exists():
@@ -110,6 +120,7 @@ def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str,
         "credit": credit,
     }
     row["auc"], row["auc_pairs"] = separation(dense, good, group)
+    row["label_r2"] = label_r2(dense, good, group, response_advantages(batch).numpy())
     hit, percentile, count = first_wrong_ranks(dense, good, wrong)
     row |= {"first_wrong_hit1": hit, "first_wrong_percentile": percentile, "first_wrong_responses": count}
     return row, dense

@@ -47,6 +47,22 @@ def separation(dense: np.ndarray, good: np.ndarray, group: np.ndarray) -> tuple[
     return (float(wins / pairs) if pairs else None), int(pairs)
 
 
+def label_r2(dense: np.ndarray, good: np.ndarray, group: np.ndarray, advantages: np.ndarray) -> float | None:
+    """R² of the responses' total scores on label · length and label · length · |advantage|, the label ±1 over how many
+    of its group share it. Near 1 the scores say nothing but who was accepted, and AUC is 1 by itself."""
+    scored = ~np.isnan(dense).all(1)
+    if scored.sum() < 8:
+        return None
+    lengths, totals = (~np.isnan(dense)).sum(1)[scored], np.nansum(dense, axis=1)[scored]
+    sides = group * 2 + good
+    share = np.array([(sides[scored] == side).sum() for side in sides[scored]])
+    label = np.where(good[scored], 1.0, -1.0) * lengths / share
+    features = np.stack([np.ones_like(label), label, label * np.abs(advantages[scored])], 1)
+    fitted = features @ np.linalg.lstsq(features, totals, rcond=None)[0]
+    spread = ((totals - totals.mean()) ** 2).sum()
+    return float(1 - ((totals - fitted) ** 2).sum() / spread) if spread else None
+
+
 def first_wrong_ranks(
     dense: np.ndarray, good: np.ndarray, wrong: np.ndarray
 ) -> tuple[float | None, float | None, int]:
