@@ -71,12 +71,19 @@ DEFAULT = {
     "two_tiers": Case(knobs={"loss_term_prompts": 1, "projection_dim_factor": 2}),
 }
 """The form of today: a token's own step in the optimizer's geometry, the contrast of log-probs as its target."""
-CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT
+BF16 = {
+    "default_bf16": Case(
+        {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}},
+        knobs={"preconditioner_form": "factored"},
+    )
+}
+"""The same in a run that computes in bf16: loss terms are taken in float32 all the same."""
+CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT | BF16
 
 
 def knobs_of(name: str) -> dict[str, Any]:
     """The influence knobs of a case."""
-    return {**EXACT, **({} if name in DEFAULT else OLDER), **CASES[name].knobs}
+    return {**EXACT, **({} if name in DEFAULT | BF16 else OLDER), **CASES[name].knobs}
 
 
 def names(world: int, *kinds: dict[str, Case]) -> list[str]:

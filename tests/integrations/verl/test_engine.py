@@ -168,6 +168,14 @@ def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(
             assert np.corrcoef(ours, theirs)[0, 1] > 0.9999
 
 
+def test_loss_terms_of_a_bf16_run_are_close_to_those_in_float32(folder: Path) -> None:
+    """The direction comes from the bf16 backward pass, the derivatives along it are taken in float32."""
+    expected, found = embedded(folder, "default_bf16"), joined(folder, "default_bf16", 2)
+    first = np.repeat(found["optimizer_step"], found["length"]) == 0
+    ours, theirs = found["influence_loss_term"][first], expected["influence_loss_term"][first]
+    assert np.corrcoef(ours, theirs)[0, 1] > 0.99
+
+
 def test_a_last_mini_batch_without_scores_does_not_cost_the_others(folder: Path) -> None:
     """All its groups have equal rewards, say."""
     from gradtrace.integrations.verl.influence_parts import join_parts

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from gradtrace.config import InfluenceTraceConfig, TracinConfig
+from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.update_direction import update_rule
 
@@ -39,15 +37,6 @@ def check_hooks(engine: Any, section: str) -> None:
     for problem, found in problems.items():
         if found:
             raise GradtraceError(f"gradtrace.{section}: {problem}.")
-
-
-def check_tracing(engine: Any, knobs: InfluenceTraceConfig) -> None:
-    check_hooks(engine, "influence_trace")
-    if knobs.credit != "position" and engine._autocast_dtype != torch.float32:
-        raise GradtraceError(
-            f"gradtrace.influence_trace.credit={knobs.credit} differentiates by small steps, which drown in the "
-            f"rounding of {engine._autocast_dtype}: use mixed_precision.param_dtype=fp32, or credit=position."
-        )
 
 
 def check_selection_settings(settings: TracinConfig, responses: int) -> None:

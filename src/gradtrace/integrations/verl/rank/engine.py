@@ -56,7 +56,7 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         if loss_function.influence is None:
             return None
         if self.tracer is None or self.tracer.loss is not loss_function:
-            refusals.check_tracing(self, loss_function.influence)
+            refusals.check_hooks(self, "influence_trace")
             self.tracer = RankTracer(self, loss_function)
         return self.tracer if self.tracer.begin(data) else None
 

@@ -21,6 +21,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
 from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.influence_parts import write_part
+from gradtrace.integrations.verl.rank.full_precision import full_precision
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import plain, response_layout, rows_of
@@ -187,7 +188,8 @@ class RankTracer:
         clip = self.engine.optimizer_config.clip_grad
         coming = ClippedGradients(self.engine.module, clip) if terms is not None else None
         # What goes wrong here goes wrong on every rank alike, or the process group's time-out ends the run.
-        self.capture.score(terms=terms, method="finite_difference", coming=coming)
+        with full_precision(self.engine) if terms is not None else contextlib.nullcontext():
+            self.capture.score(terms=terms, method="finite_difference", coming=coming)
         moved = float(self.tracer.ranks.bytes_moved - before)
         self.capture.scored[-1].trace.metrics["influence_trace/debug_bytes_moved"] = moved
 
