@@ -99,7 +99,7 @@ def test_a_folder_of_another_rollout_is_refused(done: Path, tmp_path: Path) -> N
     other = parse_grid(words(done, "rollout.n=4"))
     with pytest.raises(GradtraceError, match="another rollout"):
         ablate(other, done / "out", repeat=1)
-    with pytest.raises(GradtraceError, match="no policy"):
+    with pytest.raises(GradtraceError, match="no checkpoint and no run"):
         ablate(other, tmp_path / "new", checkpoint=tmp_path)
 
 

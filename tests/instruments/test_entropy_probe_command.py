@@ -118,7 +118,7 @@ def test_interrupted_probe_goes_on_where_it_was(
         patch.setattr(EntropyProbe, "shares", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_probe(checkpoint, config(), output=tmp_path / "resumed")
-    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "resumed").iterdir()}
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "resumed").glob("*.safetensors")}
     assert {"evaluation.safetensors", "gradient.safetensors", "prediction.safetensors"} < {
         p.name for p in done
     }
@@ -293,3 +293,21 @@ def test_misspelt_settings_name_the_nearest_key(tmp_path: Path) -> None:
         load_probe_config(None, ["eta=[0,1]"])
     settings, run = load_probe_config(None, ["eta=[2]", "rollout.max_new_tokens=4", "recipe=demo"])
     assert settings.eta == [1.0, 2.0] and run == ["rollout.max_new_tokens=4", "recipe=demo"]
+
+
+def test_phases_and_their_seconds_are_in_the_log_and_in_the_report(finished: ProbeResults) -> None:
+    folder = finished.write()
+    seconds = json.loads((folder / "report.json").read_text())["phase_seconds"]
+    log = (folder / "run.log").read_text()
+    assert {"loading the model", "sampling E", "gradient of U", "E before the update"} <= seconds.keys()
+    assert all(f"{name}: " in log for name in seconds)
+
+
+def test_probe_that_is_refused_leaves_no_folder(checkpoint: Path) -> None:
+    refusal(checkpoint, "trainer.seed=${nothing}")
+    assert not (checkpoint.parent.parent / "probes").exists()
+
+
+def test_run_stands_for_its_latest_checkpoint(run_dir: Path) -> None:
+    source = session.Source.of(run_dir, config(), trusted(run_dir / "checkpoints" / "x"))
+    assert source.checkpoint == run_dir / "checkpoints" / "step_000003"

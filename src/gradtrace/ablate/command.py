@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words", nargs="+", metavar="WORD", help="settings and sweeps; or: collect FOLDER [FOLDER …]"
     )
     parser.add_argument(
-        "--checkpoint", type=Path, help="take the weights from this checkpoint folder of a run"
+        "--checkpoint",
+        type=Path,
+        help="take the weights from this checkpoint of a run, or from the latest of this run",
     )
     parser.add_argument("--out", type=Path, help="where the cells go (default: ablations/RECIPE)")
     parser.add_argument("--repeat", type=int, default=3, help="timed passes per cell (default: 3)")

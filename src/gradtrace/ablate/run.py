@@ -28,6 +28,7 @@ from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.atomic import atomic_write, make_folder
+from gradtrace.training.checkpoint import checkpoint_of
 from gradtrace.training.parts import Parts, build_parts
 
 SHARED, ROLLOUT, CELLS = "shared.json", "rollout.npz", "cells"
@@ -35,11 +36,7 @@ SHARED, ROLLOUT, CELLS = "shared.json", "rollout.npz", "cells"
 
 def ablate(grid: Grid, out: Path, checkpoint: Path | None = None, repeat: int = 3) -> None:
     """Score the shared rollout with every cell. What is in `out` already is not done again."""
-    if checkpoint is not None and not (checkpoint / "policy").is_dir():
-        raise GradtraceError(
-            f"--checkpoint {checkpoint}: there is no policy/ in it. "
-            "Give a folder like runs/demo/checkpoints/step_000020."
-        )
+    checkpoint = None if checkpoint is None else checkpoint_of(checkpoint)
     make_folder(out / CELLS)
     with _progress(len(grid.cells)) as progress:
         bar = progress.add_task("weights and rollout", total=len(grid.cells))

@@ -57,6 +57,8 @@ class ProbeResults:
     """η → E sampled anew there; empty if it was not asked for."""
     clip_factor: float
     grad_norm: float
+    seconds: dict[str, float]
+    """How long each phase took, over all attempts."""
 
     def measured(self, eta: float) -> Measured:
         return self.prediction.against(self.after[eta], eta)
@@ -132,7 +134,10 @@ class ProbeResults:
         from gradtrace.probe.page import identity_picture, page, sweep_picture
 
         record = self.record()
-        atomic_write(self.folder / "report.json", json.dumps(record, indent=2).encode())
+        atomic_write(
+            self.folder / "report.json",
+            json.dumps({**record, "phase_seconds": self.seconds}, indent=2).encode(),
+        )
         atomic_write(self.folder / "predicted_vs_measured.svg", identity_picture(record).encode())
         atomic_write(self.folder / "sweep.svg", sweep_picture(record).encode())
         atomic_write(self.folder / "report.html", page(record).encode())

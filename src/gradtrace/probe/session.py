@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -32,6 +33,8 @@ from gradtrace.probe.results import Fresh, ProbeResults
 from gradtrace.probe.source import Loaded, Source
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
+from gradtrace.trace.atomic import DamagedError, atomic_write, seal, unseal
+from gradtrace.trace.run_log import RunLog
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, **EVERY_TOKEN}
 FACTS = "clip_factor, grad_norm"
@@ -54,6 +57,32 @@ class SilentPhases:
     def message(self, text: str) -> None: ...
 
 
+class TimedPhases:
+    """A display that keeps how long each phase took, over all attempts, in the probe's folder and its run.log."""
+
+    def __init__(self, display: PhaseDisplay, folder: Path) -> None:
+        self.display = display
+        self.file = folder / "seconds.json"
+        self.log = RunLog(folder)
+        self.seconds: dict[str, float] = {}
+        if self.file.is_file():
+            with contextlib.suppress(DamagedError):
+                self.seconds = unseal(self.file.read_bytes())
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Progress]:
+        began = time.monotonic()
+        with self.display.phase(name) as progress:
+            yield progress
+        passed = time.monotonic() - began
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + passed, 3)
+        atomic_write(self.file, seal(self.seconds))
+        self.log.tell(f"{name}: {passed:.2f} s")
+
+    def message(self, text: str) -> None:
+        self.log.telling(self.display.message)(text)
+
+
 def run_probe(
     checkpoint: Path,
     config: ProbeConfig,
@@ -63,17 +92,20 @@ def run_probe(
 ) -> ProbeResults:
     """Probe a checkpoint of a run (RUN/checkpoints/step_N) or a plain transformers folder. `output`: where results go;
     a folder with an interrupted probe of the same settings is continued."""
-    display = display or SilentPhases()
     source = Source.of(checkpoint, config, run_overrides or [])
-    store = PhaseStore(output or source.default_output(), source.identity)
     source.check()
-    with display.phase("loading the model"):
-        loaded = Loaded.of(source)
-    return _Session(source, loaded, store, display).run()
+    store = PhaseStore(output or source.default_output(), source.identity)
+    timed = TimedPhases(display or SilentPhases(), store.folder)
+    try:
+        with timed.phase("loading the model"):
+            loaded = Loaded.of(source)
+        return _Session(source, loaded, store, timed).run()
+    finally:
+        timed.log.close()
 
 
 class _Session:
-    def __init__(self, source: Source, loaded: Loaded, store: PhaseStore, display: PhaseDisplay) -> None:
+    def __init__(self, source: Source, loaded: Loaded, store: PhaseStore, display: TimedPhases) -> None:
         self.source = source
         self.config = source.config
         self.parts, self.policy = loaded.parts, loaded.policy
@@ -102,6 +134,7 @@ class _Session:
             after={eta: self._after(eta) for eta in self.config.eta},
             fresh={eta: self._fresh(eta, rollout) for eta in self._fresh_etas(rollout)},
             **self._gradient_facts(),
+            seconds=self.display.seconds,
         )
         self.store.remove("gradient")  # as large as the model, and made anew if somebody asks again
         return results
