@@ -44,10 +44,18 @@ def constant_groups(rewards: Tensor, group: Tensor) -> Tensor:
     return low == high
 
 
-def accepted(rewards: Tensor, group: Tensor) -> Tensor:
-    """bool[R]: the best of a group whose rewards differ."""
+def accepted(rewards: Tensor, group: Tensor, threshold: float | None = None) -> Tensor:
+    """bool[R]: the best of a group whose rewards differ; or, with a threshold, those of at least this reward."""
+    if threshold is not None:
+        return rewards >= threshold
     low, high = group_extremes(rewards, group)
     return (low != high) & (rewards == high)
+
+
+def groups_without_contrast(rewards: Tensor, group: Tensor, threshold: float | None = None) -> Tensor:
+    """bool[R]: the response's group does not hold both accepted and rejected responses."""
+    low, high = group_extremes(accepted(rewards, group, threshold).float(), group)
+    return low == high
 
 
 def rejected(rewards: Tensor, group: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the forward pass may run anywhere, and passes that nobody captures cost next to 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,10 @@ class FactorHooks:
         self.receive = receive
         self.calls: dict[Block, int] = dict.fromkeys(blocks, 0)
         """Forward passes of each block that await their backward, as far as they are known beforehand."""
+        self.forward_captures: Counter[str] = Counter()
+        """How often each block's forward pass was seen since `forget_counts`."""
+        self.backward_captures: Counter[str] = Counter()
+        """How often a gradient reached it."""
         self._paused = False
         self._handles: list[RemovableHandle] = []
         self.attach()
@@ -65,11 +70,13 @@ class FactorHooks:
             )  # checkpointing runs it again inside backward
             if not recomputing:
                 self.calls[block] += 1
+                self.forward_captures[block.name] += 1
             x = args[0] if args else kwargs["input"]
             anchor = torch.empty(0, requires_grad=True)
             saved = _SavedInput.apply(anchor, x.detach()).grad_fn
 
             def on_gradient(gradient: Tensor) -> None:
+                self.backward_captures[block.name] += 1
                 self.receive(block, site, gradient, saved.saved_tensors[0])
 
             # A hook of the tensor, not of the module: it survives in-place operations on the output
@@ -90,6 +97,10 @@ class FactorHooks:
     def forget_calls(self) -> None:
         for block in self.calls:
             self.calls[block] = 0
+
+    def forget_counts(self) -> None:
+        self.forward_captures.clear()
+        self.backward_captures.clear()
 
     def close(self) -> None:
         for handle in self._handles:

@@ -40,7 +40,9 @@ def estimate_memory(
     per_block = [tokens * (block.k_out + block.k_in) + responses * block.dim for block in scored] or [0]
     streamed = whole_groups and config.accepted_rejected_scope == "per_prompt"
     solving = 0
-    if config.hessian_mode == "inverse" and config.hessian_source == "token":
+    if config.hessian_mode == "inverse" and config.solver == "dense":
+        solving = 2 * max(block.dim for block in scored) ** 2
+    elif config.hessian_mode == "inverse" and config.hessian_source == "token":
         solving = max(min(tokens**2, block.dim**2, 3 * responses * block.dim) for block in scored)
     directions = 0
     if config.wants_loss_term:

@@ -73,6 +73,7 @@ class InfluenceTracer:
 
     def reset(self) -> None:
         """Forget everything captured since the last `score()`."""
+        self._hooks.forget_counts()
         self._labels: Labels | None = None
         self._scopes: list[Scope] = []
         self._skipped: dict[int, str] = {}
@@ -426,6 +427,8 @@ class InfluenceTracer:
             trace.metrics |= self._ledger.counters(self._batches, self._labels, self._skipped, with_terms)
             trace.metrics |= self._phases | {
                 "influence_trace/debug_bytes_moved": float(self.ranks.bytes_moved),
+                "influence_trace/debug_forward_captures": float(self._hooks.forward_captures.total()),
+                "influence_trace/debug_backward_captures": float(self._hooks.backward_captures.total()),
                 "timing_s/influence_score": solved - started,
                 "timing_s/influence_loss_term": time.perf_counter() - solved,
             }

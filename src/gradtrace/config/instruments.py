@@ -37,6 +37,8 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
 
     enable: bool = False
     """Score every response token: did its gradient help the accepted responses against the rejected ones?"""
+    accepted_threshold: float | None = None
+    """A response is accepted if its reward is at least this; unset: if it is the best of a group with mixed rewards."""
     max_prompts_per_step: int = number(0, minimum=0)
     """Trace at most this many prompts with mixed rewards; 0 is no cap."""
     pairwise_max_mb: float = number(64.0, minimum=0)

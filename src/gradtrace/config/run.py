@@ -70,6 +70,8 @@ class TrainerConfig:
     """Threads of CPU tensor operations; 0 chooses by the size of the model."""
     samples_every: int = number(10, minimum=0)
     """Steps between tables of sample responses in the terminal; 0 is never."""
+    skip_optimizer: bool = False
+    """Make every step but never move the policy's weights, for debugging a trace."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     traces: bool = False

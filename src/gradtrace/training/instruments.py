@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradtrace.algorithms import policy_loss
-from gradtrace.attribution import AttributionError, TrainingPass
+from gradtrace.attribution import AttributionError, InfluenceTracer, TrainingPass
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
@@ -56,13 +56,42 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
         try:
             record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
             loss = loss_traits(parts.config.algorithm)
-            observers.append(InfluenceTraceInstrument(parts.policy, record, loss, parts.optimizer.adamw))
+            instrument = InfluenceTraceInstrument(parts.policy, record, loss, parts.optimizer.adamw)
+            observers.append(instrument)
+            check_memory(parts, instrument.tracer, report)
         except AttributionError as error:
             raise GradtraceError(f"trainer.influence_trace: {error}") from error
     if trainer.entropy_probe.every:
         writer = open_writer(files, ENTROPY_PROBE, trainer.entropy_probe, report)
         observers.append(entropy_probe(parts, writer, meta, report))
     return Observers(observers)
+
+
+def check_memory(parts: Parts, tracer: InfluenceTracer, report: Callable[[str], None]) -> None:
+    """Say what the trace may need at most, and refuse what cannot fit before anything is allocated."""
+    config = parts.config
+    responses = config.data.train_batch_size * config.rollout.n
+    tokens = responses * config.rollout.max_new_tokens
+    needed = tracer.memory_estimate(responses, tokens).total
+    device = parts.policy.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    size = (
+        f"{needed / 2**20:,.0f} MB for {responses} responses of up to {config.rollout.max_new_tokens} tokens"
+    )
+    if needed > free:
+        raise GradtraceError(
+            f"trainer.influence_trace needs up to {size} in {len(tracer.blocks)} layers, and {free / 2**20:,.0f} MB "
+            "are free: raise projection_dim_factor, set max_hessian_dim, max_modules or max_prompts_per_step, or leave "
+            "solver=auto."
+        )
+    report(f"influence trace: {len(tracer.blocks)} layers, at most {size}.")
+
+
+def available_memory() -> int:
+    """Bytes that programs can still allocate on this machine."""
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":") for line in file)
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def entropy_probe(

@@ -63,7 +63,7 @@ class Trainer:
             config.reward.flip_probability,
         )
         loss = PolicyLoss(parts.policy, config.algorithm, config.rollout.max_new_tokens)
-        self.update = PolicyUpdate(loss, parts.optimizer)
+        self.update = PolicyUpdate(loss, parts.optimizer, moves=not config.trainer.skip_optimizer)
 
     def fit(self, last_step: int = 0) -> int:
         """Train from step `last_step` + 1 to the end, or until Ctrl-C. Returns the last step made, saved."""

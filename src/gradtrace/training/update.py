@@ -41,7 +41,9 @@ def plan_updates(
 
 
 class PolicyUpdate:
-    def __init__(self, loss: PolicyLoss, optimizer: Optimizer) -> None:
+    def __init__(self, loss: PolicyLoss, optimizer: Optimizer, moves: bool = True) -> None:
+        """Without `moves` the optimizer makes no step: for debugging a trace."""
+        self.moves = moves
         self.loss = loss
         self.optimizer = optimizer
 
@@ -76,7 +78,7 @@ class PolicyUpdate:
                     loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)
                     loss.backward()
             totals.mini_batch(denominator.tokens)
-            totals.apply(self.optimizer, observer.around_optimizer_step(update))
+            totals.apply(self.optimizer, observer.around_optimizer_step(update), self.moves)
         return batch, totals.metrics()
 
     def _micro_loss(
@@ -119,13 +121,17 @@ class Totals:
         self.tokens += tokens
         self.mini_batches += 1
 
-    def apply(self, optimizer: Optimizer, around: AbstractContextManager[Any] | None = None) -> None:
-        """Move the weights, unless the gradient is not finite: one bad batch must not destroy the policy."""
+    def apply(
+        self, optimizer: Optimizer, around: AbstractContextManager[Any] | None = None, moves: bool = True
+    ) -> None:
+        """Move the weights, unless the gradient is not finite: one bad batch must not destroy the policy. Without
+        `moves` everything happens but the move itself."""
         norm = optimizer.clip()
         if math.isfinite(norm):
             self.norms.append(norm)
             with around or nullcontext():
-                optimizer.step()
+                if moves:
+                    optimizer.step()
         else:
             self.skipped += 1
         optimizer.zero_grad()

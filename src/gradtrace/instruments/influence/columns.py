@@ -55,6 +55,7 @@ def influence_columns(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns of a step's file, and what to say about them: the scored responses, and every group's status."""
     status = status.clone()
+    threshold = getattr(config, "accepted_threshold", None)
     entries: list[Entry] = []  # in the order of the batch
     for part in scored:
         for local, row in enumerate(part.rows.tolist()):
@@ -67,12 +68,13 @@ def influence_columns(
     rows = torch.tensor([row for row, _, _ in entries], dtype=torch.long)
     unscored = (status == int(GroupStatus.SCORED)) & ~torch.isin(torch.arange(len(status)), batch.group[rows])
     status[unscored] = int(GroupStatus.NOT_CAPTURED)
-    status[unscored & ~has_contrast(batch)] = int(GroupStatus.CONSTANT_REWARD)
+    status[unscored & ~has_contrast(batch, threshold)] = int(GroupStatus.CONSTANT_REWARD)
     captured = [part.trace.captured(local).cpu() for _, local, part in entries]
     columns = {
         **group_columns(batch, truth),
         "group_status": status.numpy(),
         **response_columns(batch, rows, truth),
+        "accepted": accepted(batch.need("rewards"), batch.group, threshold)[rows].numpy(),
         "selection": np.array([selection_of(flags) for flags in captured], dtype=np.uint8),
         "optimizer_step": np.array(
             [int(part.optimizer_step[local]) for _, local, part in entries], dtype=np.int64
@@ -117,11 +119,11 @@ def scores_or_zeros(trace: InfluenceTrace, scores: list[Tensor] | None, local: i
     return own if len(own) else torch.zeros(len(trace.position_scores[local]))
 
 
-def has_contrast(batch: RolloutBatch) -> Tensor:
+def has_contrast(batch: RolloutBatch, threshold: float | None) -> Tensor:
     """bool[G]: groups of which TracIn selection has kept an accepted and a rejected response; all, where it is off."""
     found = torch.ones(len(batch.prompts), dtype=torch.bool)
     if batch.kept is not None:
-        good = accepted(batch.need("rewards"), batch.group)
+        good = accepted(batch.need("rewards"), batch.group, threshold)
         for side in (good, ~good):
             found &= torch.bincount(batch.group[side & batch.kept], minlength=len(found)) > 0
     return found

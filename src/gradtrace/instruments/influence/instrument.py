@@ -21,7 +21,6 @@ from gradtrace.attribution import InfluenceTracer, TrainingPass
 from gradtrace.attribution.ledger import Role
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import InfluenceCapture, TracedPass
-from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
 from gradtrace.policy.microbatch import MicroBatch, Sequences
@@ -80,7 +79,7 @@ class InfluenceTraceInstrument(StepObserver):
         if self.needs_entropies:
             self.tracer.attach()
             self._step = StepState(batch, step)
-            self.capture.start(StepPlan.of(batch, step, self.config.max_prompts_per_step))
+            self.capture.start(self.record.plan(batch, step))
         return batch
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:

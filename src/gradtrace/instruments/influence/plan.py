@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import accepted, constant_groups
+from gradtrace.algorithms import accepted
+from gradtrace.algorithms.groups import groups_without_contrast
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import response_advantages
 from gradtrace.trace.schema import GroupStatus
@@ -32,7 +33,7 @@ class StepPlan:
     """long[G]: a `GroupStatus` of every group; SCORED means that it is to be scored."""
 
     @staticmethod
-    def of(batch: RolloutBatch, step: int, max_prompts: int) -> StepPlan:
+    def of(batch: RolloutBatch, step: int, max_prompts: int = 0, threshold: float | None = None) -> StepPlan:
         advantages, rewards = response_advantages(batch), batch.need("rewards")
         spread = (
             (batch.need("advantages") - advantages[:, None])
@@ -43,11 +44,11 @@ class StepPlan:
         return StepPlan(
             step=step,
             group=batch.group,
-            accepted=accepted(rewards, batch.group),
+            accepted=accepted(rewards, batch.group, threshold),
             rewards=rewards.clone(),
             advantages=advantages,
             one_advantage=(spread <= 1e-6 * advantages.abs()) & (advantages != 0),
-            status=group_status(batch, max_prompts),
+            status=group_status(batch, max_prompts, threshold),
         )
 
     @property
@@ -56,10 +57,10 @@ class StepPlan:
         return self.status[self.group] == int(GroupStatus.SCORED)
 
 
-def group_status(batch: RolloutBatch, max_prompts: int) -> Tensor:
+def group_status(batch: RolloutBatch, max_prompts: int, threshold: float | None = None) -> Tensor:
     """long[G]: which groups will be traced, and why the others will not."""
     status = torch.full((len(batch.prompts),), int(GroupStatus.SCORED))
-    status[batch.group[constant_groups(batch.need("rewards"), batch.group)]] = int(
+    status[batch.group[groups_without_contrast(batch.need("rewards"), batch.group, threshold)]] = int(
         GroupStatus.CONSTANT_REWARD
     )
     if max_prompts:

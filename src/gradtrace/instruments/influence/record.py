@@ -15,6 +15,7 @@ from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.instruments.influence.columns import describe, influence_columns
 from gradtrace.instruments.influence.empty import why_empty
+from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.trace.schema import GroupStatus
 from gradtrace.trace.writer import TraceWriter
 
@@ -45,6 +46,11 @@ class InfluenceRecord:
         """Causes of empty traces, and the tracer's remarks, that were reported: each is said once in a run."""
         self.errors = 0
         """Steps that could not be traced."""
+
+    def plan(self, batch: RolloutBatch, step: int) -> StepPlan:
+        """Which groups of this step are to be scored, and who was accepted."""
+        config = self.config
+        return StepPlan.of(batch, step, config.max_prompts_per_step, config.accepted_threshold)
 
     def write(self, batch: RolloutBatch, scored: list[Scored], status: Tensor, step: int) -> dict[str, float]:
         """Write the step's file; returns its metrics."""

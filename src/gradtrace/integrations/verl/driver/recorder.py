@@ -14,7 +14,6 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
-from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
 from gradtrace.integrations.verl.influence_parts import join_parts
@@ -98,7 +97,8 @@ class Recorder:
         knobs = self.options.influence_trace
         if not knobs.enable or step % knobs.write_every:
             return None
-        plan = StepPlan.of(batch, step, knobs.max_prompts_per_step)
+        assert self.influence is not None
+        plan = self.influence.plan(batch, step)
         split = torch.zeros(len(plan.status), dtype=torch.bool)
         split[batch.group[~whole]] = True
         if bool(split.any()):

@@ -61,6 +61,7 @@ REFUSED = {
     "actor.optim.schedule_steps": "verl's schedules end with trainer.total_steps",
     "trainer.validation.pass_k": "verl reports mean@n and best@k itself",
     "trainer.validation.success_threshold": "verl reports mean@n and best@k itself",
+    "trainer.skip_optimizer": "verl's trainer always makes its step",
     "reference.path": "verl's reference is the starting policy",
     "reward.flip_probability": "label noise is a study of the embedded loop",
 }
