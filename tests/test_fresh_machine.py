@@ -66,3 +66,11 @@ def test_makefile_gets_a_browser_before_the_tests() -> None:
         ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert shown.index("scripts/get_browser") < shown.index("pytest -n auto")
+
+
+def test_security_page_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`((?:viewer/|trace/)?test_\w+)`", text))
+    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(named) > 10 and {name.rpartition("/")[2] for name in named} <= files
+    assert "docs/security.md" in (ROOT / "SECURITY.md").read_text()
