@@ -1,14 +1,16 @@
-"""What the influence trace costs a training step: all linear layers, inverse Hessian of responses, factor 32.
+"""What the influence trace costs a training step, tier by tier.
 
-One GRPO step on SmolLM2-135M (8 responses per prompt), with the trace and without, on the same rollouts, in turns.
-`overhead_update` compares the update phase (forward, backward, optimizer), `overhead_step` the whole step, rollout
-included, both as with over without. The trace's files are written as in training, off the training thread. The
+One GRPO step on SmolLM2-135M, with the trace and without, on the same rollouts, in turns. `tail` scores every mixed
+group in the last block's weights on the training pass; `default` takes the own terms of 4 groups of 16 in all layers
+as well. `overhead_update` compares the update phase (forward, backward, optimizer), `overhead_step` the whole step,
+rollout included, both as with over without. The trace's files are written as in training, off the training thread. The
 tiny model of the demo is measured too, exact and projected: there the layers are so small that the trace's share is
 much larger.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 import time
@@ -52,9 +54,10 @@ def smollm2_overrides(folder: Path, quick: bool) -> list[str]:
         f"data.train=[{folder / 'prompts.jsonl'}]",
         "data.prompt_key=prompt",
         f"reward.path={folder / 'reward.py'}:reward",
-        "rollout.n=8",
-        f"rollout.max_new_tokens={48 if quick else 96}",
-        f"data.train_batch_size={1 if quick else 2}",
+        "rollout.n=4",
+        f"rollout.max_new_tokens={16 if quick else 48}",
+        f"data.train_batch_size={4 if quick else 16}",
+        f"trainer.influence_trace.loss_term_prompts={1 if quick else 4}",
         "actor.mini_batch_size=0",
         "actor.token_budget=4096",
         "trainer.influence_trace.projection_dim_factor=32",
@@ -69,8 +72,12 @@ def demo_overrides(factor: int) -> list[str]:
     ]
 
 
+TIERS = {"default": [], "tail": ["trainer.influence_trace.credit=tail"]}
+"""What the trace is asked for, beside the same step without it."""
+
+
 def measure(overrides: list[str], rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Steps with and without the trace on the same rollouts, in turns."""
+    """Steps with each tier and without the trace on the same rollouts, in turns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         common = [
@@ -78,41 +85,48 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, float], dict[s
             *("trainer.influence_trace.pairwise_max_mb=0", "trainer.entropy_trace.enable=false"),
         ]
         parts = build_parts(load_config([*overrides, *common]))
-        files = RunFiles(folder / "run")
-        trainer = Trainer(parts, files, StepObserver(), SilentDisplay())
-        traced, untraced = build_observer(parts, files, print), StepObserver()
-        seconds: dict[str, list[float]] = {
-            key: [] for key in ("gen", "with", "without", "up_with", "up_without")
-        }
-        pair = [("with", traced), ("without", untraced)]
+        trainer = Trainer(parts, RunFiles(folder / "plain"), StepObserver(), SilentDisplay())
+        observers = {"without": StepObserver()}
+        for tier, knobs in TIERS.items():
+            own = dataclasses.replace(parts, config=load_config([*overrides, *common, *knobs]))
+            observers[tier] = build_observer(own, RunFiles(folder / tier), lambda text: None)
+        generating: list[float] = []
+        seconds: dict[str, list[tuple[float, float]]] = {key: [] for key in observers}
+        order = list(observers)
         for step in range(rounds + 1):  # the first round warms up
             timer = Timer()
             batch, _ = trainer.experience.collect(parts.generators["rollout"], timer)
-            seconds["gen"].append(timer.total)
-            for key, observer in pair:
-                trainer.observer = observer
+            generating.append(timer.total)
+            for key in order:
+                trainer.observer = observers[key]
                 timer, started = Timer(), time.perf_counter()
                 trainer.train_step(batch, step + 1, timer)
-                seconds[key].append(time.perf_counter() - started)
-                seconds[f"up_{key}"].append(timer.seconds["update_actor"])
-            pair.reverse()
-        traced.close()
-        medians = {key: median(values[1:]) for key, values in seconds.items()}
-        run = open_run(files.path)
-        size = tokens = 0
-        for step in run.steps("influence_trace"):
-            size += (files.path / "influence_trace" / "steps" / f"step_{step:06d}.npz").stat().st_size
-            tokens += int(run.step("influence_trace", step)["length"].sum())
-    ratios = {
-        "overhead_step": (medians["gen"] + medians["with"]) / (medians["gen"] + medians["without"]),
-        "overhead_update": medians["up_with"] / medians["up_without"],
-    }
-    detail = {key: round(value, 4) for key, value in medians.items()}
-    return ratios, detail | {
-        "tokens": tokens,
-        "bytes_per_token": round(size / max(tokens, 1), 2),
-        "rounds": rounds,
-    }
+                seconds[key].append((time.perf_counter() - started, timer.seconds["update_actor"]))
+            order.reverse()
+        for observer in observers.values():
+            observer.close()
+        size, tokens = stored(folder / "default")
+    ratios, detail = (
+        {},
+        {"tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 2), "rounds": rounds},
+    )
+    for tier in TIERS:
+        pairs = list(zip(generating, seconds[tier], seconds["without"], strict=True))[1:]
+        ratios[f"overhead_step_{tier}"] = median((g + a[0]) / (g + b[0]) for g, a, b in pairs)
+        ratios[f"overhead_update_{tier}"] = median(a[1] / b[1] for _, a, b in pairs)
+        detail[f"update_rounds_{tier}"] = [round(a[1] / b[1], 3) for _, a, b in pairs]
+    detail["update_s_without"] = round(median(b for _, b in seconds["without"][1:]), 4)
+    return ratios, detail
+
+
+def stored(run_dir: Path) -> tuple[int, int]:
+    """Bytes of the influence trace of a run, and its tokens."""
+    run = open_run(run_dir)
+    size = tokens = 0
+    for step in run.steps("influence_trace"):
+        size += (run_dir / "influence_trace" / "steps" / f"step_{step:06d}.npz").stat().st_size
+        tokens += int(run.step("influence_trace", step)["length"].sum())
+    return size, tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -120,12 +134,12 @@ def main(arguments: list[str] | None = None) -> None:
     ratios: dict[str, float] = {}
     detail: dict[str, Any] = {}
     for label, factor in (("tiny_exact", 0), ("tiny_factor4", 4)):
-        found, detail[label] = measure(demo_overrides(factor), 3 if args.quick else 8)
+        found, detail[label] = measure(demo_overrides(factor), 2 if args.quick else 8)
         ratios |= {f"{key}_{label}": value for key, value in found.items()}
     torch.set_num_threads(args.threads or 2)
     with tempfile.TemporaryDirectory() as folder:
         found, detail["smollm2"] = measure(
-            smollm2_overrides(Path(folder), args.quick), 2 if args.quick else 5
+            smollm2_overrides(Path(folder), args.quick), 1 if args.quick else 3
         )
     ratios |= {f"{key}_smollm2": value for key, value in found.items()}
     ratios["bytes_per_token"] = detail["smollm2"]["bytes_per_token"]
