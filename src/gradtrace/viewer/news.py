@@ -119,8 +119,9 @@ def describe(config: Mapping[str, Any]) -> str:
     if isinstance(influence, Mapping) and influence.get("enable"):
         credit = str(influence.get("credit", "position")).replace("_", "-")
         words = ["position and loss-term credit" if credit == "both" else f"{credit} credit"]
-        if influence.get("hessian_mode") == "inverse":
-            words.append(f"{influence.get('hessian_source', 'response')} curvature")
+        source = influence.get("hessian_source", "response")
+        geometries = {"inverse": f"{source} curvature", "optimizer": "the optimizer's geometry"}
+        words.append(geometries.get(str(influence.get("hessian_mode")), ""))
         scope = {"per_prompt": "own group", "all_selected": "all selected responses"}
         words.append(scope.get(str(influence.get("accepted_rejected_scope")), ""))
         parts.append("influence: " + ", ".join(word for word in words if word))

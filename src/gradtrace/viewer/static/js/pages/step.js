@@ -139,6 +139,8 @@ class StepPage extends Page {
           ? "No influence: the influence trace was off in this run (trainer.influence_trace.enable=true turns it on)."
           : "No influence trace of this step: it is still being written, or the step is no multiple of its write_every.",
       );
+    } else if (traced && this.table.meta.empty) {
+      say(`No influence in this step: ${this.table.meta.empty}.`);
     } else if (traced && !groups.some((group) => group.status === "scored")) {
       const constant = groups.filter((group) => group.status === "constant_reward").length;
       say(
