@@ -389,3 +389,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     write(tmp_path, {2: entropy_columns()}, "entropy_trace")
     assert not leftover.exists()
     assert os.listdir(tmp_path / "entropy_trace" / "steps") != []
+
+
+def test_runs_list_instruments_in_the_order_of_a_step() -> None:
+    assert list(schema.KINDS) == ["entropy_trace", "influence_trace", "tracin", "entropy_probe"]

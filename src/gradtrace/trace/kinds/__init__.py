@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradtrace.trace.kinds import entropy_probe, entropy_trace, influence_trace, tracin
+# isort: off
+from gradtrace.trace.kinds import entropy_trace, influence_trace, tracin, entropy_probe
+
+# isort: on
 from gradtrace.trace.record import KINDS, load_installed_instruments
 
 load_installed_instruments()

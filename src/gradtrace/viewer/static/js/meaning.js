@@ -42,7 +42,7 @@ export function stepIsLikelier(meta) {
 /** What is asked of a token: what training on it does, or what making it likelier would do. */
 export function question(meta, score) {
   const makes = score === LIKELIER || stepIsLikelier(meta);
-  return makes ? "what making this token likelier would do" : "what training on this token does";
+  return makes ? "what making a token likelier would do" : "what training on a token does";
 }
 
 /** What a positive score says. */

@@ -113,17 +113,14 @@ function tokenPart(group, token, context) {
   return element("div", "", element("div", "who", chip, names), list);
 }
 
-function sumPart({ sum, score, creditName, shownName, excludesSelf }) {
+function sumPart({ sum, score, creditName, shownName, sign, excludesSelf }) {
   const style = numberStyle(Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(sum.total)));
   const table = element("dl", "sum-table");
   for (const { label, value } of sum.lines)
     table.append(element("dt", "", label), element("dd", "", style.signed(value)));
   table.append(element("dt", "total", "= influence of this token"), element("dd", "total", style.signed(sum.total)));
   const part = element("div", "", element("h3", "", `How the score adds up (${creditName} credit)`), table);
-  const meaning =
-    sum.total > 0
-      ? "Positive: a step along its gradient helps the accepted responses against the rejected ones."
-      : "Negative: a step along its gradient helps the rejected responses against the accepted ones.";
+  const meaning = sum.total > 0 ? `Positive: ${sign}.` : `Negative: the reverse of “${sign}”.`;
   const other = shownName ? ` The effects were stored by ${creditName} credit; the tokens show ${shownName}.` : "";
   part.append(element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "") + other));
   const tolerance = 1e-3 * Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(score)) + 1e-12;

@@ -3,6 +3,7 @@
 
 import { CREDIT_NAMES } from "../channels.js";
 import { numberStyle } from "../format.js";
+import { signWords } from "../meaning.js";
 import { signedClass, signedClassName } from "../scales.js";
 import { visibleText } from "../token_text.js";
 import { showEffect } from "./meta_cell.js";
@@ -74,6 +75,7 @@ export class TokenSelection {
       values,
       score,
       creditName: CREDIT_NAMES[credit],
+      sign: signWords(meta, credit),
       shownName: shown === credit ? "" : CREDIT_NAMES[shown],
       sum: contrast(members, values, meta, response.index),
       excludesSelf: Boolean(meta.exclude_self_response),

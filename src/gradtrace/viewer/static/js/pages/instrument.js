@@ -3,13 +3,13 @@
 
 import { rampOf } from "../channels.js";
 import { segmentedControl } from "../controls.js";
-import { acceptedMark, element, fact, setAttributes } from "../dom.js";
-import { fixed, general, MISSING, numberStyle, plural, sharedStart } from "../format.js";
-import { neighbourIn, Page, pageHead } from "../page.js";
+import { element, fact, setAttributes } from "../dom.js";
+import { general, MISSING, numberStyle, plural } from "../format.js";
+import { Page, pageHead } from "../page.js";
+import { ResponseList } from "../scores/response_list.js";
 import { readTokens, ResponseTexts } from "../scores/response_text.js";
-import { Sorting, wideRow } from "../sorting.js";
+import { Sorting } from "../sorting.js";
 
-const MOST_ROWS = 60;
 const MOST_FACTS = 5;
 
 export async function openInstrumentPage(context) {
@@ -21,6 +21,7 @@ export async function openInstrumentPage(context) {
 /** @type {[string, string][]} */
 const HINTS = [
   ["j k", "response"],
+  ["↵", "open it"],
   ["[ ]", "step"],
 ];
 
@@ -30,14 +31,11 @@ class InstrumentPage extends Page {
     this.structure = structure;
     this.channels = new Map(structure.channels.map((channel) => [channel.name, channel]));
     this.channel = this.url.choice("colour", [...this.channels.keys()]) ?? null;
-    this.selected = this.url.number("sel");
     const described = structure.channels.map(({ name, heading, signed, unit }) => [
       name,
       { title: heading, signed, unit },
     ]);
     this.texts = new ResponseTexts(context.source, path, Object.fromEntries(described));
-    const cut = sharedStart(structure.groups.map((group) => group.text));
-    for (const group of structure.groups) group.text = group.text.slice(cut);
     this.numeric = structure.columns.filter(({ name }) => typeof structure.responses[0]?.[name] === "number");
     this.build();
     readTokens(this.node);
@@ -66,11 +64,18 @@ class InstrumentPage extends Page {
     for (const [index, { meaning: words, unit }] of columns.entries())
       this.sorting.row.children[index + 3].setAttribute("title", unit ? `${words} [${unit}]` : words);
     this.legend = element("div", "instrument-legend");
-    this.body = element("tbody");
+    this.list = new ResponseList({
+      url: this.url,
+      groups: this.structure.groups,
+      texts: this.texts,
+      width: 3 + columns.length,
+      cells: (row) => this.cells(row),
+      opened: (_, whole) => [whole.promptNode(), whole.map(this.channel, this.channels.get(this.channel)?.top)],
+    });
     this.node.append(
       this.controls(),
       this.legend,
-      element("table", "fixed responses", element("thead", "", this.sorting.row), this.body),
+      element("table", "fixed responses", element("thead", "", this.sorting.row), this.list.node),
     );
     this.draw();
   }
@@ -100,20 +105,7 @@ class InstrumentPage extends Page {
     const rows = [...this.structure.responses].sort(
       (a, b) => this.sorting.compare(a[key], b[key]) || a.response - b.response,
     );
-    this.visible = rows.slice(0, MOST_ROWS);
-    const picked = rows.find((row) => row.response === this.selected);
-    if (picked && !this.visible.includes(picked)) this.visible.push(picked);
-    this.body.replaceChildren();
-    for (const row of this.visible) {
-      this.body.append(this.row(row));
-      if (row.response === this.selected) this.body.append(this.openRow(row));
-    }
-    const hidden = rows.length - this.visible.length;
-    if (hidden > 0) this.body.append(wideRow("between", this.width, `${hidden} more`));
-  }
-
-  get width() {
-    return 3 + this.structure.columns.length;
+    this.list.draw(rows);
   }
 
   drawLegend() {
@@ -133,55 +125,17 @@ class InstrumentPage extends Page {
     return this.legend.replaceChildren(element("p", "dim", `Colour of an open response: ${channel.meaning}.`), ramp);
   }
 
-  row(row) {
-    const cells = this.structure.columns.map(({ name, signed }) => {
+  /** The instrument's own numbers of a response. */
+  cells(row) {
+    return this.structure.columns.map(({ name, signed }) => {
       const value = row[name];
       if (!this.isNumeric(name)) return element("td", "", value === null ? MISSING : String(value));
       const text = value === null ? MISSING : signed ? numberStyle(Math.abs(value)).signed(value) : general(value);
       return element("td", "number", text);
     });
-    const isOpen = row.response === this.selected;
-    const node = setAttributes(
-      element(
-        "tr",
-        `opens${isOpen ? " current" : ""}`,
-        element("td", "c-prompt mono", this.structure.groups[row.group].text),
-        element("td", "c-text mono", row.accepted === null ? null : acceptedMark(row.accepted), " ", row.text),
-        element("td", "number", fixed(row.reward, 2)),
-        ...cells,
-      ),
-      { "data-response": row.response, "aria-expanded": String(isOpen) },
-    );
-    node.addEventListener("click", () => this.select(isOpen ? null : row.response));
-    return node;
-  }
-
-  openRow(row) {
-    const node = wideRow("opened", this.width, element("p", "dim", "Loading …"));
-    const cell = node.children[0];
-    this.texts
-      .get(row.response)
-      .then((whole) =>
-        cell.replaceChildren(whole.promptNode(), whole.map(this.channel, this.channels.get(this.channel)?.top)),
-      )
-      .catch((error) => cell.replaceChildren(element("p", "dim", `${error.message} Its beginning: ${row.text}`)));
-    return node;
-  }
-
-  select(response) {
-    this.selected = response;
-    this.url.update({ sel: response });
-    this.draw();
-    this.body.querySelector("tr.current")?.scrollIntoView({ block: "nearest" });
-  }
-
-  move(direction) {
-    const current = this.visible.find((row) => row.response === this.selected);
-    const next = neighbourIn(this.visible, current, direction);
-    if (next) this.select(next.response);
   }
 
   get actions() {
-    return { j: () => this.move(1), k: () => this.move(-1), Escape: () => this.select(null) };
+    return { ...this.list.actions, Escape: () => this.list.select(null) };
   }
 }

@@ -86,7 +86,7 @@ class StepPage extends Page {
     const scored = groups.filter((group) => group.status === "scored").length;
     const mixed = groups.filter((group) => !group.constant).length;
     const influence = this.table.has_influence
-      ? `Influence (${question(this.table.meta, this.credit)}) is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
+      ? `Influence, ${question(this.table.meta, this.credit)}, is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
       : "";
     const sub = `${plural(groups.length, "prompt group")}, ${plural(responses, "response")}. ${influence}`;
     const facts = element("div", "facts");
@@ -295,8 +295,12 @@ class StepPage extends Page {
 
   pictureCell(group) {
     const { start, columns } = group.picture;
-    const why = WHY_SKIPPED[group.status] ?? (this.table.has_influence ? "not traced" : "");
-    if (!this.pictures || group.status !== "scored") return element("td", "c-map reason", why);
+    const isLeftOut = group.status === "constant_reward" && !group.constant; // its rewards differed before selection
+    const why = isLeftOut
+      ? "skipped: TracIn left no contrast"
+      : (WHY_SKIPPED[group.status] ?? (this.table.has_influence ? "not traced" : ""));
+    if (!this.pictures || group.status !== "scored")
+      return setAttributes(element("td", "c-map reason", why), { title: why || null });
     if (!this.influence(group))
       return element("td", "c-map reason", `${CREDIT_NAMES[group.credit] ?? "no"} credit only`);
     const values = this.pictures.subarray(start, start + columns * group.responses);

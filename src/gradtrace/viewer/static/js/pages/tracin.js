@@ -2,20 +2,25 @@
 
 import { ChartGrid } from "../chart_grid.js";
 import { nextOf, segmentedControl } from "../controls.js";
-import { acceptedMark, button, divergingBar, element, setAttributes } from "../dom.js";
-import { count, fixed, numberStyle, plural, sharedStart, signed } from "../format.js";
-import { neighbourIn, Page, pageHead } from "../page.js";
+import { button, divergingBar, element, setAttributes } from "../dom.js";
+import { fixed, numberStyle, plural, signed } from "../format.js";
+import { Page, pageHead } from "../page.js";
 import { tracinCharts } from "../run_charts.js";
 import { Histogram, scoreBins } from "../scores/histogram.js";
 import { diagnosisBox, histogramHead, layerNorms, scoreFacts } from "../scores/overview.js";
+import { ResponseList } from "../scores/response_list.js";
 import { readTokens, ResponseTexts } from "../scores/response_text.js";
 import { ValidationSet } from "../scores/validation_set.js";
-import { wideRow } from "../sorting.js";
 
 const SHOWN = ["all", "kept", "dropped"];
 const ORDERS_OF_SCORES = ["low", "high"];
-const MOST_ROWS = 60;
-const COLUMNS = 5;
+const HEADS = [
+  ["c-prompt", "Prompt"],
+  ["c-text", "Response"],
+  ["number c-reward", "Reward"],
+  ["number c-score", "Score"],
+  ["c-fate", "What happened"],
+];
 
 export async function openTracinPage(context) {
   const { source, run, step } = context;
@@ -42,9 +47,7 @@ class TracinPage extends Page {
     this.zeros = this.finite.filter((row) => row.score === 0);
     this.bins = scoreBins(this.finite.filter((row) => row.score !== 0));
     this.texts = new ResponseTexts(context.source, path);
-    this.cursor = null;
-    const cut = sharedStart(structure.groups.map((group) => group.text));
-    for (const group of structure.groups) group.text = group.text.slice(cut);
+    this.top = Math.max(...this.finite.map((row) => Math.abs(row.score)), 1e-300);
     this.readUrl();
     this.build();
     readTokens(this.node);
@@ -56,7 +59,6 @@ class TracinPage extends Page {
     if (typeof this.bar === "number" && this.bar >= this.bins.length) this.bar = null;
     this.shown = this.url.choice("show", SHOWN);
     this.order = this.url.choice("order", ORDERS_OF_SCORES);
-    this.selected = this.url.number("sel");
   }
 
   /* ---------- building ---------- */
@@ -72,9 +74,17 @@ class TracinPage extends Page {
     const sub = `Score of each response: its gradient times the validation gradient. ${rule.filter(Boolean).join(" ")}`;
     this.node.append(pageHead(`TracIn, step ${structure.step}`, sub, scoreFacts(structure)), diagnosisBox(structure));
     this.histogram = this.bins.length ? new Histogram(this.bins, (bar) => this.choose(bar)) : null;
-    this.list = element("tbody");
+    this.list = new ResponseList({
+      url: this.url,
+      groups: structure.groups,
+      texts: this.texts,
+      width: HEADS.length,
+      cells: (row) => this.cells(row),
+      opened: (row, whole) => this.opened(row, whole),
+    });
     this.caption = element("div", "list-caption");
-    const table = element("table", "fixed responses", tableHead(), this.list);
+    const heads = element("tr", "", ...HEADS.map(([name, text]) => element("th", name, text)));
+    const table = element("table", "fixed responses", element("thead", "", heads), this.list.node);
     this.node.append(
       element(
         "div",
@@ -149,7 +159,7 @@ class TracinPage extends Page {
 
   choose(bar) {
     this.bar = bar;
-    this.selected = null;
+    this.list.selected = null;
     this.url.update({ bar, sel: null });
     this.histogram?.draw(bar);
     this.drawList();
@@ -170,25 +180,14 @@ class TracinPage extends Page {
   }
 
   drawList() {
-    const members = this.members;
-    this.visible = members.slice(0, MOST_ROWS);
-    const selected = this.candidates.find((row) => row.response === this.selected);
-    if (selected && members.includes(selected) && !this.visible.includes(selected)) this.visible.push(selected);
-    const top = Math.max(...this.finite.map((row) => Math.abs(row.score)), 1e-300);
     this.caption.replaceChildren(element("b", "", this.captionText()));
     if (this.bar !== null) this.caption.append(button("link-button", "show all", () => this.choose(null)));
-    this.list.replaceChildren();
-    for (const row of this.visible) {
-      this.list.append(this.responseRow(row, top));
-      if (row.response === this.selected) this.list.append(this.openRow(row));
-    }
-    if (members.length > this.visible.length)
-      this.list.append(wideRow("between", COLUMNS, `${count(members.length - this.visible.length)} more`));
-    if (!members.length) this.list.append(wideRow("dim", COLUMNS, "No such response."));
+    this.list.draw(this.members);
   }
 
-  responseRow(row, top) {
-    const group = this.structure.groups[row.group];
+  /** Score and fate of a response. */
+  cells(row) {
+    const { top } = this;
     const style = numberStyle(top);
     const score = element(
       "td",
@@ -212,38 +211,12 @@ class TracinPage extends Page {
     ];
     fate.append(element("span", "dim", remarks.filter(Boolean).join(", ")));
     fate.title = remarks.filter(Boolean).join(", ");
-    const node = setAttributes(
-      element(
-        "tr",
-        `opens${row.response === this.selected ? " current" : ""}`,
-        element("td", "c-prompt mono", group.text),
-        element("td", "c-text mono", row.accepted === null ? null : acceptedMark(row.accepted), " ", row.text),
-        element("td", "number", fixed(row.reward, 2)),
-        score,
-        fate,
-      ),
-      { "data-response": row.response, "aria-expanded": String(row.response === this.selected) },
-    );
-    node.addEventListener("click", () => this.select(row.response === this.selected ? null : row.response));
-    return node;
+    return [score, fate];
   }
 
   /** The whole response, coloured by entropy where the file has it. */
-  openRow(row) {
-    const node = wideRow("opened", COLUMNS, element("p", "dim", "Loading …"));
-    this.fill(node.children[0], row);
-    return node;
-  }
-
-  async fill(cell, row) {
+  opened(row, whole) {
     const group = this.structure.groups[row.group];
-    let whole;
-    try {
-      whole = await this.texts.get(row.response);
-    } catch (error) {
-      cell.replaceChildren(element("p", "dim", `${error.message} Its beginning: ${row.text}`));
-      return;
-    }
     const hasEntropy = Boolean(whole.channels.entropy);
     const top = hasEntropy ? Math.max(...whole.channels.entropy) : 0;
     const facts = [
@@ -259,19 +232,11 @@ class TracinPage extends Page {
       link.href = this.context.href("group", { group: group.page, step: this.structure.step });
       line.append(" · ", link);
     }
-    cell.replaceChildren(line, whole.promptNode(), whole.map(hasEntropy ? "entropy" : null, top));
+    return [line, whole.promptNode(), whole.map(hasEntropy ? "entropy" : null, top)];
   }
 
   isOnGroupPage() {
     return this.run.tracedSteps.includes(this.structure.step);
-  }
-
-  select(response) {
-    this.selected = response;
-    this.url.update({ sel: response });
-    this.drawList();
-    const row = this.list.querySelector(`[data-response="${response}"]`);
-    if (row && response !== null) row.scrollIntoView({ block: "nearest" });
   }
 
   /* ---------- living ---------- */
@@ -298,36 +263,13 @@ class TracinPage extends Page {
     this.choose(filled[next]);
   }
 
-  moveRow(direction) {
-    const current = this.visible.find((row) => row.response === this.cursor);
-    const next = neighbourIn(this.visible, current, direction);
-    if (!next) return;
-    this.cursor = next.response;
-    for (const row of this.list.querySelectorAll("tr.opens"))
-      row.classList.toggle("current", Number(row.getAttribute("data-response")) === this.cursor);
-    this.list.querySelector("tr.current")?.scrollIntoView({ block: "nearest" });
-  }
-
   get actions() {
     return {
       ArrowRight: () => this.moveBar(1),
       ArrowLeft: () => this.moveBar(-1),
-      j: () => this.moveRow(1),
-      k: () => this.moveRow(-1),
-      Enter: () => this.cursor !== null && this.select(this.cursor === this.selected ? null : this.cursor),
+      ...this.list.actions,
       f: () => this.set("show", nextOf(SHOWN, this.shown)),
-      Escape: () => (this.selected === null ? this.choose(null) : this.select(null)),
+      Escape: () => (this.list.selected === null ? this.choose(null) : this.list.select(null)),
     };
   }
-}
-
-function tableHead() {
-  const heads = [
-    ["c-prompt", "Prompt"],
-    ["c-text", "Response"],
-    ["number c-reward", "Reward"],
-    ["number c-score", "Score"],
-    ["c-fate", "What happened"],
-  ];
-  return element("thead", "", element("tr", "", ...heads.map(([name, text]) => element("th", name, text))));
 }
