@@ -30,7 +30,9 @@ from gradtrace.attribution.ledger import Ledger, Role
 from gradtrace.attribution.loss_terms import LossTerms, Terms
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
+from gradtrace.attribution.phases import Phases
 from gradtrace.attribution.result import InfluenceTrace, assemble
+from gradtrace.attribution.roles import check_target, target_factors
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
 from gradtrace.attribution.solvers import TokenRows
 from gradtrace.attribution.store import Store, join, padded, scaled
@@ -86,7 +88,7 @@ class InfluenceTracer:
         self._begun = False
         for block in self.blocks:
             block.scaling = block.preconditioner = None
-        self._phases: dict[str, float] = {}
+        self._phases = Phases(self.config.profile_timing)
         self._failure: Exception | None = None
 
     def close(self) -> None:
@@ -167,64 +169,37 @@ class InfluenceTracer:
         """
         if self._open is not None:
             raise AttributionError("capture() is open already; one backward pass belongs to one capture")
-        self._check_target(role, target_scale, sign)
+        check_target(self.config, role, target_scale, sign)
         if not self._begun:
             self.begin()
         layout = Layout.without_ignored_rows(response, tokens, scale)
         if accepted is not None and group is not None:
             self._set_labels(Labels.of(accepted, group, advantages, sign))
         self._ledger.enter(layout, role, None if self._labels is None else len(self._labels))
-        self._factors = self._target_factors(layout, scale, target_scale)
+        self._factors = target_factors(self.config, layout, scale, target_scale)
         self._role: Role = role
         self._open = Capture(layout, dict(positions or {}))
         self._plan(layout)
         try:
             yield
-            if self._failure is None:
-                for block in list(self._open.parts):
-                    self._finish_block(block)
-                with torch.no_grad(), self._phase("solve", response):
-                    for batch in self._whole:
-                        batch.solve_waiting()
-            self._ledger.leave(layout, role, self._factors)
-            self._loss_terms.commit()
-            self._batches += self._whole
+            self._finish_pass(self._open, role)
         finally:
             self._open = None
             self._whole = []
             self._loss_terms.forget_pass()
             self._hooks.forget_calls()
 
-    def _check_target(self, role: Role, target_scale: Tensor | None, sign: Tensor | None) -> None:
-        if self.config.target == "output_function":
-            if role != "both" or target_scale is not None:
-                raise AttributionError(
-                    "target='output_function' has one pass and one scale: role and target_scale belong to"
-                    " target='log_prob'"
-                )
-            return
-        if sign is not None:
-            raise AttributionError(
-                "sign turns the target of target='output_function'; with target='log_prob' give target_scale, which has"
-                " the sign in it"
-            )
-        if role == "both" and target_scale is None and self.config.output_function != "log_prob":
-            raise AttributionError(
-                f"target='log_prob' asks about log-probs, and this pass is of {self.config.output_function!r}: give"
-                " target_scale (see objectives.target_scale), or capture a pass of Σ log-probs with role='target' first"
-            )
-
-    def _target_factors(
-        self, layout: Layout, scale: float | Tensor, target_scale: Tensor | None
-    ) -> dict[int, float]:
-        """Response → what turns its captured gradient (with `scale`) into that of its target, without a sign."""
-        factors = {}
-        for response in layout.responses:
-            own = float(scale[response]) if isinstance(scale, Tensor) else float(scale)
-            ratio = 1.0 if target_scale is None else float(target_scale[response]) / own if own else 0.0
-            mean = self.config.response_reduction == "mean"
-            factors[response] = ratio / (max(layout.token_counts[response], 1) if mean else 1)
-        return factors
+    def _finish_pass(self, capture: Capture, role: Role) -> None:
+        """The backward pass is over: score and store what is complete."""
+        if self._failure is None:
+            for block in list(capture.parts):
+                self._finish_block(block)
+            with torch.no_grad(), self._phases("solve", capture.layout.response):
+                for batch in self._whole:
+                    batch.solve_waiting()
+        self._ledger.leave(capture.layout, role, self._factors)
+        self._loss_terms.commit()
+        self._batches += self._whole
 
     def _set_labels(self, labels: Labels) -> None:
         if self._labels is None:
@@ -275,7 +250,7 @@ class InfluenceTracer:
         try:
             if self._wanted(block):
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                    with self._phase("project", gradient):
+                    with self._phases("project", gradient):
                         gradient, x, positions = self._open.wanted(site, gradient, x)
                         self._open.add(block, *sides(block, site, gradient, x), positions)
                     if (
@@ -294,34 +269,21 @@ class InfluenceTracer:
             return True
         return self.config.hessian_mode == "inverse" and any(scope.has_loss_terms for scope in self._scopes)
 
-    @contextmanager
-    def _phase(self, name: str, tensor: Tensor) -> Iterator[None]:
-        """Adds up the time of a phase if `profile_timing` asks for it; that makes a GPU wait each time."""
-        if not self.config.profile_timing:
-            yield
-            return
-        started = time.perf_counter()
-        yield
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-        key = f"timing_s/influence_{name}"
-        self._phases[key] = self._phases.get(key, 0.0) + time.perf_counter() - started
-
     def _finish_block(self, block: Block) -> None:
         """All factors of this module are here: score the scopes that are whole, store the rest."""
         capture = self._open
         assert capture is not None
         some = capture.parts[block][0].u
         for scope, weights in self._directed:
-            with self._phase("gradients", some):
+            with self._phases("gradients", some):
                 self._loss_terms.add(scope, block, capture, weights)
         for batch, positions in zip(self._whole, self._whole_positions, strict=True):
             if not (block.scored or batch.directed):
                 continue
-            with self._phase("gradients", some):
+            with self._phases("gradients", some):
                 gradients = self._gradients_here(block, batch.members)
                 u, v = capture.tokens(block, positions)
-            with self._phase("solve", some):
+            with self._phases("solve", some):
                 rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
                 batch.add_later(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows)
         if self._to_store:
@@ -389,18 +351,11 @@ class InfluenceTracer:
         started = time.perf_counter()
         if accepted is not None and group is not None:
             self._set_labels(Labels.of(accepted, group, advantages, sign))
-        if self._labels is None:
-            raise AttributionError(
-                "score() needs accepted and group: they were given neither here nor to capture()"
-            )
-        if self.config.wants_loss_term and terms is None:
-            raise AttributionError(
-                f"credit={self.config.credit!r} needs `terms`, see the docstring of score()"
-            )
+        labels = self._checked_labels(terms)
         try:
             if self._failure is not None:
                 raise AttributionError(f"capture failed: {self._failure}") from self._failure
-            owners = self._ledger.owners(self._labels, self.ranks)
+            owners = self._ledger.owners(labels, self.ranks)
             self._ledger.check(self._scopes, self._skipped)
             with torch.no_grad():
                 self._score_stored(owners)
@@ -414,27 +369,45 @@ class InfluenceTracer:
                             owners,
                             self._ledger.counts,
                             self._store,
-                            self._labels,
+                            labels,
                             terms,
                             method,
                             self._coming(coming),
                         )
-            self._skipped |= self._ledger.drop_non_finite(self._batches, found)
-            trace = assemble(self._batches, self._ledger, self._labels, found, self.config)
-            trace.skipped = self._all_skipped()
-            trace.meta = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
-            with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)
-            trace.metrics |= self._ledger.counters(self._batches, self._labels, self._skipped, with_terms)
-            trace.metrics |= self._phases | {
-                "influence_trace/debug_bytes_moved": float(self.ranks.bytes_moved),
-                "influence_trace/debug_forward_captures": float(self._hooks.forward_captures.total()),
-                "influence_trace/debug_backward_captures": float(self._hooks.backward_captures.total()),
-                "timing_s/influence_score": solved - started,
-                "timing_s/influence_loss_term": time.perf_counter() - solved,
-            }
+            trace = self._assembled(labels, found)
+            trace.metrics["timing_s/influence_score"] = solved - started
+            trace.metrics["timing_s/influence_loss_term"] = time.perf_counter() - solved
             return trace
         finally:
             self.reset()
+
+    def _checked_labels(self, terms: Terms | None) -> Labels:
+        if self._labels is None:
+            raise AttributionError(
+                "score() needs accepted and group: they were given neither here nor to capture()"
+            )
+        if self.config.wants_loss_term and terms is None:
+            raise AttributionError(
+                f"credit={self.config.credit!r} needs `terms`, see the docstring of score()"
+            )
+        return self._labels
+
+    def _assembled(self, labels: Labels, loss_terms: dict[int, Tensor]) -> InfluenceTrace:
+        """The trace, with what there is to say about it."""
+        self._skipped |= self._ledger.drop_non_finite(self._batches, loss_terms)
+        trace = assemble(self._batches, self._ledger, labels, loss_terms, self.config)
+        here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
+        elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
+        trace.skipped = dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
+        trace.meta = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
+        with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)
+        trace.metrics |= self._ledger.counters(self._batches, labels, self._skipped, with_terms)
+        trace.metrics |= self._phases.seconds | {
+            "influence_trace/debug_bytes_moved": float(self.ranks.bytes_moved),
+            "influence_trace/debug_forward_captures": float(self._hooks.forward_captures.total()),
+            "influence_trace/debug_backward_captures": float(self._hooks.backward_captures.total()),
+        }
+        return trace
 
     def _coming(self, coming: Mapping[str, Tensor] | Literal[True] | None) -> Mapping[str, Tensor]:
         if coming is not True:
@@ -466,15 +439,10 @@ class InfluenceTracer:
                     self.ranks.sum(gradients)
                 tokens = self._store.tokens[block]
                 factors = [[(tokens.get(r), n) for r, n in counts.items()] for counts in batch.tokens]
-                with self._phase("solve", gradients):
+                with self._phases("solve", gradients):
                     rows = join(factors, batch.width, like=gradients)
                     turned = self._turned(gradients, batch.members)
                     turned = turned.unflatten(0, (1, len(batch.scopes), -1))
                     batch.add([block], turned, rows, Ranks() if alone else self.ranks)
             self._store.tokens[block].clear()
         self._batches += whole + divided
-
-    def _all_skipped(self) -> dict[int, str]:
-        here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
-        elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
-        return dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped

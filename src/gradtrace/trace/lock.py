@@ -56,7 +56,7 @@ def acquire(run_dir: Path, name: str = LOCK) -> None:
 
 
 def release(run_dir: Path, name: str = LOCK) -> None:
-    """As often as it was taken."""
+    """Give the lock back: once for every time that it was taken."""
     path = (run_dir / name).absolute()
     if path not in _held or _held[path][2] != os.getpid():
         return
@@ -77,7 +77,7 @@ def refuse_driver(run_dir: Path) -> None:
 
 
 def holder(run_dir: Path, name: str = LOCK) -> str:
-    """Who holds the lock, in words."""
+    """Say in words which process holds the lock."""
     about: Any = None
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((run_dir / name).read_text())

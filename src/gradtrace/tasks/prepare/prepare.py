@@ -136,7 +136,7 @@ def with_beginnings(examples: list[Example], request: Request) -> list[Example]:
 
 
 def easy_problems(request: Request) -> list[Choice]:
-    """What --max-operations and --max-number leave."""
+    """The rows that --max-operations and --max-number leave."""
     operations, number = request.max_operations, request.max_number
     if (operations, number) != (None, None) and request.name != "gsm8k":
         raise GradtraceError(

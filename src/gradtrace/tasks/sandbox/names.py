@@ -82,7 +82,7 @@ def free_names(source: str) -> set[str]:
 
 
 def starred(tree: ast.Module) -> set[str]:
-    """What `from math import *` brings."""
+    """The names that `from math import *` brings."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in WITH_STAR and node.names[0].name == "*":

@@ -204,7 +204,7 @@ def finish_with(child: int, close: list[int]) -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What /proc says about a process."""
+    """The fields that /proc gives of a process."""
 
     parent: int
     memory: int

@@ -1,0 +1,31 @@
+"""Seconds of the phases of a capture, where they are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Phases:
+    def __init__(self, enabled: bool) -> None:
+        """Timing makes a GPU wait at the end of each phase, so it is off unless `profile_timing` asks for it."""
+        self.enabled = enabled
+        self.seconds: dict[str, float] = {}
+        """timing_s/influence_NAME → seconds."""
+
+    @contextmanager
+    def __call__(self, name: str, tensor: Tensor) -> Iterator[None]:
+        """Adds up the time of what happens inside; `tensor` says on which device."""
+        if not self.enabled:
+            yield
+            return
+        started = time.perf_counter()
+        yield
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        key = f"timing_s/influence_{name}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - started
