@@ -443,9 +443,10 @@ def test_a_target_pass_without_a_step_is_refused() -> None:
             tracer.score(accepted=batch.accepted, group=batch.group)
 
 
-def test_credit_in_a_tail_that_is_not_selected_is_refused() -> None:
-    with pytest.raises(AttributionError, match="credit='tail'"):
-        InfluenceTracer(tiny_model(), config_of(credit="tail", module_name_filter=("layers.0",)))
+@pytest.mark.parametrize("credit", ["tail", "loss_term"])
+def test_credit_in_a_tail_that_is_not_selected_is_refused(credit: str) -> None:
+    with pytest.raises(AttributionError, match=f"credit='{credit}' .* use credit='position' or 'both'"):
+        InfluenceTracer(tiny_model(), config_of(credit=credit, module_name_filter=("layers.0",)))
 
 
 def test_small_damping_repeats_the_labels_and_says_so() -> None:

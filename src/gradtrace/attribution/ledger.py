@@ -154,7 +154,7 @@ class Ledger:
             "target": config.target,
             "geometry": config.hessian_mode if known else "identity",
             "credit": config.credit,
-            "backward_credit": "tail" if self.tail and config.tail_only else "position",
+            "backward_credit": "tail" if config.tail_only else "position",
         }
         if config.hessian_mode == "optimizer":
             found |= {

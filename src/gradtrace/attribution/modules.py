@@ -141,14 +141,12 @@ def select_blocks(model: nn.Module, config: InfluenceConfig) -> list[Block]:
     tail = tail_modules(model)
     for block in blocks:
         block.tail = all(site.name in tail for site in block.sites)
-    if config.tail_only and any(block.tail for block in blocks):
-        for block in blocks:
-            block.scored = block.tail
-    elif config.credit == "tail":
+        block.scored = block.tail or not config.tail_only
+    if not any(block.scored for block in blocks):
         raise AttributionError(
-            "credit='tail' scores layers of the last block through which no position feeds a later one, and none of"
-            f" the {len(blocks)} selected layers is one, such as {blocks[-1].name}: let module_name_filter or"
-            " max_modules pick some, or use credit='position' or 'loss_term'"
+            f"credit={config.credit!r} scores layers of the last block through which no position feeds a later one, and"
+            f" none of the {len(blocks)} selected layers is one, such as {blocks[-1].name}: let module_name_filter or"
+            " max_modules pick some, or use credit='position' or 'both'"
         )
     return [block for block in blocks if block.tail] if config.credit == "tail" else blocks
 
