@@ -105,5 +105,10 @@ def countdown_overrides() -> list[str]:
         subprocess.run([sys.executable, "-m", "gradtrace.cli", *command.split(), *extra], check=True)
     return [
         *("recipe=smollm2_countdown", f"model.path={smollm2_path()}", "model.device=cpu"),
-        *(f"data.train=[{data / 'train.parquet'}]", "data.validation=[]", "trainer.traces=false"),
+        *(
+            f"data.train=[{data / 'train.parquet'}]",
+            "data.validation=[]",
+            "trainer.traces=false",
+            "rollout.n=6",
+        ),
     ]

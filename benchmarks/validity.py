@@ -176,7 +176,7 @@ def sources(quick: bool, smollm2: bool) -> list[Source]:
     found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
     if smollm2:
         found.append(
-            Source("smollm2", countdown_overrides(), [2, 4, 6, 8], 4, Size(groups=2, tokens=20, halves=0), 2)
+            Source("smollm2", countdown_overrides(), [2, 3, 4, 5], 4, Size(groups=1, tokens=16, halves=0), 2)
         )
     return found
 
