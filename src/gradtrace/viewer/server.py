@@ -6,9 +6,9 @@ import gzip
 import hashlib
 import mimetypes
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -87,14 +87,16 @@ async def _error(request: Request, error: Exception) -> Response:
     return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 
 
-Handler = Callable[[RunCatalog, Request], "tuple[bytes, str]"]
+Answer = tuple[bytes, str]
+"""A body and its media type."""
+Handler = Callable[["Question"], Answer]
 
 
 def _answer(catalog: RunCatalog, handler: Handler) -> Callable[[Request], Any]:
     """Runs a handler off the event loop (it reads files) and sends what it returns with an ETag."""
 
     async def endpoint(request: Request) -> Response:
-        body, kind = await run_in_threadpool(handler, catalog, request)
+        body, kind = await run_in_threadpool(handler, Question(catalog, request))
         return tagged(request, body, kind)
 
     return endpoint
@@ -118,151 +120,131 @@ JSON = "application/json"
 BINARY = "application/octet-stream"
 
 
-def as_json(value: Any) -> tuple[bytes, str]:
+def as_json(value: Any) -> Answer:
     return payload.json_bytes(value), JSON
 
 
-def as_floats(body: bytes | None) -> tuple[bytes, str]:
+def as_floats(body: bytes | None) -> Answer:
     if body is None:
         raise HTTPException(404, "the effects on single responses were not stored for this one")
     return body, BINARY
 
 
-def _number(request: Request, name: str, default: float = 0.0) -> float:
-    """A query parameter that must be a plain non-negative number."""
-    text = request.query_params.get(name, "")
-    if not text:
-        return default
-    if len(text) > 20 or not text.isascii() or not text.replace(".", "", 1).isdigit():
-        raise HTTPException(400, f"{name} must be a number")
-    return float(text)
+class Question:
+    """A request, and what the numbers in its path stand for. What is not there is a 404, what is damaged a 422."""
+
+    def __init__(self, catalog: RunCatalog, request: Request) -> None:
+        self.catalog = catalog
+        self.query = request.query_params
+        self.path: dict[str, Any] = request.path_params
+
+    def number(self, name: str) -> float:
+        """A query parameter that must be a plain non-negative number; 0 where it is missing."""
+        text = self.query.get(name, "")
+        if len(text) > 20 or not text.isascii() or (text and not text.replace(".", "", 1).isdigit()):
+            raise HTTPException(400, f"{name} must be a number")
+        return float(text or 0)
+
+    @property
+    def credit(self) -> str:
+        credit = self.query.get("credit", "position")
+        if credit not in SCORES:
+            raise HTTPException(400, f"credit is one of {', '.join(SCORES)}")
+        return credit
+
+    @cached_property
+    def served(self) -> ServedRun:
+        served = self.catalog.get(self.path["run"])
+        if served is None:
+            raise HTTPException(404, "no such run")
+        return served
+
+    @cached_property
+    def view(self) -> StepView:
+        view = readable(lambda: self.catalog.step_view(self.served, self.path["step"]))
+        if view is None:
+            raise HTTPException(404, f"no trace of step {self.path['step']}")
+        return view
+
+    @property
+    def group(self) -> int:
+        group: int = self.path["group"]
+        if group >= self.view.n_groups:
+            raise HTTPException(404, f"step {self.view.step} has {self.view.n_groups} groups")
+        return group
+
+    @property
+    def response(self) -> int:
+        """A response of the group."""
+        response: int = self.path["response"]
+        members = self.view.members[self.group]
+        if response >= len(members):
+            raise HTTPException(404, f"the group has {len(members)} responses")
+        return response
+
+    @cached_property
+    def trace(self) -> Step:
+        """The step of the instrument whose page is named in the path."""
+        kind = kind_of(self.path["page"])
+        if kind is None:
+            raise HTTPException(404, "no such page")
+        found = readable(lambda: self.catalog.trace_step(self.served, kind, self.path["step"]))
+        if found is None:
+            raise HTTPException(404, f"no {kind} of step {self.path['step']}")
+        return found
 
 
-def _credit(request: Request) -> str:
-    credit = request.query_params.get("credit", "position")
-    if credit not in SCORES:
-        raise HTTPException(400, f"credit is one of {', '.join(SCORES)}")
-    return credit
+T = TypeVar("T")
 
 
-def _run(catalog: RunCatalog, request: Request) -> ServedRun:
-    served = catalog.get(request.path_params["run"])
-    if served is None:
-        raise HTTPException(404, "no such run")
-    return served
-
-
-def _step(catalog: RunCatalog, request: Request) -> tuple[ServedRun, StepView]:
-    served = _run(catalog, request)
-    step = request.path_params["step"]
+def readable(read: Callable[[], T]) -> T:
     try:
-        view = catalog.step_view(served, step)
-    except StepUnreadableError as error:
+        return read()
+    except (StepUnreadableError, AblationUnreadableError) as error:
         raise HTTPException(422, str(error)) from error
-    if view is None:
-        raise HTTPException(404, f"no trace of step {step}")
-    return served, view
 
 
-def _group(catalog: RunCatalog, request: Request) -> tuple[ServedRun, StepView, int]:
-    served, view = _step(catalog, request)
-    group = request.path_params["group"]
-    if group >= view.n_groups:
-        raise HTTPException(404, f"step {view.step} has {view.n_groups} groups")
-    return served, view, group
-
-
-def _response(catalog: RunCatalog, request: Request) -> tuple[StepView, int, int]:
-    _, view, group = _group(catalog, request)
-    response = request.path_params["response"]
-    if response >= len(view.members[group]):
-        raise HTTPException(404, f"the group has {len(view.members[group])} responses")
-    return view, group, response
-
-
-def _trace(catalog: RunCatalog, request: Request) -> tuple[ServedRun, Step]:
-    """The step of the instrument whose page is named in the path."""
-    served, number = _run(catalog, request), request.path_params["step"]
-    kind = kind_of(request.path_params["page"])
-    if kind is None:
-        raise HTTPException(404, "no such page")
-    try:
-        found = catalog.trace_step(served, kind, number)
-    except StepUnreadableError as error:
-        raise HTTPException(422, str(error)) from error
-    if found is None:
-        raise HTTPException(404, f"no {kind} of step {number}")
-    return served, found
-
-
-def runs(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
+def runs(question: Question) -> Answer:
+    catalog = question.catalog
     listed = catalog.refresh()
-    items = []
-    for served in listed:
-        traced = {step for kind in KINDS for step in served.entries(kind)}
-        items.append(
-            {
-                "id": served.id,
-                "name": served.name,
-                "state": state_of(served.run),
-                "traced_steps": len(traced),
-                "written": last_activity(served.run.path),
-            }
-        )
+    items = [
+        {
+            "id": served.id,
+            "name": served.name,
+            "state": state_of(served.run),
+            "traced_steps": len({step for kind in KINDS for step in served.entries(kind)}),
+            "written": last_activity(served.run.path),
+        }
+        for served in listed
+    ]
     default = [served.id for served in listed if served.id < catalog.given] or [s.id for s in listed[:1]]
     return as_json(
-        {"runs": items, "default": sorted(default), "skipped": catalog.skipped, "instruments": navigation()}
+        {
+            "runs": items,
+            "default": sorted(default),
+            "skipped": catalog.skipped,
+            "instruments": navigation(),
+        }
     )
 
 
-def news(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    newest = {kind: _number(request, kind) for kind in KINDS}
-    offset, file = int(_number(request, "metrics")), int(_number(request, "metrics_file"))
-    return as_json(run_news(_run(catalog, request), offset, file, newest))
+def news(question: Question) -> Answer:
+    newest = {kind: question.number(kind) for kind in KINDS}
+    offset, file = int(question.number("metrics")), int(question.number("metrics_file"))
+    return as_json(run_news(question.served, offset, file, newest))
 
 
-def step(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, view = _step(catalog, request)
-    return as_json(payload.step_payload(view, served.vocabulary))
+def ablation(question: Question) -> Answer:
+    table = readable(lambda: ablation_payload(question.served.run.path))
+    if table is None:
+        raise HTTPException(404, "this folder holds no ablation")
+    return as_json(table)
 
 
-def miniatures(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    _, view = _step(catalog, request)
-    return as_floats(payload.miniatures(view, _credit(request)))
-
-
-def points_structure(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, view = _step(catalog, request)
-    return as_json(payload.points_payload(view, served.vocabulary))
-
-
-def points(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, view = _step(catalog, request)
-    return as_floats(payload.points(view, _credit(request), served.vocabulary))
-
-
-def group(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, view, index = _group(catalog, request)
-    return as_json(payload.group_payload(view, index, served.vocabulary))
-
-
-def group_tokens(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, view, index = _group(catalog, request)
-    return as_floats(payload.group_tokens(view, index, served.vocabulary))
-
-
-def pairwise_block(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    return as_floats(payload.pairwise_block(*_response(catalog, request)))
-
-
-def pairwise_column(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    return as_floats(payload.pairwise_column(*_response(catalog, request)))
-
-
-def instrument(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, found = _trace(catalog, request)
-    groups = traced_groups(catalog, served, found.step)
-    return as_json(instrument_page(found.kind).payload(found, served.vocabulary, groups))
+def instrument(question: Question) -> Answer:
+    step, served = question.trace, question.served
+    groups = traced_groups(question.catalog, served, step.step)
+    return as_json(instrument_page(step.kind).payload(step, served.vocabulary, groups))
 
 
 def traced_groups(catalog: RunCatalog, served: ServedRun, step: int) -> dict[int, int]:
@@ -274,36 +256,31 @@ def traced_groups(catalog: RunCatalog, served: ServedRun, step: int) -> dict[int
     return {} if view is None else {int(g): index for index, g in enumerate(view.layout["group_id"])}
 
 
-def ablation(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    try:
-        table = ablation_payload(_run(catalog, request).run.path)
-    except AblationUnreadableError as error:
-        raise HTTPException(422, str(error)) from error
-    if table is None:
-        raise HTTPException(404, "this folder holds no ablation")
-    return as_json(table)
+def instrument_response(question: Question) -> Answer:
+    step, response = question.trace, question.path["response"]
+    if response >= step.n_responses:
+        raise HTTPException(404, f"step {step.step} has {step.n_responses} responses")
+    return as_json(response_payload(step, response, question.served.vocabulary))
 
 
-def instrument_response(catalog: RunCatalog, request: Request) -> tuple[bytes, str]:
-    served, found = _trace(catalog, request)
-    response = request.path_params["response"]
-    if response >= found.n_responses:
-        raise HTTPException(404, f"step {found.step} has {found.n_responses} responses")
-    return as_json(response_payload(found, response, served.vocabulary))
-
-
+STEP = "runs/{run:int}/steps/{step:int}"
+GROUP = STEP + "/groups/{group:int}"
 API: dict[str, Handler] = {
     "runs": runs,
     "runs/{run:int}/news": news,
     "runs/{run:int}/ablation": ablation,
-    "runs/{run:int}/steps/{step:int}": step,
-    "runs/{run:int}/steps/{step:int}/miniatures": miniatures,
-    "runs/{run:int}/steps/{step:int}/tokens": points_structure,
-    "runs/{run:int}/steps/{step:int}/points": points,
-    "runs/{run:int}/steps/{step:int}/groups/{group:int}": group,
-    "runs/{run:int}/steps/{step:int}/groups/{group:int}/tokens": group_tokens,
-    "runs/{run:int}/steps/{step:int}/groups/{group:int}/pairwise/{response:int}": pairwise_block,
-    "runs/{run:int}/steps/{step:int}/groups/{group:int}/pairwise/on/{response:int}": pairwise_column,
-    "runs/{run:int}/steps/{step:int}/{page}": instrument,
-    "runs/{run:int}/steps/{step:int}/{page}/responses/{response:int}": instrument_response,
+    STEP: lambda q: as_json(payload.step_payload(q.view, q.served.vocabulary)),
+    f"{STEP}/miniatures": lambda q: as_floats(payload.miniatures(q.view, q.credit)),
+    f"{STEP}/tokens": lambda q: as_json(payload.points_payload(q.view, q.served.vocabulary)),
+    f"{STEP}/points": lambda q: as_floats(payload.points(q.view, q.credit, q.served.vocabulary)),
+    GROUP: lambda q: as_json(payload.group_payload(q.view, q.group, q.served.vocabulary)),
+    f"{GROUP}/tokens": lambda q: as_floats(payload.group_tokens(q.view, q.group, q.served.vocabulary)),
+    f"{GROUP}/pairwise/{{response:int}}": lambda q: as_floats(
+        payload.pairwise_block(q.view, q.group, q.response)
+    ),
+    f"{GROUP}/pairwise/on/{{response:int}}": lambda q: as_floats(
+        payload.pairwise_column(q.view, q.group, q.response)
+    ),
+    f"{STEP}/{{page}}": instrument,
+    f"{STEP}/{{page}}/responses/{{response:int}}": instrument_response,
 }
