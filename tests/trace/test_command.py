@@ -16,6 +16,7 @@ from trace_fakes import entropy_columns, influence_columns
 import gradtrace
 from gradtrace.errors import GradtraceError
 from gradtrace.trace import command
+from gradtrace.trace.kinds.influence_trace import Credit
 from gradtrace.trace.show import visible
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter
@@ -94,6 +95,19 @@ def test_show_says_why_a_group_was_skipped(run: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "constant_reward" in shown
     assert "no response" in shown
+
+
+def test_show_takes_the_best_scores_that_a_group_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = influence_columns()
+    columns["influence_tail"] = columns.pop("influence_position")
+    columns["credit"] = np.where(columns["group"] == 0, int(Credit.TAIL), int(Credit.LOSS_TERM))
+    with TraceWriter(tmp_path, "influence_trace", on_error="raise") as writer:
+        writer.write(1, columns)
+    for group, wanted in ((0, "influence_tail:"), (1, "influence_loss_term:")):
+        assert trace("show", tmp_path, "--group", group, "--color", "never") == 0
+        assert wanted in capsys.readouterr().out
 
 
 def test_show_works_without_token_texts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

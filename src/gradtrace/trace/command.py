@@ -33,7 +33,7 @@ from gradtrace.trace import schema
 from gradtrace.trace.export import export_tokens
 from gradtrace.trace.legacy import import_legacy
 from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.show import score_columns, show_group
+from gradtrace.trace.show import best_column, score_columns, show_group
 from gradtrace.trace.step import Step
 from gradtrace.trace.token_text import TokenBytes
 
@@ -126,12 +126,12 @@ def _show(args: argparse.Namespace) -> int:
         raise GradtraceError(
             f"{kind} has scores of responses and none of tokens: look at it with gradtrace view"
         )
-    by = args.by or columns[0]
-    if by not in columns:
-        raise GradtraceError(f"cannot colour by {by!r}; this step has {', '.join(columns)}")
     group = _first_scored(step) if args.group is None else args.group
     if not 0 <= group < step.n_groups:
         raise GradtraceError(f"no group {group}; step {step.step} has groups 0 to {step.n_groups - 1}")
+    by = args.by or best_column(step, group)
+    if by not in columns:
+        raise GradtraceError(f"cannot colour by {by!r}; this step has {', '.join(columns)}")
     terminal = {"auto": None, "always": True, "never": False}[args.color]
     console = Console(force_terminal=terminal, highlight=False)
     show_group(console, step, group, by, run.token_bytes, colour=console.is_terminal)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradtrace.trace import schema
+from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.step import Response, Step
 from gradtrace.trace.token_text import TokenBytes
 
@@ -22,6 +23,14 @@ def score_columns(step: Step) -> list[str]:
     return sorted(
         names, key=lambda name: (not schema.COLUMNS[name].is_signed, list(schema.COLUMNS).index(name))
     )
+
+
+def best_column(step: Step, group: int) -> str:
+    """The most telling column of a group: where only some groups have loss terms, others have other scores."""
+    responses = np.flatnonzero(step["group"] == group)
+    if "credit" in step and len(responses):
+        return SCORE_OF_CREDIT[Credit(step["credit"][responses[0]])]
+    return score_columns(step)[0]
 
 
 def _is_score(column: schema.Column) -> bool:
