@@ -278,3 +278,12 @@ def test_keeping_everything_changes_nothing_and_a_dropped_completion_has_no_grad
     for name, parameter in model.named_parameters():
         moved, expected = half[name] - parameter.detach(), -1e-2 * parameter.grad
         assert float((moved - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-12, name
+
+
+def test_evaluations_stand_in_the_metrics_of_their_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, SETUPS["evaluation"])
+    records = gradtrace.open_run(tmp_path / "run").metrics()[0]
+    assert any("trl/eval_reward" in record and "critic/rewards/mean" in record for record in records)
+    assert f"gradtrace view {tmp_path / 'run'}" in capsys.readouterr().out

@@ -93,6 +93,7 @@ class TraceSession:
             files.write_token_bytes(TokenBytes.from_tokenizer(self.trainer._tokenizer))
             self._observer = self._instruments()
             self._observer.start(self.step)
+        print(f"gradtrace: this run is traced in {files.path}; look at it with: gradtrace view {files.path}")
 
     def _instruments(self) -> StepObserver:
         trainer, settings = self.trainer, self.settings
@@ -301,7 +302,8 @@ class TraceSession:
         for name, value in logs.items():
             if isinstance(value, (int, float)):
                 self._line[METRIC_NAMES.get(name, f"trl/{name}")] = float(value)
-        if self._rollout is None:
+        # TRL evaluates after it has logged a step: then the line waits for those numbers until the next rollout.
+        if self._rollout is None and self.trainer.args.eval_strategy == "no":
             self._flush_metrics()
 
     def _flush_metrics(self) -> None:
