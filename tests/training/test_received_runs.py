@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,27 @@ def test_pickles_in_a_verl_checkpoint_are_not_executed(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "extra_state_world_size_1_rank_0.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
     assert full_states(tmp_path, "extra_state")[0]["lr_scheduler"] == {"last_epoch": 3}
+
+
+def test_verls_own_loading_is_held_to_plain_tensors(tmp_path: Path) -> None:
+    """verl says weights_only=False, in its engine and for its data loader."""
+    from gradtrace.integrations.verl.launch.checkpoints import PLAIN, plain_tensors_only
+
+    executed = tmp_path / "executed"
+    torch.save({"w": Payload(executed)}, tmp_path / "data.pt")
+    with plain_tensors_only(), pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "data.pt", weights_only=False)
+    assert not executed.exists() and PLAIN not in os.environ
+    torch.load(tmp_path / "data.pt", weights_only=False)
+    assert executed.exists()  # the payload would have worked
+
+
+@pytest.mark.parametrize("file", ["rank/engine.py", "driver/trainer.py"])
+def test_both_places_where_verl_loads_are_held(file: str) -> None:
+    import gradtrace
+
+    source = (Path(gradtrace.__file__).parent / "integrations" / "verl" / file).read_text()
+    assert "with plain_tensors_only():" in source and "load_checkpoint(" in source
 
 
 @pytest.fixture(scope="module")

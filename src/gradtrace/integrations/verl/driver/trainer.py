@@ -24,6 +24,7 @@ from gradtrace.integrations.verl.driver.probe_sampling import EvaluationSampler,
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.tracin_setup import TracinDriver, Training
 from gradtrace.integrations.verl.driver.watch import Watch, process_id
+from gradtrace.integrations.verl.launch.checkpoints import plain_tensors_only
 from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.probe_parts import PROBE
 from gradtrace.integrations.verl.rank import losses
@@ -128,6 +129,10 @@ class GradtraceTrainer(PPOTrainerSync):
             f"gradtrace is active: {what}; on ranks 0 to {ranks - 1} of {ranks}; files in {self.options.run_dir}",
             flush=True,
         )
+
+    def _load_checkpoint(self) -> Any:
+        with plain_tensors_only():
+            return super()._load_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:
         if self.recorder is None:

@@ -3,15 +3,19 @@ transformers folder."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.atomic import atomic_directory
 
+PLAIN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl writes it last, when a checkpoint is complete."""
 
@@ -47,17 +51,34 @@ def full_states(folder: Path, kind: str) -> list[Any]:
     Tensors, arrays and plain data alone: a pickle that would call anything else is refused.
     """
     import torch
-    import torch.distributed.tensor  # shards are DTensors; it lists its classes as harmless
 
     world = saved_world_size(folder)
     files = [folder / f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
-    with torch.serialization.safe_globals(arrays_of_numpy()):
+    with plain_tensors_only():
         try:
             return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
         except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
             named = next((file for file in files if file.name in str(error)), files[0])
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise GradtraceError(f"{named} cannot be read as plain tensors: {first}") from error
+
+
+@contextlib.contextmanager
+def plain_tensors_only() -> Iterator[None]:
+    """Inside, `torch.load` reads tensors, arrays and plain data alone, whatever its caller (verl) asks for: a pickle in
+    a run that one was given could call anything."""
+    import torch
+    import torch.distributed.tensor  # shards are DTensors; it lists its classes as harmless
+
+    before = os.environ.get(PLAIN)
+    os.environ[PLAIN] = "1"
+    try:
+        with torch.serialization.safe_globals(arrays_of_numpy()):
+            yield
+    finally:
+        os.environ.pop(PLAIN)
+        if before is not None:
+            os.environ[PLAIN] = before
 
 
 def arrays_of_numpy() -> list[Any]:

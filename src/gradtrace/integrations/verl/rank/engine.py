@@ -10,7 +10,7 @@ import torch.distributed as dist
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from gradtrace.integrations.verl import refusals
-from gradtrace.integrations.verl.launch.checkpoints import load_any_world_size
+from gradtrace.integrations.verl.launch.checkpoints import load_any_world_size, plain_tensors_only
 from gradtrace.integrations.verl.rank.influence import RankTracer
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.rank.probe import RankProbe
@@ -93,4 +93,5 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
 
     def load_checkpoint(self, local_path: str, *args: Any, **options: Any) -> None:
         if not load_any_world_size(self, local_path):
-            super().load_checkpoint(local_path, *args, **options)
+            with plain_tensors_only():
+                super().load_checkpoint(local_path, *args, **options)
