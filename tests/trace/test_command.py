@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from trace_fakes import entropy_columns, influence_columns
 
 import gradtrace
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import command
+from gradtrace.trace import command, schema
 from gradtrace.trace.kinds.influence_trace import Credit
+from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 from gradtrace.trace.show import visible
+from gradtrace.trace.step import Step
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
@@ -216,3 +219,33 @@ def test_import_then_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_help_shows_examples() -> None:
     assert command.__doc__ is not None
     assert "gradtrace trace show" in command.__doc__
+
+
+def test_show_of_responses_that_have_scores_while_their_tokens_have_none(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = entropy_columns(1)
+    kept = {name: columns[name] for name in columns if name in schema.KINDS["tracin"].required}
+    responses = len(columns["reward"])
+    scores = {"score": np.linspace(-1, 1, responses, dtype=np.float32), "kept": np.ones(responses, bool)}
+    with TraceWriter(run, "tracin", on_error="raise") as writer:
+        writer.write(1, {**kept, **scores, "reason": np.zeros(responses, np.uint8)})
+    assert trace("show", run, "--kind", "tracin") == 0
+    assert "score -1.0" in capsys.readouterr().out
+    with pytest.raises(
+        GradtraceError, match="cannot colour by 'entropy'; tracin has scores of responses alone"
+    ):
+        trace("show", run, "--kind", "tracin", "--by", "entropy")
+
+
+@pytest.mark.parametrize(
+    "version",
+    [np.array([2**31 - 1], np.int32), np.array(["x"]), np.array([np.nan]), np.zeros(2), np.array([[1]])],
+)
+def test_strange_format_versions_are_refused_in_words(run: Path, version: Any) -> None:
+    with np.load(run / "entropy_trace/steps/step_000001.npz") as arrays:
+        content = dict(arrays)
+    file = io.BytesIO()
+    np.savez(file, **{**content, "format_version": version})
+    with pytest.raises((schema.SchemaError, UnsafeNpzError)):
+        Step("entropy_trace", 1, SafeNpz(file.getvalue()))

@@ -122,16 +122,13 @@ def _show(args: argparse.Namespace) -> int:
         raise GradtraceError(f"{kind} of {run.path} has no steps yet")
     step = run.step(kind, steps[-1] if args.step is None else args.step)
     columns = score_columns(step)
-    if not columns:
-        raise GradtraceError(
-            f"{kind} has scores of responses and none of tokens: look at it with gradtrace view"
-        )
     group = _first_scored(step) if args.group is None else args.group
     if not 0 <= group < step.n_groups:
         raise GradtraceError(f"no group {group}; step {step.step} has groups 0 to {step.n_groups - 1}")
-    by = args.by or best_column(step, group)
-    if by not in columns:
-        raise GradtraceError(f"cannot colour by {by!r}; this step has {', '.join(columns)}")
+    by = args.by or (best_column(step, group) if columns else None)
+    if by is not None and by not in columns:
+        has = f"this step has {', '.join(columns)}" if columns else f"{kind} has scores of responses alone"
+        raise GradtraceError(f"cannot colour by {by!r}; {has}")
     terminal = {"auto": None, "always": True, "never": False}[args.color]
     console = Console(force_terminal=terminal, highlight=False)
     show_group(console, step, group, by, run.token_bytes, colour=console.is_terminal)

@@ -61,8 +61,14 @@ def pieces(ids: Iterable[int], token_bytes: TokenBytes | None, continues: bool =
 
 
 def show_group(
-    console: Console, step: Step, group_index: int, column: str, token_bytes: TokenBytes | None, colour: bool
+    console: Console,
+    step: Step,
+    group_index: int,
+    column: str | None,
+    token_bytes: TokenBytes | None,
+    colour: bool,
 ) -> None:
+    """`column`: None where tokens have no scores, as in a TracIn trace; then a response's line has its own."""
     group = step.group(group_index)
     status = f" · {group.status.name.lower()}" if group.status is not None else ""
     console.print(
@@ -76,14 +82,16 @@ def show_group(
     if not group.responses:
         console.print("no response of this group is in the file", style="dim")
         return
-    meaning = schema.COLUMNS[column].meaning
-    console.print(Text(f"{column}: {meaning}", style="dim"))
-    scale = _scale(step, group.responses, column)
+    if column is not None:
+        console.print(Text(f"{column}: {schema.COLUMNS[column].meaning}", style="dim"))
+        scale = _scale(step, group.responses, column)
     for r in group.responses:
         tokens = step.tokens(r)
         shown = pieces(tokens["token_id"], token_bytes, continues=True)
         console.print(Text(_headline(step.response(r)), style="bold"))
-        if colour:
+        if column is None:
+            console.print(Text("".join(shown)))
+        elif colour:
             console.print(_coloured(shown, tokens, column, scale))
         else:
             _print_lines(console, shown, tokens, column)
