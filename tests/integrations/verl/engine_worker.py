@@ -149,6 +149,7 @@ def save_or_open(folder: Path) -> None:
             engine.lr_scheduler_step()
         engine.save_checkpoint(str(actor), global_step=1)
         (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+        engine.load_checkpoint(str(actor))  # as verl does it, on the same number of workers
     else:
         engine.load_checkpoint(str(actor))
     state = engine.optimizer.state_dict()["state"]
