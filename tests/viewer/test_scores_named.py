@@ -144,6 +144,8 @@ def test_the_step_page_compares_by_the_credit_that_all_groups_have(page: Page, v
     expect(page.get_by_role("radio", name="tail")).to_have_attribute("aria-checked", "true")
     scored = sum(bool(view.group_scores(g)) for g in range(view.n_groups))
     expect(page.locator(".c-size .with-bar")).to_have_count(scored)
+    expect(page.locator(".c-size small", has_text="loss term")).to_have_count(1)
+    expect(page.locator(".c-size small", has_text="tail")).to_have_count(scored - 1)
     page.get_by_role("radio", name="loss term").click()
     expect(page.locator(".c-size .with-bar")).to_have_count(1)
     expect(page.locator(".c-map.reason", has_text="tail credit only")).to_have_count(scored - 1)

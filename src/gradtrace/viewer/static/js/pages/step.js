@@ -330,14 +330,18 @@ class StepPage extends Page {
       ["n3", sums.negative],
     ].map(([name, value]) => filledBar(name, (0.99 * value) / top));
     const size = sums.positive + sums.negative;
-    const cell = element(
-      "td",
-      "c-size",
-      element("div", "with-bar", element("b", "", numberStyle(top, 4).plain(size)), element("span", "", ...bars)),
+    const line = element(
+      "div",
+      "with-bar",
+      element("b", "", numberStyle(top, 4).plain(size)),
+      element("span", "", ...bars),
     );
-    if (this.table.credits.length > 1 && group.credit !== this.credit)
-      cell.title = `Its page shows ${CREDIT_NAMES[group.credit]} credit, the best that this group has.`;
-    return cell;
+    if (this.table.credits.length > 1) {
+      const best = element("small", "dim", CREDIT_NAMES[group.credit]);
+      best.title = `The best credit that this group has is ${CREDIT_NAMES[group.credit]}: its page shows it.`;
+      line.append(best);
+    }
+    return element("td", "c-size", line);
   }
 
   retheme() {
