@@ -20,7 +20,7 @@ from tests.attribution.models import (
     token_log_probs,
 )
 from tests.attribution.reference import loss_term_gradients, token_terms
-from tests.attribution.scoring import assert_close
+from tests.attribution.scoring import assert_close, engine_scores, exact_config
 
 RIDING, APART = "riding", "apart"
 
@@ -456,6 +456,9 @@ def test_small_damping_repeats_the_labels_and_says_so() -> None:
     assert labels.metrics["influence_trace/label_r2"] > 0.999
     assert labels.metrics["influence_trace/effective_dof"] > 0.99
     assert "repeat" in labels.warnings[0]
+    signs = torch.where(batch.advantages < 0, -1.0, 1.0)
+    former = exact_config(reg_lambda=1e-9, pairwise=False)
+    assert engine_scores(model, batch, former, sign=signs).metrics["influence_trace/label_r2"] > 0.999
     damped = traced(model, batch, config_of(**inverse | {"reg_lambda": 0.0, "reg_scale": 100.0}), RIDING)
     assert damped.metrics["influence_trace/effective_dof"] < 0.1
     assert damped.metrics["influence_trace/label_r2"] < 0.95 and not damped.warnings

@@ -136,7 +136,8 @@ def assemble(
                     whole = labels.sign_of(response) * through[index, place]
                     rest[response] = whole / factor - total if factor else torch.nan
                 seen_by_another = scope.contrast[place - 1, place]
-                totals.add(total + rest[response], seen_by_another, lengths[response], factor)
+                turned = labels.sign_of(response) * factor
+                totals.add(total + rest[response], seen_by_another, lengths[response], turned)
                 if batch.pairwise is not None:
                     pairwise[response] = (scope.members, batch.pairwise[index, own])
                 if response in loss_terms:
