@@ -107,6 +107,11 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
             "no group had different rewards",
             False,
         ),
+        (
+            {"influence_trace__label_r2": lambda step: 0.99 if step > 18 else 0.5},
+            "scores repeat the labels in step",
+            False,
+        ),
         ({"tracin__fallback": 1.0}, "fell back to the top fraction in 100% of the steps", False),
         (
             {

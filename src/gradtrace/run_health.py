@@ -222,6 +222,14 @@ def _influence(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
             False,
             f"The influence trace has no rows in {_some(without_contrast)}: no group had different rewards.",
         )
+    labels = _Series(rows, "influence_trace/label_r2").steps_where(lambda value: value > 0.95)
+    if labels:
+        yield Finding(
+            False,
+            f"Influence scores repeat the labels in {_some(labels)}: who was accepted, and how long the response is, "
+            "explains more than 95% of the responses' totals (influence_trace/label_r2). With hessian_mode=inverse "
+            "raise reg_scale, or use hessian_mode=optimizer.",
+        )
     counts = {GroupStatus.NON_FINITE: 0, GroupStatus.NOT_CAPTURED: 0}
     for step in run.readable_steps(INFLUENCE_TRACE):
         for status in counts:
