@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.config import Config
-from gradtrace.config_loader import to_yaml
+from gradtrace.config_loader import run_of, to_yaml
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.tracin.validation import validation_pool
 from gradtrace.integrations.verl.driver.status import clear_status, describe, read_status
@@ -39,9 +39,9 @@ def train(config: Config, display: Display | None = None) -> Outcome:
     """Make a run, or continue the one that `config.resume` names."""
     display = display or SilentDisplay()
     check_installed()
-    if config.resume and latest_step(Path(config.resume)) is None:
+    if config.resume and latest_step(run_of(Path(config.resume))) is None:
         raise GradtraceError(f"resume={config.resume}: it has no complete checkpoint to continue from.")
-    run_dir = (Path(config.resume) if config.resume else new_run_dir(config)).absolute()
+    run_dir = (run_of(Path(config.resume)) if config.resume else new_run_dir(config)).absolute()
     with contextlib.ExitStack() as until_the_end:
         with nothing_left_on_error(run_dir, is_new=not config.resume):
             files = until_the_end.enter_context(RunFiles(run_dir))
