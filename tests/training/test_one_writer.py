@@ -140,3 +140,20 @@ def test_run_log_keeps_warnings_and_messages(tmp_path: Path) -> None:
     for words in ("warning: a logged warning", "an instrument's message", "UserWarning: a Python warning"):
         assert words in text
     assert "after the end" not in text
+
+
+def test_logs_of_two_runs_close_in_any_order(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        shown: list[str] = []
+        warnings.showwarning = lambda message, *others: shown.append(str(message))  # type: ignore[assignment]
+        first, second = RunFiles(tmp_path / "first"), RunFiles(tmp_path / "second")
+        warnings.warn("for both", stacklevel=1)
+        first.close()
+        warnings.warn("for one", stacklevel=1)
+        second.close()
+        warnings.warn("for none", stacklevel=1)
+    assert shown == ["for both", "for one", "for none"]
+    texts = [(tmp_path / name / "run.log").read_text() for name in ("first", "second")]
+    assert ["for one" in text for text in texts] == [False, True]
+    assert all("for both" in text and "for none" not in text for text in texts)

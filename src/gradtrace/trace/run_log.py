@@ -19,6 +19,7 @@ class RunLog(logging.Handler):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(logging.WARNING)
         self.path = run_dir / NAME
+        self._is_closed = False
         self._show: Any = warnings.showwarning
         logging.getLogger("gradtrace").addHandler(self)
         warnings.showwarning = self._warned  # type: ignore[assignment]
@@ -42,11 +43,13 @@ class RunLog(logging.Handler):
         return both
 
     def close(self) -> None:
+        self._is_closed = True
         logging.getLogger("gradtrace").removeHandler(self)
         if warnings.showwarning == self._warned:  # else another has come after us, and calls us
             warnings.showwarning = self._show
         super().close()
 
     def _warned(self, message: Any, category: Any, filename: str, lineno: int, *more: Any) -> None:
-        self.tell(f"{category.__name__}: {message} ({filename}:{lineno})")
+        if not self._is_closed:
+            self.tell(f"{category.__name__}: {message} ({filename}:{lineno})")
         self._show(message, category, filename, lineno, *more)
