@@ -20,8 +20,10 @@ from gradtrace.errors import GradtraceError
 
 LOCK = ".lock"
 DRIVER = ".lock.driver"
-TRIES, PAUSE = 10, 0.05
-"""Who only looks whether a lock is held has it for a moment; that is no reason to refuse."""
+PAUSE = 0.05
+PATIENCE = {LOCK: 0.5, DRIVER: 30.0}
+"""Seconds in which a lock is tried again. Who only looks whether it is held has it for a moment, and a driver that is
+started anew comes while Ray still ends the one before it."""
 _held: dict[Path, list[int]] = {}
 """By file: its descriptor, how often this process took it, and this process (a fork has no part in it)."""
 
@@ -33,12 +35,13 @@ def acquire(run_dir: Path, name: str = LOCK) -> None:
         _held[path][1] += 1
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    for attempt in range(TRIES):
+    until = time.monotonic() + PATIENCE[name]
+    while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if attempt == TRIES - 1:
+            if time.monotonic() > until:
                 os.close(descriptor)
                 raise GradtraceError(f"{run_dir} is being written by {holder(run_dir, name)}.") from None
             time.sleep(PAUSE)
