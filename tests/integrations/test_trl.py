@@ -19,10 +19,12 @@ from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.trl import TracedGRPOTrainer, attach
 from gradtrace.viewer.catalog import RunCatalog
+from gradtrace.viewer.news import state_of
 from gradtrace.viewer.payload import group_payload
 from tests.integrations.trl_reference import EXACT, POSITION, assert_equal, engine_scores, step_of, train
 from tests.integrations.trl_runs import grpo_trainer, reward, weights
 from tests.training.small import model as small_model
+from tests.training.test_one_writer import writer
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)}
 SETUPS: dict[str, dict[str, Any]] = {
@@ -287,3 +289,34 @@ def test_evaluations_stand_in_the_metrics_of_their_step(
     records = gradtrace.open_run(tmp_path / "run").metrics()[0]
     assert any("trl/eval_reward" in record and "critic/rewards/mean" in record for record in records)
     assert f"gradtrace view {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+def test_one_process_writes_the_run_which_is_over_when_training_is(tmp_path: Path) -> None:
+    process = writer(tmp_path / "run")
+    trainer = grpo_trainer(tmp_path, max_steps=1)
+    attach(trainer, tmp_path / "run", on_error="raise")
+    trainer.gradtrace.settings.path.joinpath("metrics.jsonl").write_bytes(
+        b""
+    )  # so that it is not a run already
+    with pytest.raises(GradtraceError, match=f"written by process {process.pid}"):
+        trainer.train()
+    process.kill()
+    process.communicate()
+    trainer.train()
+    assert state_of(gradtrace.open_run(tmp_path / "run")) == "finished"
+
+
+def test_failed_start_leaves_no_folder_and_run_log_has_what_went_wrong(tmp_path: Path) -> None:
+    trainer = grpo_trainer(tmp_path, max_steps=1)
+    attach(trainer, tmp_path / "run", influence=InfluenceConfig(module_name_filter=("no_such_layer",)))
+    with pytest.raises(GradtraceError, match="no_such_layer"):
+        trainer.train()
+    assert not (tmp_path / "run").exists()
+
+    def broken(item: dict[str, Any], response: list[int]) -> Any:
+        raise RuntimeError("no truth today")
+
+    trainer = grpo_trainer(tmp_path, max_steps=1)
+    attach(trainer, tmp_path / "run", truth=broken)
+    trainer.train()
+    assert "no truth today" in (tmp_path / "run" / "run.log").read_text()
