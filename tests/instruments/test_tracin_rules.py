@@ -8,20 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.tracin.diagnosis import bootstrap_interval, certain_share, diagnose
-from gradtrace.instruments.tracin.rules import RULES, RuleOptions, select
+from gradtrace.instruments.tracin.rules import RULES, select
 from gradtrace.trace.schema import TracinReason
 
 SCORES = torch.tensor([3.0, -1.0, 0.0, 2.0, -4.0, -2.0, float("nan"), 1.0], dtype=torch.float64)
 
 
 def kept(rule: str, scores: torch.Tensor = SCORES, **options: float) -> list[int]:
-    return select(scores, rule, RuleOptions(**options)).kept.nonzero().squeeze(-1).tolist()
+    return select(scores, rule, TracinConfig(**options)).kept.nonzero().squeeze(-1).tolist()
 
 
 def reasons(rule: str, **options: float) -> list[TracinReason]:
-    return [TracinReason(value) for value in select(SCORES, rule, RuleOptions(**options)).reason.tolist()]
+    return [TracinReason(value) for value in select(SCORES, rule, TracinConfig(**options)).reason.tolist()]
 
 
 def test_positive_keeps_scores_above_zero_only() -> None:
@@ -52,13 +53,13 @@ def test_too_few_positive_scores_fall_back_to_the_best_half_and_say_so() -> None
     selected = select(scores, "positive")
     assert selected.fallback and "min_positive_ratio" in selected.note
     assert selected.kept.nonzero().squeeze(-1).tolist() == [*range(9), 9]
-    assert not select(scores, "positive", RuleOptions(min_positive_ratio=0.05)).fallback
+    assert not select(scores, "positive", TracinConfig(min_positive_ratio=0.05)).fallback
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_all_negative_scores_never_empty_the_update(rule: str) -> None:
     scores = torch.tensor([-1.0, -3.0, -2.0, -5.0], dtype=torch.float64)
-    selected = select(scores, rule, RuleOptions(drop_share=1.0, top_fraction=0.25))
+    selected = select(scores, rule, TracinConfig(drop_share=1.0, top_fraction=0.25))
     assert bool(selected.kept.any())
     if rule == "drop_lowest":
         assert "would drop every response" in selected.note
@@ -83,7 +84,7 @@ def test_soft_weights_rise_with_the_score_and_have_mean_one() -> None:
     assert (selected.weight[finite][order].diff() > 0).all()
     assert float(selected.weight[finite].mean()) == pytest.approx(1)
     assert selected.weight[6] == 0
-    cold = select(SCORES, "soft", RuleOptions(soft_temperature=1e-4)).weight
+    cold = select(SCORES, "soft", TracinConfig(soft_temperature=1e-4)).weight
     assert cold[1] == cold[4] == 0 and cold[0] == cold[3] > 1
 
 
@@ -97,7 +98,9 @@ def test_an_update_is_never_empty_and_scale_does_not_matter(
     values: list[int], rule: str, share: float, ratio: float
 ) -> None:
     scores = torch.tensor(values, dtype=torch.float64)
-    options = RuleOptions(ratio, share, share, share)
+    options = TracinConfig(
+        min_positive_ratio=ratio, fallback_fraction=share, top_fraction=share, drop_share=share
+    )
     selected = select(scores, rule, options)
     assert bool(selected.kept.any())
     assert torch.equal(selected.kept, select(scores * 2.0**-20, rule, options).kept)

@@ -13,7 +13,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
-from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument, ProbeSettings
+from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
@@ -110,7 +110,9 @@ def entropy_probe(
         parts.sampler,
         parts.task.validation_prompts(settings.prompts),
         SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=settings.n, **EVERY_TOKEN),
-        ProbeSettings(settings.every, config.trainer.seed, config.actor.token_budget, settings.on_error),
+        settings,
+        config.trainer.seed,
+        config.actor.token_budget,
         writer,
         meta,
         report,

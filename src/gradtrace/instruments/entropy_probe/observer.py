@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.columns import Probed
 from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch
@@ -34,14 +35,6 @@ from gradtrace.tasks.base import Prompt
 from gradtrace.trace.writer import TraceWriter
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ProbeSettings:
-    every: int
-    seed: int
-    token_budget: int
-    on_error: str = "warn"
 
 
 @dataclass(eq=False)
@@ -68,7 +61,9 @@ class EntropyProbeInstrument(StepObserver):
         sampler: Sampler,
         prompts: list[Prompt],
         params: SamplingParams,
-        settings: ProbeSettings,
+        settings: EntropyProbeConfig,
+        seed: int,
+        token_budget: int,
         writer: TraceWriter,
         meta: dict[str, Any] | None = None,
         report: Callable[[str], None] = logger.warning,
@@ -86,6 +81,8 @@ class EntropyProbeInstrument(StepObserver):
         self.prompts = prompts
         self.params = params
         self.settings = settings
+        self.seed = seed
+        self.token_budget = token_budget
         self.writer = writer
         self.meta = meta or {}
         self.report = report
@@ -127,7 +124,7 @@ class EntropyProbeInstrument(StepObserver):
     def _predict(self, step: _Step, update: OptimizerStep) -> None:
         rows = update.rows.sort().values
         evaluation = self._sample(step.batch, update.step)
-        E = evaluation_batch(self.policy, evaluation, self.settings.token_budget)
+        E = evaluation_batch(self.policy, evaluation, self.token_budget)
         gradient = {name: p.grad for name, p in self.probe.parameters.items() if p.grad is not None}
         made = self.probe.update_of(gradient, self.optimizer.clip_factor)
         prediction = self.probe.predict(E, made)
@@ -138,7 +135,7 @@ class EntropyProbeInstrument(StepObserver):
     def _measure(self, step: _Step) -> None:
         assert step.predicted is not None
         rows, evaluation, prediction, shares, rate = step.predicted
-        after = self.probe.tokens(evaluation_batch(self.policy, evaluation, self.settings.token_budget))
+        after = self.probe.tokens(evaluation_batch(self.policy, evaluation, self.token_budget))
         step.probed = Probed(rows, evaluation, prediction, shares, after, rate)
 
     def _sample(self, update: RolloutBatch, step: int) -> RolloutBatch:
@@ -149,7 +146,7 @@ class EntropyProbeInstrument(StepObserver):
             raise GradtraceError(
                 "all held-out prompts are in the rollout as well: nothing is left to evaluate on"
             )
-        generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)
         return self.sampler.generate(prompts, self.params, generator=generator)
 
     def _terms(self, step: _Step, rows: Tensor) -> TokenBatch:

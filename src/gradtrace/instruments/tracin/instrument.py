@@ -31,7 +31,7 @@ from gradtrace.instruments.tracin.losses import (
     training_losses,
     validation_losses,
 )
-from gradtrace.instruments.tracin.rules import RuleOptions, Selected, select
+from gradtrace.instruments.tracin.rules import Selected, select
 from gradtrace.instruments.tracin.scores import Measures
 from gradtrace.instruments.tracin.validation import ValidationSource, without_prompts
 from gradtrace.trace.writer import TraceWriter
@@ -78,13 +78,6 @@ class TracinInstrument(StepObserver):
         self.truth = truth
         self.report = report
         self.meta = (meta or {}) | describe(settings, scorer.method)
-        self.rule = RuleOptions(
-            settings.min_positive_ratio,
-            settings.fallback_fraction,
-            settings.top_fraction,
-            settings.drop_share,
-            settings.soft_temperature,
-        )
         self._said: set[str] = set()
         self._step: TracinStep | None = None
 
@@ -141,7 +134,7 @@ class TracinInstrument(StepObserver):
 
     def _select(self, result: TracinStep, step: int) -> Selected:
         """Overridden by baselines that choose otherwise."""
-        selected = select(result.scores, self.settings.selection, self.rule)
+        selected = select(result.scores, self.settings.selection, self.settings)
         if selected.fallback:
             self._say_once("fallback", f"step {step}: {selected.note}. (Shown once; tracin/fallback counts.)")
         return selected

@@ -7,24 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.schema import TracinReason
 
 RULES = ("positive", "top_fraction", "drop_lowest", "soft", "none")
-
-
-@dataclass(frozen=True)
-class RuleOptions:
-    min_positive_ratio: float = 0.1
-    """`positive`: below this share of positive scores, the fallback decides."""
-    fallback_fraction: float = 0.5
-    """The share of the best that the fallback keeps."""
-    top_fraction: float = 0.5
-    """`top_fraction`: the share of the best that is kept."""
-    drop_share: float = 0.5
-    """`drop_lowest`: the share of the negative scores that is dropped, the most negative ones."""
-    soft_temperature: float = 1.0
-    """`soft`: scores are measured in this many standard deviations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +27,13 @@ class Selected:
     """Why the rule was not followed, in words; empty if it was."""
 
 
-def select(scores: Tensor, rule: str, options: RuleOptions | None = None) -> Selected:
+def select(scores: Tensor, rule: str, options: TracinConfig | None = None) -> Selected:
     """Apply `rule` to responses with these scores (float[R], NaN = could not be scored; positive = helpful).
 
     Shares and ratios count responses whose score is not zero: a response of a group with one constant reward has
     no gradient, so that nothing can be said about it. Never empty as long as one score is finite.
     """
-    options = options or RuleOptions()
+    options = options or TracinConfig()
     if rule not in RULES:
         raise GradtraceError(f"there is no selection rule '{rule}'. Valid: {', '.join(RULES)}.")
     finite = torch.isfinite(scores)
