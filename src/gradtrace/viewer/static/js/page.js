@@ -8,7 +8,7 @@ export class Page {
   /**
    * @param {Context} context
    * @param {string} title
-   * @param {[string, string][]} hints keys and what they do, for the line at the bottom
+   * @param {string[][]} hints keys and what they do, for the line at the bottom
    * @param {string} [className]
    */
   constructor(context, title, hints, className = "") {

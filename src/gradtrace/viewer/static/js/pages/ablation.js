@@ -22,7 +22,6 @@ function shown(key, value, unit = "") {
   return unit ? general(value) : fixed(value, 3);
 }
 
-/** @type {[string, string][]} */
 const HINTS = [
   ["j k", "row"],
   ["esc", "clear"],

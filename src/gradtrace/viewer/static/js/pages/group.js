@@ -22,7 +22,6 @@ import { TokenSelection } from "../group/selection.js";
 import { fitsSideBySide, ORDERS, Sheet } from "../group/sheet.js";
 
 const NARROW = 1100;
-/** @type {[string, string][]} */
 const HINTS = [
   ["j k", "response"],
   ["h l", "group"],

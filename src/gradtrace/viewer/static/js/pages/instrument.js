@@ -18,7 +18,6 @@ export async function openInstrumentPage(context) {
   return () => new InstrumentPage(context, path, structure);
 }
 
-/** @type {[string, string][]} */
 const HINTS = [
   ["j k", "response"],
   ["↵", "open it"],

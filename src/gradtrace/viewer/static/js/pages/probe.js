@@ -27,7 +27,6 @@ export async function openProbePage(context) {
   return () => new ProbePage(context, path, structure);
 }
 
-/** @type {[string, string][]} */
 const HINTS = [
   ["b", "batch"],
   ["o", "order"],

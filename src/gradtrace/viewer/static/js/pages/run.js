@@ -15,7 +15,6 @@ export async function openRunPage(context) {
   return () => new RunPage(context);
 }
 
-/** @type {[string, string][]} */
 const HINTS = [
   ["← →", "step"],
   ["↵", "open step"],

@@ -44,7 +44,6 @@ async function loadMiniatures(source, path, table, credit) {
   return table.credits.includes(credit) ? source.floats(`${path}/miniatures?credit=${credit}`) : null;
 }
 
-/** @type {[string, string][]} */
 const HINTS = [
   ["j k", "row"],
   ["↵", "open"],

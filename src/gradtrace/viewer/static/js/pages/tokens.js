@@ -67,7 +67,6 @@ function readPoints(structure, floats) {
   };
 }
 
-/** @type {[string, string][]} */
 const HINTS = [
   ["drag", "brush"],
   ["esc", "clear"],

@@ -29,7 +29,6 @@ export async function openTracinPage(context) {
   return () => new TracinPage(context, path, structure);
 }
 
-/** @type {[string, string][]} */
 const HINTS = [
   ["← →", "bar"],
   ["j k", "response"],
