@@ -156,4 +156,5 @@ def test_the_file_says_where_the_second_moment_came_from(tmp_path: Path) -> None
     assert first["second_moment_loss_term"] == "batch_gradient"
     assert second["second_moment_loss_term"] == "state_with_batch"
     assert second["second_moment_backward"] == "state_before"
+    assert (first["step"], second["step"]) == (1, 2)
     assert second["target"].startswith("log_prob") or "log-prob" in second["target"]

@@ -174,7 +174,7 @@ class TraceWriter:
 
 
 def _meta_json(step: int, meta: Mapping[str, Any] | None) -> bytes:
-    return json.dumps({"step": int(step), **(meta or {})}, default=plain_number).encode()
+    return json.dumps({**(meta or {}), "step": int(step)}, default=plain_number).encode()
 
 
 class _StepStore:

@@ -18,6 +18,8 @@ from gradtrace.trace.schema import GroupStatus, Selection, ragged
 
 Entry = tuple[int, int, Scored]
 """A scored response: its row in the batch, its place in the trace, and the mini-batch that it belongs to."""
+OWN_MEANING = ("credit", "step")
+"""Names in the tracer's description that mean something else in a file: its list of credits, the training step."""
 STATUS_OF_REASON = {
     "constant_reward": GroupStatus.CONSTANT_REWARD,
     "not_captured": GroupStatus.NOT_CAPTURED,
@@ -88,7 +90,7 @@ def influence_columns(
     }
     columns |= score_columns(entries, config)
     pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
-    said = {key: value for part in scored for key, value in part.trace.meta.items() if key != "credit"}
+    said = {key: value for part in scored for key, value in part.trace.meta.items() if key not in OWN_MEANING}
     return columns | pairwise, said | {"pairwise_responses": stored}
 
 

@@ -85,7 +85,6 @@ register_instrument(
             **RUN_META,
             "credit": "list of the credits in this file: loss_term, tail, position",
             "pairwise_credit": "which credit the pairwise blocks hold",
-            "step": "whose gradient a token contributes: the output function",
             "target": "what the score is about: the contrast of mean log-probs, or of the output function",
             "geometry": "what lies between the two gradients: the optimizer's preconditioner, nothing, a Hessian",
             "second_moment_loss_term": "where the optimizer's second moment came from, for loss-term scores",

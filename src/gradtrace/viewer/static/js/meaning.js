@@ -21,7 +21,7 @@ const CONTRASTS = {
 };
 
 /** The step whose effect is scored. Older files call it output_function alone. */
-const stepOf = (meta) => (typeof meta.step === "string" ? meta.step : meta.output_function);
+const stepOf = (meta) => meta.output_function;
 
 function geometryWords(meta) {
   const name = meta.optimizer ? `${meta.optimizer}’s` : "the optimizer’s";
