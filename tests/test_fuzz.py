@@ -15,7 +15,7 @@ from gradtrace.config import Config, DataConfig, ModelConfig
 from gradtrace.config.keys import schema_keys
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.policy import load_model
+from gradtrace.policy.policy import load_model, load_with_adapters
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.rewards import RewardFunction, named_reward
 from gradtrace.tasks.tokenizer import load_tokenizer
@@ -251,3 +251,12 @@ def test_tracker_that_cannot_start_is_said(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(GradtraceError, match=r"wandb, which could not start: No API key.*wandb login"):
         train(small.config(tmp_path, "trainer.logger=[wandb]"))
     assert not (tmp_path / "runs" / "demo").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "{}", '{"base_model_name_or_path": "/no/such"}', '{"base_model_name_or_path": 3}']
+)
+def test_damaged_adapters(tmp_path: Path, content: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(GradtraceError, match=str(tmp_path)):
+        load_with_adapters(tmp_path, ModelConfig(device="cpu"), trainable=False)

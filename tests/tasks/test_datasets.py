@@ -213,3 +213,9 @@ def test_end_of_turn_stops_a_response_too() -> None:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<|im_end|>"])
     assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id, tokenizer.get_vocab()["<|im_end|>"])
+
+
+@pytest.mark.parametrize("answer", ["", "  ", None])
+def test_an_empty_answer_is_an_error_of_the_data(answer: str | None) -> None:
+    with pytest.raises(GradtraceError, match=r"a\.jsonl, row 3 has an empty answer"):
+        DatasetTask.reward("", {"answer": answer, "row": "a.jsonl, row 3"})

@@ -42,7 +42,7 @@ from gradtrace.instruments.tracin.losses import has_signal, training_losses, val
 from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import score_parts
 from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT, TracInSelector
-from gradtrace.policy.policy import Policy, load_model
+from gradtrace.policy.policy import Policy, load_with_adapters
 from gradtrace.tasks.datasets import encode, is_conversation
 from gradtrace.tasks.rewards import shorten
 from gradtrace.tasks.sources import read_file
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     folder = model_folder(Path(args.model))
     tokenizer = load_tokenizer(folder)
-    model = open_model(folder, ModelConfig(device=args.device))
+    model = load_with_adapters(folder, ModelConfig(device=args.device), trainable=True)
     policy = Policy(model, next(model.parameters()).device, args.temperature)
     chat = not args.no_chat_template
     data = to_batch(read_rows(args.data, tokenizer, chat), "DATA")
@@ -130,17 +130,6 @@ def model_folder(path: Path) -> Path:
     raise GradtraceError(
         f"{path}: no model there. Give a transformers folder, a checkpoint (RUN/checkpoints/step_000020) or a run."
     )
-
-
-def open_model(folder: Path, config: ModelConfig) -> Any:
-    if not (folder / "adapter_config.json").is_file():
-        return load_model(folder, config)
-    import json
-
-    import peft
-
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    return peft.PeftModel.from_pretrained(load_model(base, config), folder, is_trainable=True)
 
 
 # ---------------------------------------------------------------- the data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from gradtrace.config import ModelConfig
 from gradtrace.config.policy import looks_local
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.policy import load_model
+from gradtrace.policy.policy import load_with_adapters
 from gradtrace.tasks.tokenizer import load_tokenizer
 from gradtrace.training.checkpoint import Checkpoints, check_complete
 
@@ -52,14 +51,4 @@ def resolve(name: str) -> str:
 def load(name: str, device: str = "auto") -> Loaded:
     path = resolve(name)
     config = ModelConfig(path=path, device=device)
-    adapter = Path(path) / "adapter_config.json"
-    if not adapter.is_file():
-        return Loaded(load_model(path, config, "MODEL"), load_tokenizer(path), path)
-    try:
-        import peft
-    except ImportError:
-        raise GradtraceError(f"{path} holds LoRA adapters: pip install 'gradtrace[lora]'.") from None
-    base = load_model(
-        json.loads(adapter.read_text())["base_model_name_or_path"], config, f"base model of {path}"
-    )
-    return Loaded(peft.PeftModel.from_pretrained(base, path).eval(), load_tokenizer(path), path)
+    return Loaded(load_with_adapters(path, config, trainable=False).eval(), load_tokenizer(path), path)

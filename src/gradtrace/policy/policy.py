@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,25 @@ def load_model(path: str | Path, config: ModelConfig, key: str = "model.path") -
     model = nn.Module.to(model, choose_device(config.device)).eval()
     accelerate(model)
     return model
+
+
+def load_with_adapters(folder: str | Path, config: ModelConfig, trainable: bool, key: str = "MODEL") -> Any:
+    """The model in a folder; where that holds LoRA adapters, they and the model that they were made for."""
+    adapter = Path(folder) / "adapter_config.json"
+    if not adapter.is_file():
+        return load_model(folder, config, key)
+    try:
+        import peft
+    except ImportError:
+        raise GradtraceError(f"{folder} holds LoRA adapters: pip install 'gradtrace[lora]'.") from None
+    try:
+        name = str(json.loads(adapter.read_text())["base_model_name_or_path"])
+        base = load_model(name, config, f"base model of {folder}")
+        return peft.PeftModel.from_pretrained(base, folder, is_trainable=trainable)
+    except GradtraceError:
+        raise
+    except Exception as error:  # damaged adapters fail in several libraries, each in its own way
+        raise GradtraceError(f"{key}={folder}: the adapters cannot be loaded. {error}") from error
 
 
 def load_policy(

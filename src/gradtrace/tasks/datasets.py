@@ -64,7 +64,11 @@ class DatasetTask(Task):
 
     @staticmethod
     def reward(response: str, item: Item) -> float:
-        """1 if the response, stripped, is the answer."""
+        """1 if the response, stripped, is the answer; a row without one is an error, or silence would be right."""
+        if item["answer"] is None or not str(item["answer"]).strip():
+            raise GradtraceError(
+                f"{item.get('row', 'a row')} has an empty answer: no response can be judged by it."
+            )
         return float(response.strip() == str(item["answer"]).strip())
 
     def state_dict(self) -> dict[str, int]:
