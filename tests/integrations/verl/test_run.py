@@ -16,6 +16,7 @@ import pytest
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
 from gradtrace.integrations.verl.driver.status import read_status
+from gradtrace.trace.kinds.influence_trace import Credit
 from gradtrace.trace.schema import ProbeBatch, TracinReason
 from gradtrace.training.terminal import SilentDisplay
 from tests.integrations.verl import harness
@@ -100,7 +101,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
             "actor.optim.warmup_steps=0",
             "trainer.checkpoint.every=1",
             "trainer.validation.every=0",
-            "trainer.traces=true",
+            "trainer.entropy_trace.enable=true",
+            "trainer.influence_trace.enable=true",
+            "trainer.influence_trace.loss_term_prompts=1",
             "trainer.influence_trace.projection_dim_factor=4",
             "trainer.influence_trace.on_error=raise",
             "trainer.tracin.enable=true",
@@ -150,7 +153,9 @@ def test_one_trace_per_step_holds_all_ranks(result: Result) -> None:
         assert len(entropy["group"]) == 16 and sorted(np.bincount(entropy["group"])) == [4, 4, 4, 4]
         scored = np.isin(np.arange(4), influence["group"]) == (influence["group_status"] == 0)
         assert scored.all() and influence["captured"].all()
-        assert np.isfinite(influence["influence_position"]).all()
+        for name in ("influence_tail", "influence_loss_term"):
+            assert np.isfinite(influence[name]).all() and np.abs(influence[name]).max() > 0
+        assert len(set(influence["group"][influence["credit"] == Credit.LOSS_TERM])) == 1
         assert set(influence["optimizer_step"]) <= {0, 1}
     assert not list((result.run_dir / "influence_trace" / "parts").iterdir())
 
