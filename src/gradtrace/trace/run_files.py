@@ -36,6 +36,7 @@ class RunFiles:
         remove_leftovers(self.path)
         self._metrics = JsonLines(self.path / "metrics.jsonl", fsync)
         self.messages = RunLog(self.path)
+        self.messages.tell(f"begins: process {os.getpid()}, {' '.join(sys.argv)[:500]}")
         self._last_step: int | None = None
         """Logged since the last summary."""
         self._pid = os.getpid()

@@ -48,7 +48,9 @@ def train(config: Config, display: Display | None = None) -> Outcome:
             lock.refuse_driver(run_dir)
             translation = prepare(config, files, display)
         display.begin(latest_step(run_dir) or 0, config.trainer.total_steps)
-        finished = run_with_restarts(config, translation, run_dir, display)
+        finished = run_with_restarts(
+            config, translation, run_dir, display, files.messages.telling(display.message)
+        )
         rewards = reward_curve(run_dir)
         reached = rewards[-1][0] if rewards else 0
         if finished:
@@ -112,8 +114,15 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
     return translation
 
 
-def run_with_restarts(config: Config, translation: Translation, run_dir: Path, display: Display) -> bool:
-    """True when all steps are made; False if the user stopped it."""
+def run_with_restarts(
+    config: Config,
+    translation: Translation,
+    run_dir: Path,
+    display: Display,
+    report: Callable[[str], None] | None = None,
+) -> bool:
+    """True when all steps are made; False if the user stopped it. `report`: told of every restart, beside the log."""
+    report = report or display.message
     failures = 0
     while True:
         clear_status(run_dir)
@@ -137,7 +146,7 @@ def run_with_restarts(config: Config, translation: Translation, run_dir: Path, d
         step = latest_step(run_dir)
         where = f"the checkpoint of step {step}" if step else "the start: there is no complete checkpoint yet"
         message = f"{happened}. Restart {failures} of at most {config.cluster.max_failures}, from {where}."
-        display.message(message)
+        report(message)
         with (run_dir / LOG).open("a") as log:
             log.write(f"gradtrace: {message}\n")
 
