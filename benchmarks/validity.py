@@ -117,6 +117,8 @@ def few_scores() -> dict[str, Score]:
 
 def judge(trial: Trial, chosen: dict[str, Score], size: Size, seed: int) -> dict[str, Any]:
     """{"agreement": score → kind → one number per group, "cost": score → ratio, …} of one state."""
+    if not trial.members:  # every group had one constant reward
+        return {"agreement": {}, "cost": {}, "groups": 0, "steps_taken": 0}
     generator = torch.Generator().manual_seed(seed)
     trial.keep(list(trial.members)[: size.groups])
     groups = list(trial.members)
@@ -176,7 +178,7 @@ def sources(quick: bool, smollm2: bool) -> list[Source]:
     found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
     if smollm2:
         found.append(
-            Source("smollm2", countdown_overrides(), [2, 3, 4, 5], 4, Size(groups=1, tokens=16, halves=0), 2)
+            Source("smollm2", countdown_overrides(), [3, 4, 5, 6], 4, Size(groups=1, tokens=16, halves=0), 2)
         )
     return found
 
@@ -187,13 +189,15 @@ def run(source: Source, folder: Path, deadline: float) -> None:
     results = {step: path.with_suffix(".json") for step, path in states.items()}
     if all(path.exists() for path in results.values()) or time.time() > deadline:
         return
-    collect(
-        source.overrides, {s: p for s, p in states.items() if not results[s].exists()}, source.groups, folder
-    )
-    torch.set_num_threads(source.threads)
-    for step, path in states.items():
-        if results[step].exists() or time.time() > deadline:
-            continue
+    missing = {step: path for step, path in states.items() if not results[step].exists()}
+    for step, path in sorted(
+        missing.items(), key=lambda item: not item[1].exists()
+    ):  # what is there comes first
+        if time.time() > deadline:
+            return
+        if not path.exists():
+            collect(source.overrides, {s: p for s, p in missing.items() if s >= step}, source.groups, folder)
+        torch.set_num_threads(source.threads)
         chosen = few_scores() if source.name == "smollm2" else scores(4)
         found = judge(trial_of(path), chosen, source.size, seed=step)
         results[step].write_text(json.dumps(found | {"source": source.name, "step": step}))
