@@ -6,8 +6,8 @@ PYTHON_FILES := src tests benchmarks docs/_hooks examples
 # kronfluence would pull torchvision and another torch; it needs only these and works with ours.
 NO_DEPS := kronfluence einconv einops opt-einsum
 
-# Linux without an NVIDIA driver: 200 MB instead of 3 GB of CUDA libraries.
-CPU_TORCH := $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo --timeout 20 --retries 1 --index-url https://download.pytorch.org/whl/cpu)
+# Linux without an NVIDIA driver: 200 MB instead of 3 GB of CUDA libraries. Where pip has an index of its own, that one decides.
+CPU_TORCH := $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || [ -n "$$PIP_INDEX_URL" ] || $(PYTHON) -m pip config list 2>/dev/null | grep -q index-url || echo --timeout 20 --retries 1 --index-url https://download.pytorch.org/whl/cpu)
 
 .PHONY: help demo test quick browser lint docs bench bench-check clean
 help:

@@ -20,7 +20,7 @@ const CONTRASTS = {
   advantage: "responses weighted by their advantages",
 };
 
-/** The step whose effect is scored. Older files call it output_function alone. */
+/** The step whose effect is scored. */
 const stepOf = (meta) => meta.output_function;
 
 function geometryWords(meta) {
