@@ -15,7 +15,7 @@ from gradtrace.attribution import (
     objective,
     objective_sign,
     objective_weights,
-    riding_scale,
+    step_scale,
 )
 from tests.attribution.models import random_responses, tiny_model, token_log_probs
 from tests.attribution.scoring import assert_close, exact_config
@@ -83,7 +83,7 @@ def test_riding_on_the_training_pass_gives_the_scores_of_the_objective(name: str
                 ratio = (log_probs - log_probs.detach()).exp()
                 clipped = torch.minimum(ratio * per_token, ratio.clamp(0.8, 1.28) * per_token)
                 loss = -(clipped * tokens).sum() / count
-                scale = riding_scale(name, torch.full_like(scale, 1 / count), batch.advantages, rewards)
+                scale = step_scale(name, torch.full_like(scale, 1 / count), batch.advantages, rewards)
             else:
                 loss = objective(log_probs, objective_weights(name, tokens, per_token, rewards).double())
             sign = objective_sign(name, batch.advantages, rewards).double()

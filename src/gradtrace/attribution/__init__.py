@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         objective_sign,
         objective_weights,
         plan_passes,
-        riding_scale,
         step_scale,
         target_scale,
     )
@@ -45,7 +44,6 @@ __all__ = [
     "objective_sign",
     "objective_weights",
     "plan_passes",
-    "riding_scale",
     "step_scale",
     "target_scale",
 ]
@@ -67,7 +65,6 @@ _MODULE_OF = {
     "objective_sign": "objectives",
     "objective_weights": "objectives",
     "plan_passes": "objectives",
-    "riding_scale": "objectives",
     "step_scale": "objectives",
     "target_scale": "objectives",
 }

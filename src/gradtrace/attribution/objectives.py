@@ -76,25 +76,12 @@ def target_scale(token_weight: Tensor | float, advantages: Tensor, rides: bool =
 
 def needs_own_backward(output_function: str, training: TrainingPass) -> bool:
     """False when the hooks can ride on the training backward: response by response it is proportional to this
-    objective, by a factor that `scale` of the capture makes good (see `riding_scale`)."""
+    objective, by a factor that `scale` of the capture makes good (see `step_scale`)."""
     if output_function == "training_loss":
         return False
     if output_function == "log_prob_advantage":
         return not training.proportional_to_advantage
     return not (training.proportional_to_advantage and training.one_advantage_per_response)
-
-
-def riding_scale(output_function: str, token_weight: Tensor, advantages: Tensor, rewards: Tensor) -> Tensor:
-    """[R]: what turns the gradient of the training loss, where it rides, into that of the objective F.
-
-    `token_weight` [R]: what aggregation multiplied each response's tokens by. `training_loss` stays a loss; the
-    others are to be raised, and the loss is to be lowered: hence the minus.
-    """
-    if output_function == "training_loss":
-        return 1.0 / token_weight
-    if output_function == "log_prob_advantage":
-        return -1.0 / token_weight
-    return -(rewards if output_function == "log_prob_reward" else 1.0) / (token_weight * advantages)
 
 
 def objective_sign(output_function: str, advantages: Tensor, rewards: Tensor) -> Tensor:

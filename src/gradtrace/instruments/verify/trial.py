@@ -61,7 +61,7 @@ class Trial:
     # ------------------------------------------------------------ passes
 
     def log_probs(self, responses: list[int]) -> list[Tensor]:
-        """[T_r] each."""
+        """The log-probs of each response's tokens, one tensor [T_r] per response."""
         ids, tokens = self._padded(responses)
         logits = self.model(input_ids=ids, use_cache=False).logits
         scores = torch.log_softmax(logits[:, :-1] / self.temperature, -1)
