@@ -18,12 +18,13 @@ from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import EntropyProbe
 from gradtrace.probe import session
 from gradtrace.probe.config import ProbeConfig, load_probe_config
-from gradtrace.probe.phases import load_batch, save_batch
 from gradtrace.probe.results import ProbeResults
 from gradtrace.rollout import Sampler
 from gradtrace.trace.schema import ProbeBatch
 from gradtrace.training.checkpoint import write_marker
+from gradtrace.training.phases import load_batch, save_batch
 from gradtrace.training.run import train
+from gradtrace.training.source import Source
 from tests.training import small
 
 SIZES: dict[str, Any] = {"evaluation_prompts": 12, "update_prompts": 3, "update_n": 3}
@@ -309,5 +310,5 @@ def test_probe_that_is_refused_leaves_no_folder(checkpoint: Path) -> None:
 
 
 def test_run_stands_for_its_latest_checkpoint(run_dir: Path) -> None:
-    source = session.Source.of(run_dir, config(), trusted(run_dir / "checkpoints" / "x"))
+    source = Source.of(run_dir, trusted(run_dir / "checkpoints" / "x"))
     assert source.checkpoint == run_dir / "checkpoints" / "step_000003"

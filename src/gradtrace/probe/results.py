@@ -24,7 +24,7 @@ from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
 if TYPE_CHECKING:
-    from gradtrace.probe.source import Source
+    from gradtrace.probe.source import ProbeSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Fresh:
 
 @dataclass(frozen=True, eq=False)
 class ProbeResults:
-    source: Source
+    source: ProbeSource
     step: int
     """Training steps behind the checkpoint."""
     rate: float

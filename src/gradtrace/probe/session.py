@@ -28,13 +28,14 @@ from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.rollouts import add_advantages, judge
 from gradtrace.probe import preflight
 from gradtrace.probe.config import ProbeConfig
-from gradtrace.probe.phases import PhaseStore, load_batch
 from gradtrace.probe.results import Fresh, ProbeResults
-from gradtrace.probe.source import Loaded, Source
+from gradtrace.probe.source import ProbeSource
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.atomic import DamagedError, atomic_write, seal, unseal
 from gradtrace.trace.run_log import RunLog
+from gradtrace.training.phases import PhaseStore, load_batch
+from gradtrace.training.source import Loaded
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, **EVERY_TOKEN}
 FACTS = "clip_factor, grad_norm"
@@ -92,20 +93,20 @@ def run_probe(
 ) -> ProbeResults:
     """Probe a checkpoint of a run (RUN/checkpoints/step_N) or a plain transformers folder. `output`: where results go;
     a folder with an interrupted probe of the same settings is continued."""
-    source = Source.of(checkpoint, config, run_overrides or [])
+    source = ProbeSource.to_probe(checkpoint, config, run_overrides or [])
     source.check()
-    store = PhaseStore(output or source.default_output(), source.identity)
+    store = PhaseStore(output or source.default_output(), "probe", source.identity)
     timed = TimedPhases(display or SilentPhases(), store.folder)
     try:
         with timed.phase("loading the model"):
-            loaded = Loaded.of(source)
+            loaded = source.load(config.optimizer, config.lr, config.precision)
         return _Session(source, loaded, store, timed).run()
     finally:
         timed.log.close()
 
 
 class _Session:
-    def __init__(self, source: Source, loaded: Loaded, store: PhaseStore, display: TimedPhases) -> None:
+    def __init__(self, source: ProbeSource, loaded: Loaded, store: PhaseStore, display: TimedPhases) -> None:
         self.source = source
         self.config = source.config
         self.parts, self.policy = loaded.parts, loaded.policy

@@ -1,4 +1,4 @@
-"""Results on disk, phase by phase: an interrupted probe goes on where it was."""
+"""Results on disk, phase by phase: an interrupted command goes on where it was."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.atomic import DamagedError, atomic_write, make_folder, remove_leftovers, seal, unseal
 
-IDENTITY = "probe.json"
-
 
 class PhaseStore:
-    """A folder that belongs to one probe: one set of settings, one checkpoint."""
+    """A folder that belongs to one piece of work: one set of settings, one checkpoint."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, what: str, identity: dict[str, Any]) -> None:
+        """`what`: the kind of work, whose `identity` stands in WHAT.json."""
         self.folder = folder
         make_folder(folder)
         remove_leftovers(folder)
-        if not (folder / IDENTITY).exists():
-            atomic_write(folder / IDENTITY, seal(identity, indent=1))
-        elif not is_probe(folder, identity):
+        if not (folder / f"{what}.json").exists():
+            atomic_write(folder / f"{what}.json", seal(identity, indent=1))
+        elif not belongs_to(folder, what, identity):
             raise GradtraceError(
-                f"{folder} holds a probe with other settings or of another checkpoint; give another --output, or "
+                f"{folder} holds a {what} with other settings or of another checkpoint; give another --output, or "
                 "delete it"
             )
 
@@ -56,10 +55,10 @@ class PhaseStore:
         return self.folder / f"{name}.safetensors"
 
 
-def is_probe(folder: Path, identity: dict[str, Any]) -> bool:
-    """`folder` was begun by the same probe."""
+def belongs_to(folder: Path, what: str, identity: dict[str, Any]) -> bool:
+    """`folder` was begun by the same work."""
     try:
-        found = unseal((folder / IDENTITY).read_bytes())
+        found = unseal((folder / f"{what}.json").read_bytes())
     except (OSError, DamagedError):
         return False
     return found == json.loads(json.dumps(identity))
@@ -89,4 +88,4 @@ def load_batch(path: Path) -> tuple[RolloutBatch, dict[str, Any]]:
         batch = RolloutBatch.from_tensors(tensors, **texts)
         return batch, json.loads(notes["sampling"])
     except (KeyError, TypeError, ValueError) as error:
-        raise GradtraceError(f"{path} is not a batch that a probe saved: {error}") from error
+        raise GradtraceError(f"{path} is not a batch that we saved: {error}") from error
