@@ -67,6 +67,10 @@ def test_overrides(part: int) -> None:
             "never have a row",
         ),
         (["trainer.influence_trace.force_gpu_compute=true"], "grad_offload_to_cpu=true as well"),
+        (
+            ["trainer.influence_trace.projection_dim_factor=0", "trainer.influence_trace.max_hessian_dim=64"],
+            "max_hessian_dim=64 caps a projection, and projection_dim_factor=0 has none",
+        ),
         (["trainer.seed=1,2"], "one value is needed"),
     ],
 )

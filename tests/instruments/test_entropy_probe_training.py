@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gradtrace import open_run
+from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ProbeBatch
@@ -111,3 +112,15 @@ def test_failing_probe_costs_its_step_and_not_the_run(tmp_path: Path) -> None:
 def test_dropout_in_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match=r"model.lora.dropout=0"):
         run(tmp_path, *PROBE, "model.lora.rank=2", "model.lora.dropout=0.1")
+
+
+def test_fewer_held_out_prompts_than_asked_for_are_said(tmp_path: Path) -> None:
+    """Chains of one operation: 9 prompts where 128 were asked for, in training and in the command."""
+    every = ("trainer.entropy_probe.every=3", "trainer.entropy_probe.prompts=128")
+    run_dir = run(tmp_path, *every, "task.arithmetic.operations=1")
+    said = "prompts=128: the task offers 9 held-out prompts, and all of these are used"
+    assert f"trainer.entropy_probe.{said}" in (run_dir / "run.log").read_text()
+    words = [str(run_dir), "update_prompts=2", "eta=[0.1]", "fresh=false"]
+    words.append(f"reward.path={tmp_path / 'reward.py'}:count_ones")
+    assert main(["probe", *words, "--output", str(tmp_path / "probe")]) == 0
+    assert f"evaluation_{said}" in (tmp_path / "probe" / "run.log").read_text()

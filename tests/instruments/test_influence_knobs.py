@@ -62,3 +62,33 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(tmp_path: Path) -> No
     )
     with pytest.raises(GradtraceError, match="MB are free"):
         train(config)
+
+
+WIDE = (
+    *TRACED,
+    *("trainer.influence_trace.accepted_rejected_scope=all_selected", "trainer.influence_trace.credit=both"),
+    *("trainer.influence_trace.hessian_mode=identity", "trainer.influence_trace.projection_dim_factor=0"),
+)
+
+
+def test_a_scope_pass_compares_the_whole_step_at_its_first_weights(tmp_path: Path) -> None:
+    """Two mini-batches, scored in a pass of their own, have the scores of one mini-batch that holds all."""
+    steps, weights = {}, {}
+    for name, knobs in {
+        "one": ("actor.mini_batch_size=0",),
+        "pass": ("actor.mini_batch_size=2", "trainer.influence_trace.scope_pass=true"),
+        "two": ("actor.mini_batch_size=2",),
+    }.items():
+        folder = train(small.config(tmp_path, *WIDE, reward(tmp_path), *knobs)).run_dir
+        steps[name] = open_run(folder).step("influence_trace", 1)
+        weights[name] = load_file(folder / "policy" / "model.safetensors")
+        said = (folder / "run.log").read_text()
+        assert ("compares the responses of one mini-batch (2 of the step's 4 prompts)" in said) == (
+            name == "two"
+        )
+    assert [steps[name].meta["mini_batches"] for name in steps] == [1, 1, 2]
+    for column in ("influence_position", "influence_loss_term", "pairwise"):
+        np.testing.assert_allclose(steps["pass"][column], steps["one"][column], rtol=1e-3, atol=1e-4)
+    assert not steps["pass"]["optimizer_step"].any() and steps["two"]["optimizer_step"].any()
+    assert len(steps["pass"]["pairwise_member"]) == len(steps["pass"]["group"]) ** 2
+    assert all((weights["pass"][key] == weights["two"][key]).all() for key in weights["two"])

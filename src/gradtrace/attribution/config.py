@@ -106,6 +106,12 @@ class InfluenceConfig:
                 "preconditioner_form='exact' divides weight by weight, and projected gradients have none: use"
                 " 'factored' or 'auto', or projection_dim_factor=0"
             )
+        for cap in ("max_hessian_dim", "max_proj_vector_sum"):
+            if not self.projection_dim_factor and getattr(self, cap) > 0:
+                raise AttributionError(
+                    f"{cap}={getattr(self, cap)} caps a projection, and projection_dim_factor=0 has none: set"
+                    f" projection_dim_factor=1, which projects a layer only as far as the cap asks, or {cap}=0"
+                )
         for pattern in self.module_name_filter:
             try:
                 re.compile(pattern)

@@ -14,8 +14,8 @@ def projected_dims(
 ) -> tuple[int, int]:
     """(k_out, k_in): d // factor on each side, then the larger side shrinks until both caps hold.
 
-    Factor 0 means no projection: the sides keep their size and the caps, which are caps *of the
-    projection*, do not apply.
+    Factor 0 means no projection: the sides keep their size (and `InfluenceConfig` refuses caps). Factor 1 projects
+    only as far as the caps ask.
     """
     if factor == 0:
         return d_out, d_in

@@ -39,6 +39,9 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
     """Score every response token: did its gradient help the accepted responses against the rejected ones?"""
     accepted_threshold: float | None = None
     """A response is accepted if its reward is at least this; unset: if it is the best of a group with mixed rewards."""
+    scope_pass: bool = False
+    """Score the whole batch of a step at its first weights, in passes of the trace's own: then `all_selected` means all
+    mini-batches. Otherwise every mini-batch is scored by itself, on its training pass, at the weights it meets."""
     max_prompts_per_step: int = number(0, minimum=0)
     """Trace at most this many prompts with mixed rewards; 0 is no cap."""
     pairwise_max_mb: float = number(64.0, minimum=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,9 @@ class Backward:
     token_terms: Callable[[Tensor], Tensor]
     """Rows of the `RolloutBatch` → [2, N], their tokens one after the other: each token's own term of the loss at the
     current weights, before aggregation, and its log-prob; runs the model."""
+    passes: Callable[[Tensor], Iterable[tuple[MicroBatch, Callable[[], Tensor]]]] | None = None
+    """Rows → their micro-batches, each with what runs it and returns [2, r, T], those terms; where a host can run rows
+    of any mini-batch at any time. Old log-probs of this update's rows are known after its last pass."""
     optimizer_steps: int | None = None
     """Optimizer steps taken on this rollout before this pass, where a host spreads `update.rows` over several of
     them; None: `update.number`."""

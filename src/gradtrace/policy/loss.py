@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -55,14 +58,24 @@ class PolicyLoss:
         """[2, N]: every token's own term of the loss at the current weights, before aggregation, and its log-prob;
         response after response in the order of `rows`. Old log-probs must be set."""
         found: dict[int, Tensor] = {}
-        for micro in micro_batches(rows):
-            log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
-            policy_losses, penalties, _ = self.losses(batch, micro, log_probs, entropies)
-            terms = torch.stack([torch.stack([policy_losses, *penalties]).sum(0), log_probs])
+        for micro, run in self.passes(batch, micro_batches, rows):
+            terms = run()
             lengths = micro.mask.sum(1).tolist()
             for index, (row, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):
                 found[row] = terms[:, index, :length]
         return torch.cat([found[row] for row in rows.tolist()], dim=1)
+
+    def passes(
+        self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor
+    ) -> Iterator[tuple[MicroBatch, Callable[[], Tensor]]]:
+        """The micro-batches of `rows`, each with what runs the model on it: [2, r, T], what `token_terms` joins."""
+
+        def run(micro: MicroBatch) -> Tensor:
+            log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
+            policy_losses, penalties, _ = self.losses(batch, micro, log_probs, entropies)
+            return torch.stack([torch.stack([policy_losses, *penalties]).sum(0), log_probs])
+
+        return ((micro, partial(run, micro)) for micro in micro_batches(rows))
 
 
 @torch.no_grad()

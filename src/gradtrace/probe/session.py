@@ -155,7 +155,9 @@ class _Session:
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts of E and of U: held-out ones, and the next ones of the run."""
         task, config = self.parts.task, self.config
-        E = self._given_prompts("evaluation_batch") or task.validation_prompts(config.evaluation_prompts)
+        E = self._given_prompts("evaluation_batch") or task.held_out(
+            config.evaluation_prompts, "evaluation_prompts", self.display.message
+        )
         U = self._given_prompts("update_batch") or task.next_prompts(config.update_prompts)
         if len(E) < 2:
             raise GradtraceError(

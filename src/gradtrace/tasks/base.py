@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,15 @@ class Task(ABC):
     @abstractmethod
     def validation_prompts(self, count: int) -> list[Prompt]:
         """The first `count` validation prompts (or all there are): always the same ones."""
+
+    def held_out(self, count: int, key: str, report: Callable[[str], None]) -> list[Prompt]:
+        """`validation_prompts`, said where there are fewer than the setting `key` asks for."""
+        prompts = self.validation_prompts(count)
+        if len(prompts) < count:
+            report(
+                f"{key}={count}: the task offers {len(prompts)} held-out prompts, and all of these are used."
+            )
+        return prompts
 
     @abstractmethod
     def read_prompts(self, files: list[str], key: str) -> list[Prompt]:

@@ -55,6 +55,7 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
         writer = open_writer(files, INFLUENCE_TRACE, trainer.influence_trace, report)
         try:
             record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
+            record.say_scope(parts.config.data.train_batch_size, parts.config.actor.mini_batch_size)
             loss = loss_traits(parts.config.algorithm)
             instrument = InfluenceTraceInstrument(parts.policy, record, loss, parts.optimizer.adamw)
             observers.append(instrument)
@@ -108,7 +109,7 @@ def entropy_probe(
         parts.policy,
         parts.optimizer,
         parts.sampler,
-        parts.task.validation_prompts(settings.prompts),
+        parts.task.held_out(settings.prompts, "trainer.entropy_probe.prompts", report),
         SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=settings.n, **EVERY_TOKEN),
         settings,
         config.trainer.seed,

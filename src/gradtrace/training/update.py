@@ -73,6 +73,7 @@ class PolicyUpdate:
                     micro,
                     weights,
                     partial(self.loss.token_terms, batch, micro_batches),
+                    partial(self.loss.passes, batch, micro_batches),
                 )
                 with observer.around_backward(context):
                     loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)

@@ -122,7 +122,9 @@ def describe(config: Mapping[str, Any]) -> str:
         source = influence.get("hessian_source", "response")
         geometries = {"inverse": f"{source} curvature", "optimizer": "the optimizer's geometry"}
         words.append(geometries.get(str(influence.get("hessian_mode")), ""))
-        scope = {"per_prompt": "own group", "all_selected": "all selected responses"}
+        whole = influence.get("scope_pass") or not _dig(config, "actor.mini_batch_size")
+        wide = f"all selected responses of the {'step' if whole else 'mini-batch'}"
+        scope = {"per_prompt": "own group", "all_selected": wide}
         words.append(scope.get(str(influence.get("accepted_rejected_scope")), ""))
         parts.append("influence: " + ", ".join(word for word in words if word))
     return " · ".join(parts)

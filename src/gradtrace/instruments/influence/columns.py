@@ -38,6 +38,7 @@ def describe(config: InfluenceConfig) -> dict[str, Any]:
         "hessian_source": config.hessian_source,
         "contrastive_agg": config.contrastive_agg,
         "accepted_rejected_scope": config.accepted_rejected_scope,
+        "scope_pass": getattr(config, "scope_pass", False),
         "output_function": config.output_function,
         "exclude_self_response": config.exclude_self_response,
         "response_reduction": config.response_reduction,
@@ -91,7 +92,7 @@ def influence_columns(
     columns |= score_columns(entries, config)
     pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
     said = {key: value for part in scored for key, value in part.trace.meta.items() if key not in OWN_MEANING}
-    return columns | pairwise, said | {"pairwise_responses": stored}
+    return columns | pairwise, said | {"pairwise_responses": stored, "mini_batches": len(scored)}
 
 
 def score_columns(entries: list[Entry], config: InfluenceConfig) -> dict[str, Any]:

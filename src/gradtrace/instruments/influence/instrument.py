@@ -2,9 +2,10 @@
 
 When scores are taken: in the first epoch over a rollout, mini-batch by mini-batch, before the optimizer step of
 that mini-batch. A group lies within one mini-batch, so its scores are all of one θ; `optimizer_step` of each row
-says how many steps on this rollout had been taken before (0: the weights that sampled it). Taking every
-score at the first θ instead would cost a pass of its own; here the trace rides on the pass that training makes
-anyway. With `all_selected` the scope is therefore the selected responses of one mini-batch.
+says how many steps on this rollout had been taken before (0: the weights that sampled it). So the trace rides on
+the pass that training makes anyway, and with `all_selected` the scope is the selected responses of one mini-batch.
+With `scope_pass` the whole batch is scored at the first θ instead, in passes of its own before the first optimizer
+step, and `all_selected` is the whole step.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.attribution import InfluenceTracer, TrainingPass
+from gradtrace.attribution import AttributionError, InfluenceTracer, TrainingPass
 from gradtrace.attribution.ledger import Role
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.influence.capture import InfluenceCapture, TracedPass
+from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
 from gradtrace.policy.microbatch import MicroBatch, Sequences
@@ -35,8 +36,9 @@ class StepState:
     step: int
     update: OptimizerStep | None = None
     """The optimizer step whose passes are being captured."""
-    token_terms: Callable[[Tensor], Tensor] | None = None
-    """Rows → their tokens' own terms of the training loss and their log-probs, as the last pass gave it."""
+    backward: Backward | None = None
+    """The last pass, which tells rows' own terms of the training loss and their log-probs."""
+    had_scope_pass: bool = False
     failure: Exception | None = None
 
 
@@ -86,40 +88,64 @@ class InfluenceTraceInstrument(StepObserver):
         state = self._step
         if state is None or state.failure is not None or backward.update.epoch > 0:
             return nullcontext()
+        state.backward = backward
+        if self.config.scope_pass:
+            return nullcontext()
         if state.update is not backward.update:
             self.capture.begin(backward.update.rows, backward.update.number)
             state.update = backward.update
-        traced = self._traced(backward)
+        traced = self._traced(backward.micro, backward.token_weights[:, 0], backward.number)
         if not self.capture.holds(traced):
             return nullcontext()
-        state.token_terms = backward.token_terms
         roles = self.capture.roles(backward.number)
         with self._guarded():
-            for role in roles.own:
-                with self.capture.around(traced, role, rides=False):
-                    self._own_backward(role, backward.micro)
+            self._own_passes(traced, roles, backward.micro)
         if roles.riding is None or state.failure is not None:
             return nullcontext()
         return self.capture.around(traced, roles.riding, rides=True)
 
-    def _traced(self, backward: Backward) -> TracedPass:
-        micro = backward.micro
+    def _scope_pass(self, state: StepState) -> None:
+        """Capture the whole batch at the weights as they are, in passes whose gradients go nowhere."""
+        if state.backward is None or state.backward.passes is None:
+            raise AttributionError(
+                "scope_pass=true: this host cannot run the whole batch at the first weights"
+            )
+        state.had_scope_pass = True
+        batch = state.batch
+        rows = torch.arange(len(batch)) if batch.kept is None else batch.kept.nonzero().squeeze(-1)
+        if not self.capture.begin(rows, 0):
+            return
+        assert self.capture.current is not None
+        roles = self.capture.roles(0)
+        for micro, run in state.backward.passes(self.capture.current.rows):
+            traced = self._traced(micro, torch.ones(len(micro.rows)), 0)
+            self._own_passes(traced, roles, micro)
+            if roles.riding is not None:
+                with self.capture.around(traced, roles.riding, rides=True):
+                    self._differentiate(run()[0][micro.mask.to(self.policy.device)].sum())
+
+    def _traced(self, micro: MicroBatch, token_weight: Tensor, optimizer_step: int) -> TracedPass:
         head = self.policy.model.get_output_embeddings()  # the policy runs it on response positions only
         heads = [name for name, module in self.policy.model.named_modules() if module is head]
         return TracedPass(
             rows=micro.rows,
             response=micro.response,
             tokens=micro.tokens,
-            token_weight=backward.token_weights[:, 0],
-            optimizer_step=backward.number,
+            token_weight=token_weight,
+            optimizer_step=optimizer_step,
             positions=dict.fromkeys(heads, micro.logit_positions),
         )
 
-    def _own_backward(self, role: Role, micro: MicroBatch) -> None:
-        """A pass of the objective's own. Gradients go nowhere: autograd.grad, and the result is dropped."""
+    def _own_passes(self, traced: TracedPass, roles: PassRoles, micro: MicroBatch) -> None:
+        """The passes of objectives other than the training loss."""
+        for role in roles.own:
+            with self.capture.around(traced, role, rides=False):
+                self._differentiate(self._weighted_log_probs(role, micro)[0].sum())
+
+    def _differentiate(self, value: Tensor) -> None:
+        """Gradients go nowhere: autograd.grad, and the result is dropped; the hooks have seen them."""
         weights = [block.sites[0].module.weight for block in self.tracer.blocks]
-        terms, _ = self._weighted_log_probs(role, micro)
-        torch.autograd.grad(terms.sum(), weights, allow_unused=True)  # type: ignore[arg-type]
+        torch.autograd.grad(value, weights, allow_unused=True)  # type: ignore[arg-type]
 
     def _weighted_log_probs(self, role: Role, micro: MicroBatch) -> Tensor:
         """[2, N]: every token's own term of a log-prob objective, and its log-prob."""
@@ -132,20 +158,24 @@ class InfluenceTraceInstrument(StepObserver):
     @contextmanager
     def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
         state = self._step
-        if state is not None and state.update is update and state.failure is None:
+        if state is not None and state.failure is None:
+            terms = self._terms if self.config.wants_loss_term else None
             with self._guarded():
-                terms = self._terms if self.config.wants_loss_term else None
-                self.capture.score(terms=terms, coming=self.coming())
+                if self.config.scope_pass and not state.had_scope_pass:
+                    self._scope_pass(state)
+                    self.capture.score(terms=terms, coming=self.coming())
+                elif state.update is update:
+                    self.capture.score(terms=terms, coming=self.coming())
         yield
 
     def _terms(self, responses: list[int]) -> Tensor:
         """[2, N]: every token's own term of the step, to be raised, and its log-prob."""
-        assert self._step is not None and self._step.token_terms is not None
+        assert self._step is not None and self._step.backward is not None
         assert self.capture.current is not None
         rows = self.capture.current.rows[responses]
         if self.config.output_function != "training_loss":
             return self._weighted_log_probs("step", Sequences.of(self._step.batch).padded(rows))
-        losses, log_probs = self._step.token_terms(rows)
+        losses, log_probs = self._step.backward.token_terms(rows)
         return torch.stack([-losses, log_probs])
 
     @contextmanager

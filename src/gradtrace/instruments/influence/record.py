@@ -47,6 +47,20 @@ class InfluenceRecord:
         self.errors = 0
         """Steps that could not be traced."""
 
+    def say_scope(self, prompts: int, mini_batch: int) -> None:
+        """Say once what `all_selected` compares, where a step of `prompts` has several mini-batches."""
+        config = self.config
+        if (
+            config.accepted_rejected_scope == "all_selected"
+            and not config.scope_pass
+            and 0 < mini_batch < prompts
+        ):
+            self.report(
+                f"influence trace: accepted_rejected_scope=all_selected compares the responses of one mini-batch "
+                f"({mini_batch} of the step's {prompts} prompts), each at the weights it meets; scope_pass=true "
+                "compares the whole step at its first weights (embedded loop)."
+            )
+
     def plan(self, batch: RolloutBatch, step: int) -> StepPlan:
         """Which groups of this step are to be scored, and who was accepted."""
         config = self.config

@@ -8,6 +8,11 @@ from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.update_direction import update_rule
 
+NO_SCOPE_PASS = (
+    "a rank is given one mini-batch at a time and cannot run the others at the first weights; one mini-batch a step "
+    "(actor.mini_batch_size=0) has the same scope"
+)
+
 
 def check_engine(engine: Any) -> None:
     """Wrong with or without a trace."""

@@ -93,6 +93,8 @@ register_instrument(
             "hessian_source": "response or token",
             "contrastive_agg": "sum, mean or advantage",
             "accepted_rejected_scope": "per_prompt or all_selected",
+            "mini_batches": "scored one by one, each at its own weights; all_selected compares within each",
+            "scope_pass": "the whole step was scored at its first weights, in passes of its own",
             "output_function": "the objective whose gradients are traced",
             "exclude_self_response": "a token's own response is left out of its score",
             "empty": "why the file has no responses, where it has none",

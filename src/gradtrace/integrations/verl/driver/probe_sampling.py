@@ -8,6 +8,7 @@ the training batch have arrived, E is drawn from the full distribution at `rollo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -31,7 +32,12 @@ DEFAULT_ATTENTION = "flash_attention_2"
 
 class EvaluationSampler:
     def __init__(
-        self, config: Any, client: Any, settings: EntropyProbeConfig, stop_token_ids: tuple[int, ...]
+        self,
+        config: Any,
+        client: Any,
+        settings: EntropyProbeConfig,
+        stop_token_ids: tuple[int, ...],
+        report: Callable[[str], None],
     ) -> None:
         """`config`: verl's; `client`: its `LLMServerClient`. Prompts are the first of `data.val_files`."""
         self.rollout = config.actor_rollout_ref.rollout
@@ -56,6 +62,10 @@ class EvaluationSampler:
         if count < 2:
             raise GradtraceError(
                 f"gradtrace.entropy_probe needs at least 2 held-out prompts, data.val_files has {count}"
+            )
+        if count < settings.prompts:
+            report(
+                f"gradtrace.entropy_probe.prompts={settings.prompts}: data.val_files has {count}, and all are used."
             )
         longest = config.data.max_prompt_length
         self.prompts = [

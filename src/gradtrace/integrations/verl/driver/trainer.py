@@ -29,7 +29,7 @@ from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.probe_parts import PROBE
 from gradtrace.integrations.verl.rank import losses
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-from gradtrace.integrations.verl.refusals import check_selection_settings
+from gradtrace.integrations.verl.refusals import NO_SCOPE_PASS, check_selection_settings
 from gradtrace.integrations.verl.step_labels import LABELS, ROW
 from gradtrace.metrics import batch_metrics
 from gradtrace.tasks.base import Task
@@ -67,6 +67,8 @@ class GradtraceTrainer(PPOTrainerSync):
             )
         if config.get("distillation") and config.distillation.get("enabled", False):
             raise GradtraceError("gradtrace does not trace distillation: its loss is not a policy loss")
+        if self.options.influence_trace.scope_pass:
+            raise GradtraceError(f"gradtrace.influence_trace.scope_pass=true: {NO_SCOPE_PASS}")
         if probe:
             check_probe_job(config)
         if self.options.tracin.enable:
@@ -105,6 +107,8 @@ class GradtraceTrainer(PPOTrainerSync):
             self.tracin = TracinDriver(self, self.options, self.recorder, ranks, truth)
         self.recorder.start(self.global_steps)
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        if self.recorder.influence is not None:
+            self.recorder.influence.say_scope(config.data.train_batch_size, actor.ppo_mini_batch_size)
         influence = self.options.influence_trace
         self.actor_rollout_wg.set_loss_fn(
             GradtraceLoss(
@@ -118,7 +122,11 @@ class GradtraceTrainer(PPOTrainerSync):
         )
         if self.recorder.probe is not None:
             self.recorder.probe.sampler = EvaluationSampler(
-                config, self.get_llm_client(), self.options.entropy_probe, stop_token_ids(self.tokenizer)
+                config,
+                self.get_llm_client(),
+                self.options.entropy_probe,
+                stop_token_ids(self.tokenizer),
+                self.recorder.report,
             )
         self.status = status.Status(step=self.global_steps, workers={})
         self._announce(ranks)

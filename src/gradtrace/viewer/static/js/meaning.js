@@ -62,7 +62,10 @@ export function unitWords(meta) {
 export function scoreSentence(meta, score) {
   const step = score === LIKELIER ? STEPS.log_prob : (STEPS[stepOf(meta)] ?? stepOf(meta));
   const contrast = CONTRASTS[meta.contrastive_agg];
-  const scope = meta.accepted_rejected_scope === "all_selected" ? "over all selected responses of the step" : "";
+  const scope =
+    meta.accepted_rejected_scope === "all_selected"
+      ? `over all selected responses of the ${meta.mini_batches > 1 ? "mini-batch" : "step"}`
+      : "";
   const parts = [
     `${unitWords(meta)}${contrast ? ` (${[contrast, scope].filter(Boolean).join(", ")})` : ""}`,
     step ? `when a step follows ${step}` : "",
