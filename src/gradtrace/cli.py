@@ -28,6 +28,10 @@ COMMANDS = {
         "gradtrace.probe.command",
         "what the next update will do to entropy, predicted, measured, and by whom",
     ),
+    "blame": (
+        "gradtrace.commands.blame",
+        "who made a step's gradient, entropy, reward, length or KL what it is",
+    ),
     "select": (
         "gradtrace.commands.select",
         "rank a data set or saved rollouts by how much they help a validation set",

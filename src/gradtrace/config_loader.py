@@ -44,9 +44,13 @@ def load_config(overrides: list[str]) -> Config:
     recipe = composed_recipe(recipe_file)
     config = finished(with_overrides(recipe, overrides), recipe, keys)
     if config.trainer.traces:  # what is said of one of them counts
-        for name in ("entropy_trace", "influence_trace"):
+        for name in ("entropy_trace", "influence_trace", "blame"):
             if f"trainer.{name}.enable" not in keys:
                 getattr(config.trainer, name).enable = True
+    if config.engine == "verl" and "trainer.blame.enable" not in keys:
+        config.trainer.blame.enable = (
+            False  # a recipe or `traces` means it for hosts that can; asked for, it is refused
+        )
     if config.resume:
         refuse_code_of(config.resume, config, keys)
     check_fields(config)

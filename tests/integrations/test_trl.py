@@ -320,3 +320,26 @@ def test_failed_start_leaves_no_folder_and_run_log_has_what_went_wrong(tmp_path:
     attach(trainer, tmp_path / "run", truth=broken)
     trainer.train()
     assert "no truth today" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_blame_shares_of_a_rollout_add_up_to_one(tmp_path: Path) -> None:
+    trainer = grpo_trainer(tmp_path, dtype=torch.float64, max_grad_norm=0.01, beta=0.1)
+    attach(trainer, tmp_path / "run", influence=None, on_error="raise")
+    trainer.train()
+    step = gradtrace.open_run(tmp_path / "run").step("blame", 2)
+    (update,) = step.meta["updates"]
+    assert update["clip_factor"] < 1 and abs(update["residual"]) < 1e-5
+    assert step["grad_share"].sum() == pytest.approx(1.0, abs=1e-5)
+    logged = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    assert update["grad_norm"] == pytest.approx(logged[1], rel=1e-4)
+
+
+def test_blame_is_refused_in_words_where_no_gradient_is_of_a_whole_rollout(
+    tmp_path: Path, capsys: Any
+) -> None:
+    trainer = grpo_trainer(tmp_path, steps_per_generation=4)
+    attach(trainer, tmp_path / "run", influence=None, on_error="raise")
+    trainer.train()
+    assert "no blame trace" in capsys.readouterr().out
+    assert "no blame trace" in (tmp_path / "run" / "run.log").read_text()
+    assert "blame" not in gradtrace.open_run(tmp_path / "run").kinds()

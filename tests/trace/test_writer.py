@@ -366,7 +366,8 @@ def test_every_kind_names_known_columns_and_can_be_written(kind: str, tmp_path: 
     assert all(schema.COLUMNS[name].meaning for name in spec.columns)
     source = influence_columns(pairwise=True)
     responses = len(source["group"])
-    source |= {name: np.zeros(responses) for name in ("score", "share")}
+    source |= {name: np.zeros(responses) for name in ("score", "share", "grad_share", "grad_norm")}
+    source |= dict.fromkeys(("token_grad_share", "push"), source["entropy"])
     source |= {name: np.zeros(responses, np.uint8) for name in ("reason", "batch")}
     source |= {"kept": np.ones(responses, bool), "entropy_change": source["entropy"]}
     columns = {name: source[name] for name in spec.columns if name in source}
@@ -392,4 +393,4 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_runs_list_instruments_in_the_order_of_a_step() -> None:
-    assert list(schema.KINDS) == ["entropy_trace", "influence_trace", "tracin", "entropy_probe"]
+    assert list(schema.KINDS) == ["entropy_trace", "influence_trace", "tracin", "entropy_probe", "blame"]

@@ -54,6 +54,7 @@ def overrides(folder: Path, *more: str) -> list[str]:
         "trainer.checkpoint.every=0",
         "trainer.entropy_trace.enable=false",
         "trainer.influence_trace.enable=false",
+        "trainer.blame.enable=false",
         *more,
     ]
 

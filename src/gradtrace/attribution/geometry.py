@@ -208,14 +208,15 @@ class ClippedGradients(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module, max_norm: float | None) -> None:
         self._gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        self._factor = 1.0
+        self.factor = 1.0
+        """What clipping multiplies them by."""
         if max_norm and self._gradients:
             norm = torch.nn.utils.get_total_norm(list(self._gradients.values()))
             whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            self._factor = min(1.0, max_norm / (float(whole) + 1e-6))  # as clip_grad_norm_ does
+            self.factor = min(1.0, max_norm / (float(whole) + 1e-6))  # as clip_grad_norm_ does
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._gradients[name] * self._factor
+        return self._gradients[name] * self.factor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._gradients)

@@ -15,6 +15,7 @@ from gradtrace.config.algorithm import (
     OverlongConfig,
 )
 from gradtrace.config.instruments import (
+    BlameConfig,
     EntropyProbeConfig,
     EntropyTraceConfig,
     FilesConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "ArithmeticConfig",
+    "BlameConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",

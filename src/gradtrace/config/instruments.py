@@ -123,3 +123,11 @@ class EntropyProbeConfig(FilesConfig):
     """Held-out prompts that entropy is measured on, at most; a new response to each in every probe."""
     n: int = number(1, minimum=1)
     """Responses per prompt."""
+
+
+@dataclass
+class BlameConfig(TraceConfig):
+    enable: bool = False
+    """Share the squared norm of every step's gradient out to responses and tokens; `trainer.traces` turns it on."""
+    sketch_dim: int = number(16, minimum=1)
+    """Either side of the sketch that is kept of a layer's gradient for each response, to tell who opposes whom."""

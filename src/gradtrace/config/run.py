@@ -8,6 +8,7 @@ from typing import Any
 from gradtrace.attribution.config import choice, number
 from gradtrace.config.algorithm import AlgorithmConfig
 from gradtrace.config.instruments import (
+    BlameConfig,
     EntropyProbeConfig,
     EntropyTraceConfig,
     InfluenceTraceConfig,
@@ -75,11 +76,12 @@ class TrainerConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     traces: bool = False
-    """One flag for both: turns entropy_trace and influence_trace on."""
+    """One flag for all three: turns entropy_trace, influence_trace and blame on."""
     entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
     influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
     tracin: TracinConfig = field(default_factory=TracinConfig)
     entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
+    blame: BlameConfig = field(default_factory=BlameConfig)
 
     def validate(self, path: str) -> None:
         if unknown := set(self.logger) - TRACKERS:
@@ -156,10 +158,16 @@ class Config:
                 f"actor.mini_batch_size={actor.mini_batch_size} is more than "
                 f"data.train_batch_size={self.data.train_batch_size}: a mini-batch is a part of the batch."
             )
-        if actor.share_prompts and self.trainer.influence_trace.enable:
+        apart = [name for name in ("influence_trace", "blame") if getattr(self.trainer, name).enable]
+        if actor.share_prompts and apart:
             raise GradtraceError(
                 "actor.share_prompts=true computes a prompt once for all its responses, so that the prompt's part of "
-                "one response's gradient cannot be told apart: turn it or trainer.influence_trace.enable off."
+                f"one response's gradient cannot be told apart: turn it or trainer.{apart[0]}.enable off."
+            )
+        if self.trainer.blame.enable and self.model.lora.dropout:
+            raise GradtraceError(
+                "trainer.blame runs the model once more, and with model.lora.dropout that would be another model than "
+                "the one whose gradient it explains: set model.lora.dropout=0 or trainer.blame.enable=false."
             )
         own_packing = actor.packing == "always" and not self.model.attention.startswith("flash")
         if self.model.gradient_checkpointing and (own_packing or actor.share_prompts):

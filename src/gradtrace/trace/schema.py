@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from gradtrace.trace.kinds.blame import BLAME
 from gradtrace.trace.kinds.entropy_probe import ENTROPY_PROBE, ProbeBatch
 from gradtrace.trace.kinds.entropy_trace import ENTROPY_TRACE
 from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE, PAIRWISE
@@ -29,6 +30,7 @@ from gradtrace.trace.kinds.tracin import TRACIN, TracinReason
 from gradtrace.trace.record import COLUMNS, KINDS, Column
 
 __all__ = [
+    "BLAME",
     "COLUMNS",
     "ENTROPY_PROBE",
     "ENTROPY_TRACE",

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradtrace.algorithms import policy_loss
 from gradtrace.attribution import AttributionError, InfluenceTracer, TrainingPass
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
@@ -28,7 +30,7 @@ from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.kinds import enabled_kinds
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
+from gradtrace.trace.schema import BLAME, ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.parts import Parts
@@ -62,10 +64,29 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
             check_memory(parts, instrument.tracer, report)
         except AttributionError as error:
             raise GradtraceError(f"trainer.influence_trace: {error}") from error
+    if trainer.blame.enable:
+        writer = open_writer(files, BLAME, trainer.blame, report)
+        try:
+            observers.append(blame_instrument(parts, writer, meta, truth, report))
+        except AttributionError as error:
+            raise GradtraceError(f"trainer.blame: {error}") from error
     if trainer.entropy_probe.every:
         writer = open_writer(files, ENTROPY_PROBE, trainer.entropy_probe, report)
         observers.append(entropy_probe(parts, writer, meta, report))
     return Observers(observers)
+
+
+def blame_instrument(
+    parts: Parts, writer: TraceWriter, meta: dict[str, Any], truth: Truth, report: Callable[[str], None]
+) -> BlameInstrument:
+    optimizer = parts.optimizer
+
+    def coming() -> tuple[dict[str, Tensor], float]:
+        gradient = {name: p.grad for name, p in optimizer.parameters.items() if p.grad is not None}
+        return gradient, optimizer.clip_factor
+
+    config = parts.config.trainer.blame
+    return BlameInstrument(parts.policy, config, writer, optimizer.adamw, coming, meta, report, truth)
 
 
 def check_memory(parts: Parts, tracer: InfluenceTracer, report: Callable[[str], None]) -> None:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import AttributionError, TrainingPass
-from gradtrace.attribution.geometry import ClippedGradients
+from gradtrace.attribution.geometry import ClippedGradients, unwrapped
 from gradtrace.batch import RolloutBatch
+from gradtrace.config import BlameConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
@@ -43,7 +45,7 @@ from gradtrace.metrics import Timer, batch_metrics
 from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
+from gradtrace.trace.schema import BLAME, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
@@ -122,9 +124,41 @@ class TraceSession:
                 )
             except AttributionError as error:
                 raise GradtraceError(f"influence trace: {error}") from error
+        if settings.blame and self._one_update_per_rollout():
+            config = BlameConfig(enable=True, write_every=settings.write_every, on_error=settings.on_error)
+            told = self._files.messages.telling(logger.warning)
+            writer, optimizer = self._writer(BLAME), unwrapped(trainer.optimizer)
+            observers.append(
+                BlameInstrument(
+                    self._policy,
+                    config,
+                    writer,
+                    optimizer,
+                    self._coming_and_factor,
+                    meta,
+                    told,
+                    settings.truth,
+                )
+            )
         return Observers(observers)
 
-    def _coming(self) -> Mapping[str, Tensor] | None:
+    def _one_update_per_rollout(self) -> bool:
+        """Whether a rollout's passes all belong to one optimizer step, whose gradient blame then shares out."""
+        args = self.trainer.args
+        if args.steps_per_generation == args.gradient_accumulation_steps:
+            return True
+        self._files.messages.telling(print)(
+            f"gradtrace: no blame trace: a rollout is dealt out over {args.steps_per_generation} slices and an "
+            f"optimizer step takes {args.gradient_accumulation_steps}, so that no gradient is of a whole rollout; set "
+            "steps_per_generation to gradient_accumulation_steps."
+        )
+        return False
+
+    def _coming_and_factor(self) -> tuple[Mapping[str, Tensor], float] | None:
+        gradient = self._coming()
+        return None if gradient is None else (gradient, gradient.factor)
+
+    def _coming(self) -> ClippedGradients | None:
         """The gradient of the optimizer step that follows, clipped as it will be; None where the rollout's passes
         belong to several steps, of which the next gradient is a part only."""
         rollout, trainer = self._rollout, self.trainer
@@ -246,7 +280,7 @@ class TraceSession:
             self._generated.append((log_probs, entropies))
         elif self._slice is not None and self._rollout is not None:
             influence = self.settings.influence
-            terms = influence is not None and influence.wants_loss_term
+            terms = self.settings.blame or (influence is not None and influence.wants_loss_term)
             with self._guarded():
                 self._rollout.see_statistics(self._slice, log_probs, entropies, terms)
 

@@ -25,6 +25,8 @@ class TraceSettings:
     """TracIn selection against the trainer's eval_dataset; None: train on every completion."""
     entropy: bool = True
     """Write the entropy trace: entropy and log-prob of every completion token."""
+    blame: bool = True
+    """Write the blame trace: each completion's and token's share of the gradient's squared norm."""
     write_every: int = 1
     """Rollouts between traces."""
     max_prompts_per_step: int = 0

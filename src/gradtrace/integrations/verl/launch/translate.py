@@ -63,6 +63,7 @@ REFUSED = {
     "trainer.validation.success_threshold": "verl reports mean@n and best@k itself",
     "trainer.influence_trace.scope_pass": NO_SCOPE_PASS,
     "trainer.skip_optimizer": "verl's trainer always makes its step",
+    "trainer.blame.enable": "its shares are forward-mode derivatives, which do not go through FSDP's sharded weights",
     "reference.path": "verl's reference is the starting policy",
     "reward.flip_probability": "label noise is a study of the embedded loop",
 }

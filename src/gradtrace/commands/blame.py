@@ -1,0 +1,85 @@
+"""Who did it: which prompt, response and token made a step's gradient, entropy, reward, length or KL what it is.
+
+examples:
+  gradtrace blame runs/demo                              the step with the largest gradient, and who made it
+  gradtrace blame runs/demo --step 12                    the gradient of step 12
+  gradtrace blame runs/demo --what entropy               the largest entropy change, by the probe's shares
+  gradtrace blame runs/demo --what reward --json         for a program
+
+Shares of a gradient are ⟨g_r, g⟩/‖g‖² and add up to 1; a negative one pulled against the rest. It needs a blame trace
+(trainer.traces=true, or trainer.blame.enable=true); docs/findings.md explains every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from gradtrace.instruments.blame.report import WHAT, Part, Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", help="a run folder, or a name in --runs-dir")
+    parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
+    parser.add_argument("--step", type=int, help="default: the step with the most to explain")
+    parser.add_argument("--what", choices=WHAT, default="grad_norm", help="the event (default: grad_norm)")
+    parser.add_argument("--top", type=int, default=8, help="rows of each list (default: 8)")
+    parser.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradtrace.instruments.blame.report import blame
+    from gradtrace.trace.reader import open_run
+    from gradtrace.viewer.view import chosen_runs
+
+    opened = open_run(chosen_runs([args.run_dir], Path(args.runs_dir))[0])
+    report = blame(opened, args.what, args.step, max(1, args.top))
+    if args.json:
+        print(json.dumps(report.as_json(), ensure_ascii=False))
+    else:
+        _print(report)
+    return 0
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(report.sentence, markup=False, highlight=False, soft_wrap=True)
+    lists = {
+        "prompts": report.prompts,
+        "responses": report.responses,
+        "tokens": report.tokens,
+        "equal tokens together": report.vocabulary,
+        "and what no response did": report.rest,
+        "moved against their own advantage (change of log-prob per unit of learning rate)": report.cancelled,
+    }
+    for title, parts in lists.items():
+        if parts:
+            console.print(_table(title, parts, report))
+
+
+def _table(title: str, parts: list[Part], report: Report) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    percent = report.what == "grad_norm" and parts is not report.cancelled and report.unit != "‖g_r‖"
+    unit = "change" if parts is report.cancelled else report.unit
+    table.add_column("share" if percent else unit, justify="right")
+    table.add_column("where")
+    table.add_column("text", overflow="ellipsis", no_wrap=True, max_width=60)
+    table.add_column("", overflow="fold")
+    for part in parts:
+        value = f"{part.share:+.1%}" if percent else f"{part.share:+.4g}"
+        table.add_row(value, _where(part), Text(part.text.replace("\n", "↵")), Text(part.note))
+    return table
+
+
+def _where(part: Part) -> str:
+    words = [f"prompt {part.group}"] if part.group >= 0 else []
+    words += [f"response {part.response}"] if part.response >= 0 else []
+    words += [f"token {part.position}"] if part.position >= 0 else []
+    return ", ".join(words)

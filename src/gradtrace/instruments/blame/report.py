@@ -1,0 +1,336 @@
+"""Who did it: an event of one training step, shared out to prompts, responses and tokens, from the traces of a run.
+
+Every list of shares adds up to the event, whatever was left out of what is shown. What a quantity's event is:
+
+grad_norm   the squared gradient norms of the step's optimizer steps, exactly (the blame trace)
+entropy     the entropy change that the update makes, by the probe's shares; without a probe in that step, the
+            difference of the batch's mean entropy from the step before: who was sampled, not what the update did
+reward, length, kl   the difference of the batch's mean from the step before
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradtrace.errors import GradtraceError
+from gradtrace.trace.reader import Run
+from gradtrace.trace.schema import BLAME, ENTROPY_PROBE, ENTROPY_TRACE, ProbeBatch
+from gradtrace.trace.show import pieces
+from gradtrace.trace.step import Step
+
+WHAT = ("grad_norm", "entropy", "reward", "length", "kl")
+METRIC = {
+    "grad_norm": "actor/grad_norm",
+    "entropy": "actor/entropy",
+    "reward": "critic/rewards/mean",
+    "length": "response_length/mean",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A prompt, a response or a token, and what it has to do with the event."""
+
+    share: float
+    """Of the event: a fraction of it for grad_norm, else in the quantity's own unit."""
+    text: str
+    group: int = -1
+    response: int = -1
+    """Its place among the responses to its prompt."""
+    position: int = -1
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    what: str
+    step: int
+    sentence: str
+    unit: str
+    prompts: list[Part] = field(default_factory=list)
+    responses: list[Part] = field(default_factory=list)
+    tokens: list[Part] = field(default_factory=list)
+    vocabulary: list[Part] = field(default_factory=list)
+    """Shares of equal tokens added up."""
+    rest: list[Part] = field(default_factory=list)
+    """What no response did: clipping, momentum, weight decay."""
+    cancelled: list[Part] = field(default_factory=list)
+    """Tokens that the step moved against their own advantage, and who outweighed them; share: change of log-prob."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def blame(run: Run, what: str, step: int | None = None, top: int = 10) -> Report:
+    """`step`: None takes the one with the most to explain."""
+    if what not in WHAT:
+        raise GradtraceError(f"--what {what}: it is one of {', '.join(WHAT)}")
+    step = _most_eventful(run, what) if step is None else step
+    if what == "grad_norm":
+        return _gradient(run, run.step(BLAME, step), top)
+    if what == "entropy" and step in run.steps(ENTROPY_PROBE):
+        return _probe(run, run.step(ENTROPY_PROBE, step), top)
+    return _difference(run, what, step, top)
+
+
+def _kinds_with(what: str) -> tuple[str, ...]:
+    return {"grad_norm": (BLAME,), "kl": (BLAME,), "entropy": (ENTROPY_PROBE, ENTROPY_TRACE)}.get(
+        what, (BLAME, ENTROPY_TRACE)
+    )
+
+
+def _most_eventful(run: Run, what: str) -> int:
+    stored = {step for kind in _kinds_with(what)[:1] for step in run.steps(kind)}
+    stored = stored or {step for kind in _kinds_with(what) for step in run.steps(kind)}
+    if not stored:
+        kind = _kinds_with(what)[0]
+        raise GradtraceError(
+            f"{run.path} has no {kind} of any step, which --what {what} reads: train with trainer.traces=true"
+        )
+    metric = METRIC.get(what, "")
+    rows = [row for row in run.metrics()[0] if isinstance(row.get(metric), int | float)]
+    values = {row["step"]: float(row[metric]) for row in rows}
+    known = sorted(stored & values.keys())
+    if not known:
+        return max(stored)
+    if what == "grad_norm":
+        return max(known, key=lambda step: values[step])
+    changes = {later: abs(values[later] - values[earlier]) for earlier, later in itertools.pairwise(known)}
+    return max(changes, key=lambda step: changes[step]) if changes else known[0]
+
+
+class _Batch:
+    """Texts and places of one stored step."""
+
+    def __init__(self, run: Run, step: Step) -> None:
+        self.step = step
+        self.token_bytes = run.token_bytes
+        self.group = step["group"]
+        seen: dict[int, int] = {}
+        self.place = np.empty(len(self.group), np.int64)
+        for r, group in enumerate(self.group.tolist()):
+            self.place[r] = seen[group] = seen.get(group, -1) + 1
+        self.owner = np.repeat(np.arange(step.n_responses), np.diff(step["token_offsets"]))
+
+    def texts(self, r: int) -> list[str]:
+        return pieces(self.step.tokens(r)["token_id"], self.token_bytes, continues=True)
+
+    def name(self, r: int) -> str:
+        return f"p{int(self.step['group_id'][self.group[r]])} r{self.place[r]}"
+
+    def prompts(self, shares: np.ndarray, top: int) -> list[Part]:
+        """`shares`: one for each response."""
+        sums = np.bincount(self.group, shares, self.step.n_groups)
+        return [
+            Part(
+                float(sums[g]), "".join(pieces(self.step.group(g).prompt_ids, self.token_bytes)), group=int(g)
+            )
+            for g in _largest(sums, top)
+            if sums[g]
+        ]
+
+    def responses(self, shares: np.ndarray, top: int, notes: Sequence[str] = ()) -> list[Part]:
+        return [
+            Part(
+                float(shares[r]),
+                "".join(self.texts(r)),
+                int(self.group[r]),
+                int(self.place[r]),
+                note=notes[r] if notes else f"reward {self.step['reward'][r]:g}",
+            )
+            for r in _largest(shares, top)
+        ]
+
+    def token(self, t: int, share: float, note: str = "") -> Part:
+        r = int(self.owner[t])
+        position = int(t - self.step["token_offsets"][r])
+        return Part(share, self.texts(r)[position], int(self.group[r]), int(self.place[r]), position, note)
+
+    def tokens(self, shares: np.ndarray, top: int) -> list[Part]:
+        return [self.token(int(t), float(shares[t])) for t in _largest(shares, top)]
+
+    def vocabulary(self, shares: np.ndarray, top: int) -> list[Part]:
+        ids, where = np.unique(self.step["token_id"], return_inverse=True)
+        sums, counts = np.bincount(where, shares), np.bincount(where)
+        texts = pieces(ids, self.token_bytes)
+        return [Part(float(sums[i]), texts[i], note=f"×{counts[i]}") for i in _largest(sums, top)]
+
+
+def _largest(values: np.ndarray, top: int) -> list[int]:
+    return np.argsort(-np.abs(np.nan_to_num(values)), kind="stable")[:top].tolist()
+
+
+# ---------------------------------------------------------------- the gradient
+
+
+def _gradient(run: Run, step: Step, top: int) -> Report:
+    batch = _Batch(run, step)
+    updates = [u for u in step.meta.get("updates", []) if isinstance(u, dict)]
+    broken = step.meta.get("skipped") or []
+    if not updates:
+        return _broken(batch, top, broken)
+    square = {int(update["number"]): float(update["grad_norm"]) ** 2 for update in updates}
+    total = sum(square.values()) or 1.0
+    weight = np.array([square.get(int(number), 0.0) / total for number in step["optimizer_step"]])
+    shares = step["grad_share"] * weight
+    tokens = step["token_grad_share"] * weight[batch.owner]
+    norms = [
+        f"‖g_r‖ {norm:.3g}, reward {reward:g}"
+        for norm, reward in zip(step["grad_norm"], step["reward"], strict=True)
+    ]
+    first = batch.responses(shares, 1)[0] if len(shares) else None
+    who = (
+        ""
+        if first is None
+        else f"; {first.share:.0%} of it by response {first.response} to prompt {first.group}"
+    )
+    most = max(float(update["grad_norm"]) for update in updates)
+    return Report(
+        "grad_norm",
+        step.step,
+        f"Step {step.step}: the gradient of {len(updates)} optimizer step(s), the largest of norm {most:.3g}{who}.",
+        "share of ‖g‖²",
+        batch.prompts(shares, top),
+        batch.responses(shares, top, norms),
+        batch.tokens(tokens, top),
+        batch.vocabulary(tokens, top),
+        _rest(updates),
+        _cancelled(batch, top),
+    )
+
+
+def _rest(updates: list[dict[str, Any]]) -> list[Part]:
+    """What no response did, over the step's optimizer steps; momentum and decay are shares of the optimizer's move."""
+    parts = [
+        Part(
+            float(update["clip_factor"]) ** 2 - 1.0,
+            "clipping",
+            note=f"of optimizer step {int(update['number'])}",
+        )
+        for update in updates
+        if float(update.get("clip_factor", 1.0)) < 1.0
+    ]
+    for text, key in (("momentum", "from_momentum"), ("weight decay", "from_decay")):
+        mean = float(np.mean([float(update.get(key, 0.0)) for update in updates]))
+        parts.append(
+            Part(mean, text, note=f"of the optimizer's move, mean of {len(updates)} optimizer steps")
+        )
+    return [part for part in parts if abs(part.share) >= 5e-4]
+
+
+def _broken(batch: _Batch, top: int, skipped: Sequence[int]) -> Report:
+    """No optimizer step was made: the responses whose own gradient is not finite come first, then the largest."""
+    norms = batch.step["grad_norm"].astype(np.float64)
+    order = np.where(np.isfinite(norms), norms, np.inf)
+    bad = int((~np.isfinite(norms)).sum())
+    return Report(
+        "grad_norm",
+        batch.step.step,
+        f"Step {batch.step.step}: the gradient was not finite and {len(skipped)} optimizer step(s) were skipped; "
+        f"{bad} of {len(norms)} responses have a gradient that is not finite.",
+        "‖g_r‖",
+        responses=batch.responses(np.nan_to_num(order, posinf=1e30), top),
+    )
+
+
+def _cancelled(batch: _Batch, top: int) -> list[Part]:
+    step = batch.step
+    if "advantage" not in step or "opponent" not in step:
+        return []
+    advantage = step["advantage"][batch.owner]
+    against = np.where(step["push"] * advantage < 0, np.abs(step["push"] * advantage), 0.0)
+    return [
+        batch.token(
+            t,
+            float(step["push"][t]),
+            f"advantage {advantage[t]:+.2f}; {_outweighed(batch, int(batch.owner[t]))}",
+        )
+        for t in _largest(against, top)
+        if against[t] > 0
+    ]
+
+
+def _outweighed(batch: _Batch, r: int) -> str:
+    """Who pulls against response r: a sibling, or a response to another prompt."""
+    step = batch.step
+    opponent = int(step["opponent"][r])
+    if opponent < 0:
+        return "no response opposes its own"
+    kind = "its sibling" if batch.group[opponent] == batch.group[r] else "another prompt's"
+    sums = (f"{name} {step[f'product_{name}'][r]:+.3f}" for name in ("self", "siblings", "others"))
+    return f"most against it: {kind} {batch.name(opponent)} ({', '.join(sums)})"
+
+
+# ---------------------------------------------------------------- entropy, by the probe
+
+
+def _probe(run: Run, step: Step, top: int) -> Report:
+    batch = _Batch(run, step)
+    is_update = step["batch"] == int(ProbeBatch.UPDATE)
+    shares = np.where(is_update, step["share"], 0.0)
+    predicted = float(step.meta.get("delta_h_predicted", shares.sum()))
+    tokens = step["token_share"] if "token_share" in step else np.zeros(step.n_tokens)
+    rest = [("momentum", "momentum_share"), ("weight decay", "decay_share")]
+    measured = step.meta.get("delta_h_measured")
+    beside = f", measured {measured:+.4f}" if isinstance(measured, int | float) else ""
+    return Report(
+        "entropy",
+        step.step,
+        f"Step {step.step}: its first update changes entropy by {predicted:+.4f} nats per token (predicted{beside}).",
+        "nats per token",
+        batch.prompts(shares, top),
+        batch.responses(shares, top),
+        batch.tokens(tokens, top),
+        batch.vocabulary(tokens, top),
+        [
+            Part(float(step.meta[key]), name)
+            for name, key in rest
+            if isinstance(step.meta.get(key), int | float)
+        ],
+    )
+
+
+# ---------------------------------------------------------------- a mean, beside that of the step before
+
+
+def _difference(run: Run, what: str, number: int, top: int) -> Report:
+    kind = next((kind for kind in _kinds_with(what)[::-1] if number in run.steps(kind)), None)
+    if kind is None or kind == ENTROPY_PROBE:
+        raise GradtraceError(f"step {number} of {run.path} has no trace that --what {what} can read")
+    step = run.step(kind, number)
+    if what == "kl" and "reference_gap" not in step:
+        raise GradtraceError(
+            f"--what kl: step {number} has no reference log-probs; train with algorithm.kl_coef above 0"
+        )
+    earlier = [other for other in run.steps(kind) if other < number]
+    batch = _Batch(run, step)
+    before = _values(run.step(kind, earlier[-1]), what).mean() if earlier else 0.0
+    values = _values(step, what).astype(np.float64)
+    shares = (values - before) / max(1, len(values))
+    is_token = what in ("entropy", "kl")
+    responses = np.bincount(batch.owner, shares, step.n_responses) if is_token else shares
+    than = f"{before:.4g} in step {earlier[-1]}" if earlier else "0, there being no step before it"
+    note = (
+        " No probe was stored for it: this says who was sampled, not what the update did."
+        if what == "entropy"
+        else ""
+    )
+    return Report(
+        what,
+        number,
+        f"Step {number}: the mean is {values.mean():.4g}, against {than}.{note}",
+        {"reward": "reward", "length": "tokens"}.get(what, "nats per token"),
+        batch.prompts(responses, top),
+        batch.responses(responses, top, [f"{float(v):.3g}" for v in values] if not is_token else ()),
+        batch.tokens(shares, top) if is_token else [],
+        batch.vocabulary(shares, top) if is_token else [],
+    )
+
+
+def _values(step: Step, what: str) -> np.ndarray:
+    return step[{"kl": "reference_gap"}.get(what, what)]

@@ -1,0 +1,146 @@
+"""What blame knows of a training step, and the arithmetic on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import Truth, group_columns, response_columns, token_column
+from gradtrace.instruments.entropy_probe.update_direction import parameter_updates, update_rule
+
+
+@dataclass(eq=False)
+class StepBlame:
+    """Shares of one training step's responses, each of the optimizer step that it was trained in."""
+
+    share: Tensor
+    """float64[R, T]: of ‖g‖², by each token's own loss term; zero outside the mask."""
+    push: Tensor
+    """float64[R, T]: −⟨∇ℓ_t, g⟩, the change of a token's log-prob by a plain gradient step of rate 1."""
+    norm: Tensor
+    """float64[R]: ‖g_r‖ in the linear layers; NaN where no pass was seen."""
+    optimizer_step: Tensor
+    """long[R]: which optimizer step of this rollout; −1 where the response had none."""
+    sketch: dict[int, Tensor] = field(default_factory=dict)
+    """Row → its projected gradient."""
+    updates: list[dict[str, float]] = field(default_factory=list)
+    """One for each optimizer step: what the file's meta says of it."""
+    skipped: list[int] = field(default_factory=list)
+    """Optimizer steps that were not made, their gradient not being finite."""
+
+    @staticmethod
+    def of(batch: RolloutBatch) -> StepBlame:
+        zeros = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
+        rows = len(batch)
+        return StepBlame(
+            zeros,
+            zeros.clone(),
+            torch.full((rows,), torch.nan, dtype=torch.float64),
+            torch.full((rows,), -1),
+        )
+
+    @property
+    def rows(self) -> Tensor:
+        """long[r]: the responses that had a pass."""
+        return (self.optimizer_step >= 0).nonzero().squeeze(-1)
+
+    @property
+    def response_share(self) -> Tensor:
+        """float64[R]"""
+        return self.share.sum(1)
+
+    def group_share(self, group: Tensor) -> Tensor:
+        """float64[G]: of its optimizer step, by each prompt's responses together."""
+        total = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.float64)
+        return total.index_add(0, group, self.response_share)
+
+    def kernel(self) -> Tensor:
+        """float64[r, r] of `rows`: ⟨g_r, g_s⟩/‖g‖² by sketches, within an optimizer step; zero between two of them."""
+        rows = self.rows
+        if not len(rows) or any(row not in self.sketch for row in rows.tolist()):
+            return torch.zeros(len(rows), len(rows), dtype=torch.float64)
+        sketches = torch.stack([self.sketch[row] for row in rows.tolist()]).double()
+        step = self.optimizer_step[rows]
+        square = torch.ones(int(step.max()) + 1, dtype=torch.float64)
+        for update in self.updates:
+            square[int(update["number"])] = max(update["grad_norm"] ** 2, 1e-300)
+        return (sketches @ sketches.T / square[step][:, None]).masked_fill(step[:, None] != step, 0.0)
+
+
+def move_parts(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], gradient: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """What the optimizer's move Δθ is made of: ⟨part, Δθ⟩/‖Δθ‖² of this batch, of momentum and of weight decay. Empty
+    where the optimizer's rule is not known."""
+    sums = dict.fromkeys(("from_batch", "from_momentum", "from_decay"), 0.0)
+    try:
+        update_rule(optimizer)
+    except GradtraceError:
+        return {}
+    for name, part in parameter_updates(optimizer, parameters, gradient):
+        whole = part.whole(gradient[name])
+        for key, of in zip(sums, (-part.factor * gradient[name], part.momentum, part.decay), strict=True):
+            sums[key] += float((torch.as_tensor(of) * whole).sum(dtype=torch.float64))
+    total = sum(sums.values())
+    return {key: value / total if total else 0.0 for key, value in sums.items()}
+
+
+def blame_columns(batch: RolloutBatch, blame: StepBlame, truth: Truth) -> dict[str, Any]:
+    rows = blame.rows
+    columns = {
+        **group_columns(batch, truth),
+        **response_columns(batch, rows, truth),
+        "optimizer_step": blame.optimizer_step[rows].numpy(),
+        "grad_share": blame.response_share[rows].numpy(),
+        "grad_norm": blame.norm[rows].numpy(),
+        "token_grad_share": token_column(blame.share, batch, rows),
+        "push": token_column(blame.push, batch, rows),
+        **pair_columns(blame.kernel(), batch.group[rows]),
+    }
+    for name in ("first_wrong", "expected_ids", "expected_offsets"):
+        columns.pop(name, None)
+    if batch.ref_log_probs is not None:
+        gap = batch.need("old_log_probs") - batch.ref_log_probs
+        columns["reference_gap"] = token_column(gap, batch, rows)
+    return columns
+
+
+def pair_columns(kernel: Tensor, group: Tensor) -> dict[str, np.ndarray]:
+    """Who stands with and against each response: itself, its siblings, the others, and its strongest opponent."""
+    if not len(kernel):
+        empty = np.empty(0)
+        names = ("product_self", "product_siblings", "product_others", "opponent_product")
+        return {**dict.fromkeys(names, empty), "opponent": np.empty(0, np.int32)}
+    own = kernel.diagonal()
+    same = group[:, None] == group
+    siblings = (kernel * same).sum(1) - own
+    least, opponent = kernel.clone().fill_diagonal_(0.0).min(1)
+    return {
+        "product_self": own.numpy(),
+        "product_siblings": siblings.numpy(),
+        "product_others": (kernel * ~same).sum(1).numpy(),
+        "opponent": torch.where(least < 0, opponent, -1).int().numpy(),
+        "opponent_product": least.numpy(),
+    }
+
+
+def blame_metrics(batch: RolloutBatch, blame: StepBlame) -> dict[str, float]:
+    rows = blame.rows
+    if not len(rows) or not blame.updates:
+        return {}
+    push = blame.push * batch.need("advantages").double()
+    trained = batch.response_mask[rows] & (batch.need("advantages")[rows] != 0)
+    against = (push[rows] < 0) & trained
+    return {
+        "blame/top_response": float(blame.response_share[rows].max()),
+        "blame/top_prompt": float(blame.group_share(batch.group).max()),
+        "blame/cancelled_tokens": float(against.sum() / trained.sum().clamp(min=1)),
+        "blame/residual": max(abs(update["residual"]) for update in blame.updates),
+    }
