@@ -17,7 +17,8 @@ from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.verify.trial import Trial, adamw_like, float64_model
+from gradtrace.instruments.verify.copies import optimizer_like
+from gradtrace.instruments.verify.trial import Trial
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
@@ -87,8 +88,10 @@ def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Pat
 def trial_of(path: Path) -> Trial:
     """In float64, from a file of `collect`."""
     kept = torch.load(path, weights_only=False)
-    model = float64_model(kept["model_config"], kept["model"], AutoModelForCausalLM.from_config)
-    optimizer = adamw_like(model, kept["groups"], kept["names"], kept["state"])
+    model = AutoModelForCausalLM.from_config(kept["model_config"])
+    model.load_state_dict(kept["model"])
+    model = model.double().eval()
+    optimizer = optimizer_like(torch.optim.AdamW, model, kept["groups"], kept["names"], kept["state"])
     names = ("sequences", "prompt_lengths", "group", "accepted", "advantages", "temperature", "grad_clip")
     return Trial(model, optimizer, **{name: kept[name] for name in names})
 

@@ -29,17 +29,12 @@ from benchmarks._validity_page import write_page
 from benchmarks._validity_states import collect, countdown_overrides, trial_of
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.instruments.verify.agreement import Interval, difference, interval
-from gradtrace.instruments.verify.measure import (
-    Effects,
-    Scores,
-    random_halves,
-    single_responses,
-    single_tokens,
-)
-from gradtrace.instruments.verify.trial import Trial
+from gradtrace.instruments.verify.agreement import Interval
+from gradtrace.instruments.verify.measure import Scores, Size, planned
+from gradtrace.instruments.verify.trial import BASELINE, Trial
+from gradtrace.instruments.verify.verification import Verification, exact, gains_of, table_of, usual_scores
 
-BASELINE, BY_NORM = "|A|(1−p)", "|A|·‖g‖²"
+BY_NORM = "|A|·‖g‖²"
 DEFAULT, TAIL = "optimizer, loss term", "optimizer, tail"
 
 
@@ -50,11 +45,6 @@ class Score:
     """Whether v̂ has this batch's gradient in it."""
 
 
-def exact(**knobs: Any) -> InfluenceConfig:
-    common = {"projection_dim_factor": 0, "loss_term_prompts": 0, "pairwise": False}
-    return InfluenceConfig(**{**common, **knobs})
-
-
 def older(**knobs: Any) -> InfluenceConfig:
     return InfluenceConfig.older(**{"projection_dim_factor": 0, "pairwise": False, **knobs})
 
@@ -63,7 +53,7 @@ def scores(projection: int) -> dict[str, Score]:
     """Every kind of score, by the name it has in the table."""
     inverse = {"hessian_mode": "inverse"}
     head = {"module_name_filter": (".*",)}
-    found = {
+    found = {name: Score(config) for name, config in usual_scores().items()} | {
         DEFAULT: Score(exact(), coming=True),
         "optimizer (state before), loss term": Score(exact()),
         "optimizer, loss term, output head too": Score(exact(**head), coming=True),
@@ -72,11 +62,6 @@ def scores(projection: int) -> dict[str, Score]:
         f"optimizer factored, loss term, projected 1/{projection}": Score(
             exact(projection_dim_factor=projection)
         ),
-        "identity, loss term": Score(exact(hessian_mode="identity")),
-        TAIL: Score(exact(credit="tail")),
-        "identity, tail": Score(exact(credit="tail", hessian_mode="identity")),
-        "optimizer, position": Score(exact(credit="position")),
-        "identity, position": Score(exact(credit="position", hessian_mode="identity")),
     }
     for scale in (10.0, 1.0, 0.1):
         found[f"inverse λ={scale:g}·tr/n, loss term"] = Score(exact(**inverse, reg_scale=scale))
@@ -87,16 +72,6 @@ def scores(projection: int) -> dict[str, Score]:
         "inverse, own response left out, position": Score(older(exclude_self_response=True)),
     }
     return found
-
-
-@dataclass(frozen=True)
-class Size:
-    groups: int
-    """Groups of a state at most."""
-    tokens: int
-    """Single tokens of a group at most (0 = all)."""
-    halves: int
-    """Random halves of each kind; 0 leaves them out, and single responses with them."""
 
 
 def few_scores() -> dict[str, Score]:
@@ -119,9 +94,7 @@ def judge(trial: Trial, chosen: dict[str, Score], size: Size, seed: int) -> dict
     """{"agreement": score → kind → one number per group, "cost": score → ratio, …} of one state."""
     if not trial.members:  # every group had one constant reward
         return {"agreement": {}, "cost": {}, "groups": 0, "steps_taken": 0}
-    generator = torch.Generator().manual_seed(seed)
     trial.keep(list(trial.members)[: size.groups])
-    groups = list(trial.members)
     trial.update_seconds()  # warms up
     passes, step = trial.update_seconds()
     predictions: dict[str, Scores] = {}
@@ -131,23 +104,12 @@ def judge(trial: Trial, chosen: dict[str, Score], size: Size, seed: int) -> dict
         predictions[name] = trial.scores(score.config, score.coming)
         cost[name] = (time.perf_counter() - begun + step) / (passes + step)
     predictions |= trial.baselines()
-    kinds: dict[str, list[Effects]] = {"single_token": [], "single_response": [], "half_tokens": []}
-    for g in groups:
-        kinds["single_token"].append(single_tokens(trial, g, size.tokens, generator))
-        if size.halves:
-            kinds["single_response"].append(single_responses(trial, g))
-            kinds["half_tokens"].append(random_halves(trial, [g], size.halves, False, generator))
-    if size.halves and groups:
-        kinds["batch_tokens"] = [random_halves(trial, groups, size.halves, False, generator)]
-        kinds["batch_responses"] = [random_halves(trial, groups, size.halves, True, generator)]
-    predictions[BY_NORM] = {
-        r: v for effects in kinds["single_token"] for r, v in effects.squared_norms(trial).items()
-    }
-    agreement = {
-        name: {kind: [effects.agreement(found) for effects in some] for kind, some in kinds.items() if some}
-        for name, found in predictions.items()
-    }
-    return {"agreement": agreement, "cost": cost, "groups": len(groups), "steps_taken": trial.steps_taken}
+    effects = [some.take_all(trial) for some in planned(trial, size, seed)]
+    singles = [some for some in effects if some.kind == "single_token"]
+    predictions[BY_NORM] = {r: v for some in singles for r, v in some.squared_norms(trial).items()}
+    agreement = Verification(DEFAULT, predictions, effects, 0.0).agreement
+    groups = len(trial.members)
+    return {"agreement": agreement, "cost": cost, "groups": groups, "steps_taken": trial.steps_taken}
 
 
 # ---------------------------------------------------------------- all of them
@@ -173,8 +135,8 @@ def sources(quick: bool, smollm2: bool) -> list[Source]:
         return Source(f"demo{seed}", overrides, steps, 8, size)
 
     if quick:
-        return [demo(0, [2], Size(groups=2, tokens=24, halves=8))]
-    full = Size(groups=8, tokens=0, halves=24)
+        return [demo(0, [2], Size(groups=2, tokens=24, halves=8, whole_batch=True))]
+    full = Size(groups=8, tokens=0, halves=24, whole_batch=True)
     found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
     if smollm2:
         found.append(
@@ -219,18 +181,15 @@ def gather(results: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     agreement = gather(results)
-    table = {
-        name: {kind: interval(values) for kind, values in kinds.items()} for name, kinds in agreement.items()
-    }
-    gains = {
-        name: {kind: difference(values, agreement[BASELINE][kind]) for kind, values in kinds.items()}
-        for name, kinds in agreement.items()
-    }
     costs: dict[str, list[float]] = {}
     for result in results:
         for name, value in result["cost"].items():
             costs.setdefault(name, []).append(value)
-    return {"table": table, "gains": gains, "cost": {n: statistics.median(v) for n, v in costs.items()}}
+    return {
+        "table": table_of(agreement),
+        "gains": gains_of(agreement),
+        "cost": {n: statistics.median(v) for n, v in costs.items()},
+    }
 
 
 def ratios_of(demo: dict[str, Any], smollm2: dict[str, Any] | None) -> dict[str, float]:

@@ -11,6 +11,7 @@ _LAZY = {
     "TraceWriter": "gradtrace.trace.writer",
     "open_run": "gradtrace.trace.reader",
     "show": "gradtrace.viewer.report",
+    "verify": "gradtrace.instruments.verify.function",
 }
 __all__ = [
     "EntropyProbe",
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "open_run",
     "show",
+    "verify",
 ]
 
 

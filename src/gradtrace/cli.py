@@ -24,6 +24,10 @@ COMMANDS = {
         "gradtrace.tasks.prepare.command",
         "make data sets ready for training: gsm8k, dapo_math, mbpp …",
     ),
+    "verify": (
+        "gradtrace.commands.verify.command",
+        "how far the scores of a run can be trusted, measured by real optimizer steps",
+    ),
     "probe": (
         "gradtrace.probe.command",
         "what the next update will do to entropy, predicted, measured, and by whom",
@@ -49,6 +53,7 @@ examples:
   gradtrace train                             the demo: a tiny model learns arithmetic, about three minutes
   gradtrace view                              the latest run in the browser, also while it trains
   gradtrace trace show runs/demo --step 3     one group in the terminal, tokens coloured by influence
+  gradtrace verify runs/demo                  do its scores predict what training does?
   gradtrace report runs/demo -o report.html   one file to send to a colleague
   gradtrace data prepare gsm8k                a data set, clean and split, ready for `gradtrace train recipe=grpo_gsm8k`
   gradtrace eval runs/grpo_gsm8k --task gsm8k mean@n and pass@k with intervals

@@ -20,9 +20,9 @@ from gradtrace.probe import session
 from gradtrace.probe.config import ProbeConfig, load_probe_config
 from gradtrace.probe.results import ProbeResults
 from gradtrace.rollout import Sampler
+from gradtrace.trace.phases import load_batch, save_batch
 from gradtrace.trace.schema import ProbeBatch
 from gradtrace.training.checkpoint import write_marker
-from gradtrace.training.phases import load_batch, save_batch
 from gradtrace.training.run import train
 from gradtrace.training.source import Source
 from tests.training import small

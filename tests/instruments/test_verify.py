@@ -62,16 +62,18 @@ def test_scores_over_all_matrices_predict_real_steps(credit: str) -> None:
     own = dict(enumerate(trace.loss_term_scores))
     generator = torch.Generator().manual_seed(0)
     for group in (0, 1):
-        assert single_tokens(tried, group, 0, generator).agreement(own) > 0.9
-        assert single_responses(tried, group).agreement(own) > 0.9
-        assert random_halves(tried, [group], 8, False, generator).agreement(own) > 0.9
+        assert single_tokens(tried, group, 0, generator).take_all(tried).agreement(own) > 0.9
+        assert single_responses(tried, group).take_all(tried).agreement(own) > 0.9
+        halves = random_halves(tried, [group], 8, "half_tokens", generator).take_all(tried)
+        assert halves.agreement(own) > 0.9
     if credit == "both":  # later tokens' terms flow through a position, too
-        assert single_tokens(tried, 0, 0, generator).agreement(dict(enumerate(trace.position_scores))) < 0.99
+        tokens = single_tokens(tried, 0, 0, generator).take_all(tried)
+        assert tokens.agreement(dict(enumerate(trace.position_scores))) < 0.99
 
 
 def test_some_tokens_of_a_group_and_their_norms() -> None:
     tried = trial()
-    found = single_tokens(tried, 0, 5, torch.Generator().manual_seed(0))
+    found = single_tokens(tried, 0, 5, torch.Generator().manual_seed(0)).take_all(tried)
     assert len(found.chosen) == len(found.measured) == len(found.norms) == 5
     norms = found.squared_norms(tried)
     assert sum(int((values > 0).sum()) for values in norms.values()) == 5

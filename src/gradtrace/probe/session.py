@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.estimates import Tokens
@@ -23,9 +22,8 @@ from gradtrace.instruments.entropy_probe.passes import (
     update_batch,
 )
 from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Progress, Shares, Update
-from gradtrace.policy.loss import PolicyLoss, fill_statistics
-from gradtrace.policy.microbatch import MicroBatches
-from gradtrace.policy.rollouts import add_advantages, judge
+from gradtrace.policy.loss import PolicyLoss
+from gradtrace.policy.rollouts import judge
 from gradtrace.probe import preflight
 from gradtrace.probe.config import ProbeConfig
 from gradtrace.probe.results import Fresh, ProbeResults
@@ -33,8 +31,8 @@ from gradtrace.probe.source import ProbeSource
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.atomic import DamagedError, atomic_write, seal, unseal
+from gradtrace.trace.phases import PhaseStore, load_batch
 from gradtrace.trace.run_log import RunLog
-from gradtrace.training.phases import PhaseStore, load_batch
 from gradtrace.training.source import Loaded
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, **EVERY_TOKEN}
@@ -217,24 +215,14 @@ class _Session:
 
     def _sample_update(self) -> tuple[RolloutBatch, dict[str, Any]]:
         """U with everything that the loss needs."""
-        run, parts = self.source.run, self.parts
+        parts = self.parts
         if self.config.update_batch:
             batch, sampling = load_batch(Path(self.config.update_batch))
         else:
             batch = self._sample("sampling U", self.prompts[1], self.config.update_n, seed=2)
             batch, sampling = judge(batch, parts.task.tokenizer, parts.reward), SAMPLING
-        micro_batches = MicroBatches(batch, self.config.token_budget)
-        rows = torch.arange(len(batch))
         with self.display.phase("log-probs of U"):
-            if parts.critic is not None:
-                batch = parts.critic.add_values(batch, micro_batches)
-            # New columns are of the type of this one.
-            batch = batch.replace(sampler_log_probs=batch.sampler_log_probs.to(self.loaded.dtype))
-            batch = fill_statistics(self.policy, batch, micro_batches, rows)
-            if parts.reference is not None:
-                batch = parts.reference.add_log_probs(batch, micro_batches(rows))
-        estimator = advantage(run.algorithm.advantage, **run.algorithm.advantage_options)
-        return add_advantages(batch, estimator), sampling
+            return self.loaded.completed(batch, self.config.token_budget), sampling
 
     # ------------------------------------------------------------ phases
 

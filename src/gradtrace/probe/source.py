@@ -9,7 +9,7 @@ from typing import Any
 from gradtrace.config_loader import to_yaml
 from gradtrace.probe import preflight
 from gradtrace.probe.config import ProbeConfig
-from gradtrace.training.phases import belongs_to
+from gradtrace.trace.phases import belongs_to
 from gradtrace.training.source import Source
 
 

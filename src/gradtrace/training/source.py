@@ -11,10 +11,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from gradtrace.algorithms import advantage
+from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.passes import FullPrecision
+from gradtrace.policy.loss import fill_statistics
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.rollouts import add_advantages
 from gradtrace.trace.atomic import unseal
 from gradtrace.training.checkpoint import MARKER, checkpoint_of
 from gradtrace.training.parts import Parts, build_parts, needs_reference
@@ -138,3 +143,17 @@ class Loaded:
     def rate(self) -> float:
         """Learning rate of the update."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def completed(self, batch: RolloutBatch, token_budget: int) -> RolloutBatch:
+        """A judged rollout with everything that the loss needs: values, log-probs, advantages."""
+        parts, algorithm = self.parts, self.parts.config.algorithm
+        micro_batches = MicroBatches(batch, token_budget)
+        rows = torch.arange(len(batch))
+        if parts.critic is not None:
+            batch = parts.critic.add_values(batch, micro_batches)
+        # New columns are of the type of this one.
+        batch = batch.replace(sampler_log_probs=batch.sampler_log_probs.to(self.dtype))
+        batch = fill_statistics(self.policy, batch, micro_batches, rows)
+        if parts.reference is not None:
+            batch = parts.reference.add_log_probs(batch, micro_batches(rows))
+        return add_advantages(batch, advantage(algorithm.advantage, **algorithm.advantage_options))

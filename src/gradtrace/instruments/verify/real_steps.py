@@ -8,22 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Original = tuple[nn.Module, torch.optim.Optimizer]
+"""The model and the optimizer that a working copy was made of."""
+
 
 class RealSteps:
-    """Takes steps of an optimizer from one state, again and again; weights and state come back bit by bit."""
+    """Takes steps of an optimizer from one state, again and again; all that it moves comes back bit by bit."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float = 0.0) -> None:
-        """`grad_clip`: the norm to which gradients are clipped before a step, as training does; 0 = not at all."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        grad_clip: float = 0.0,
+        original: Original | None = None,
+    ) -> None:
+        """`grad_clip`: the norm to which gradients are clipped before a step, as training does; 0 = not at all.
+        `original`: where weights and state come back from; without it they are kept, which takes a copy of them."""
         self.optimizer = optimizer
         self.grad_clip = grad_clip
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._weights = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._gradients = {name: p.grad for name, p in self.parameters.items()}
+        owner, owned_by = original or (model, optimizer)
+        own = dict(owner.named_parameters())
+
+        def kept(value: Any) -> Any:
+            return value.detach().clone() if isinstance(value, Tensor) and original is None else value
+
+        self._weights = {name: kept(own[name]) for name in self.parameters}
         self._state: dict[str, dict[str, Any]] = {
-            name: {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in optimizer.state.get(p, {}).items()
-            }
-            for name, p in self.parameters.items()
+            name: {key: kept(value) for key, value in owned_by.state.get(own[name], {}).items()}
+            for name in self.parameters
         }
 
     def effect(self, gradient: Mapping[str, Tensor], measure: Callable[[], Tensor]) -> Tensor:
@@ -44,7 +58,7 @@ class RealSteps:
     @torch.no_grad()
     def restore(self) -> None:
         for name, p in self.parameters.items():
-            p.grad = None
+            p.grad = self._gradients[name]
             p.copy_(self._weights[name])
             if not self._state[name]:
                 self.optimizer.state.pop(p, None)

@@ -8,19 +8,21 @@ zero gradient: momentum and weight decay move the weights, too, and are not the 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.attribution.result import InfluenceTrace
-from gradtrace.instruments.verify.real_steps import RealSteps
+from gradtrace.instruments.entropy_probe.passes import KeepDouble
+from gradtrace.instruments.verify.real_steps import Original, RealSteps
 
 Gradient = dict[str, Tensor]
+BASELINE = "|A|(1−p)"
 
 
 @dataclass(eq=False)
@@ -39,12 +41,19 @@ class Trial:
     """float[R]"""
     temperature: float = 1.0
     grad_clip: float = 0.0
+    tokens: int = 0
+    """N, the tokens of the mini-batch that training would take; 0: those of the responses that are here."""
+    original: Original | None = None
+    """What model and optimizer were copied from, where they were."""
+    step_terms: Callable[[list[int]], list[Tensor]] | None = None
+    """Responses → [T_r] each: what training raises, token by token, where that is more than A ℓ_t."""
     _steps: RealSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self._steps = RealSteps(self.model, self.optimizer, self.grad_clip)
+        self._steps = RealSteps(self.model, self.optimizer, self.grad_clip, self.original)
+        self._idle: dict[tuple[int, ...], Tensor] = {}
         self.lengths = [len(s) - p for s, p in zip(self.sequences, self.prompt_lengths, strict=True)]
-        self.tokens = sum(self.lengths)
+        self.tokens = self.tokens or sum(self.lengths)
         mixed = [
             g for g in self.group.unique().tolist() if self.accepted[self.group == g].unique().numel() == 2
         ]
@@ -63,10 +72,14 @@ class Trial:
     def log_probs(self, responses: list[int]) -> list[Tensor]:
         """The log-probs of each response's tokens, one tensor [T_r] per response."""
         ids, tokens = self._padded(responses)
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        scores = torch.log_softmax(logits[:, :-1] / self.temperature, -1)
-        found = scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
-        return [found[i][tokens[i, 1:]] for i in range(len(responses))]
+        first = next(self.model.parameters())
+        with KeepDouble() if first.dtype == torch.float64 else contextlib.nullcontext():
+            logits = self.model(input_ids=ids.to(first.device), use_cache=False).logits
+            chosen = logits[:, :-1][tokens[:, 1:].to(first.device)] / self.temperature
+            found = (
+                torch.log_softmax(chosen, -1).gather(-1, ids[tokens][:, None].to(first.device)).squeeze(-1)
+            )
+        return list(found.split([self.lengths[r] for r in responses]))
 
     def _padded(self, responses: list[int]) -> tuple[Tensor, Tensor]:
         """ids and where they are response tokens, [B, S]. Padding on the right is 0: nothing before it sees it."""
@@ -91,12 +104,14 @@ class Trial:
 
     # ------------------------------------------------------------ what real steps do
 
-    def effects(self, gradients: Iterator[Gradient] | list[Gradient], groups: list[int]) -> Tensor:
-        """[n, G]: the change of each group's contrast by a step along each gradient, without momentum's own."""
-        idle = self._steps.effect({}, lambda: self.contrasts(groups))
-        found = [self._steps.effect(g, lambda: self.contrasts(groups)) - idle for g in gradients]
-        self.steps_taken += len(found)
-        return torch.stack(found)
+    def effect(self, gradient: Gradient, groups: list[int]) -> float:
+        """The change of the sum of the groups' contrasts by a step along the gradient, without momentum's own."""
+        key = tuple(groups)
+        if key not in self._idle:
+            self._idle[key] = self._steps.effect({}, lambda: self.contrasts(groups)).double()
+        found = self._steps.effect(gradient, lambda: self.contrasts(groups)).double()
+        self.steps_taken += 1
+        return float((found - self._idle[key]).sum())
 
     def update_seconds(self) -> tuple[float, float]:
         """What forward and backward pass of the kept groups take, and what the optimizer's step does."""
@@ -107,113 +122,79 @@ class Trial:
         self._steps.effect(gradient, lambda: torch.zeros(()))
         return middle - begun, time.perf_counter() - middle
 
-    def token_gradients(self, response: int, tokens: list[int]) -> Iterator[Gradient]:
-        """Of the loss terms of single tokens, one after the other: a step may be taken between two of them."""
-        for token in tokens:
-            mask = torch.zeros(self.lengths[response], dtype=torch.bool)
-            mask[token] = True
-            yield self.subset_gradient({response: mask})
-
     def subset_gradient(self, chosen: dict[int, Tensor]) -> Gradient:
         """Of the loss of some tokens: response → bool[T_r]."""
         responses = [r for r, mask in chosen.items() if bool(mask.any())]
         if not responses:
             return {}
-        terms = [
-            -float(self.advantages[r]) / self.tokens * values[chosen[r]].sum()
-            for r, values in zip(responses, self.log_probs(responses), strict=True)
-        ]
+        own = zip(responses, self._raised(responses), strict=True)
+        terms = [-values[chosen[r].to(values.device)].sum() / self.tokens for r, values in own]
         names, weights = zip(*self._steps.parameters.items(), strict=True)
         found = torch.autograd.grad(torch.stack(terms).sum(), weights, allow_unused=True)
         return {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
+    def _raised(self, responses: list[int]) -> list[Tensor]:
+        """What a step raises, [T_r] for each response: A ℓ_t, or what the host says."""
+        if self.step_terms is not None:
+            return self.step_terms(responses)
+        return [
+            float(self.advantages[r]) * values
+            for r, values in zip(responses, self.log_probs(responses), strict=True)
+        ]
+
     # ------------------------------------------------------------ what scores say
 
     def traced(self, config: InfluenceConfig, coming: bool = True) -> InfluenceTrace:
-        """The product's scores of the mini-batch, from one backward pass of its loss over the mixed groups."""
+        """The product's scores of the mini-batch, from backward passes of its loss, one for each mixed group."""
         responses = [r for members in self.members.values() for r in members]
         advantages = self.advantages[responses]
-        _, tokens = self._padded(responses)
+        older = config.target == "output_function"
+        kept = {p: p.grad for p in self._steps.parameters.values()}
+        self.model.zero_grad()
         with InfluenceTracer(self.model, config, optimizer=self.optimizer) as tracer:
-            values = self.log_probs(responses)
-            loss = -sum(
-                float(self.advantages[r]) / self.tokens * v.sum()
-                for r, v in zip(responses, values, strict=True)
-            )
-            older = config.target == "output_function"
-            with tracer.capture(
-                response=torch.arange(len(responses)),
-                tokens=tokens,
-                accepted=self.accepted[responses],
-                group=self.group[responses],
-                advantages=advantages,
-                scale=-float(self.tokens),
-                target_scale=None if older else -self.tokens / advantages,
-                sign=torch.where(advantages < 0, -1.0, 1.0) if older else None,
-            ):
-                loss.backward()  # type: ignore[union-attr]
+            for members in self.members.values():
+                places = torch.tensor([responses.index(r) for r in members])
+                _, tokens = self._padded(members)
+                raised = torch.cat(self._raised(members)).sum()
+                with tracer.capture(
+                    response=places,
+                    tokens=tokens,
+                    accepted=self.accepted[responses],
+                    group=self.group[responses],
+                    advantages=advantages,
+                    scale=-float(self.tokens),
+                    target_scale=None if older else -self.tokens / advantages,
+                    sign=torch.where(advantages < 0, -1.0, 1.0) if older else None,
+                ):
+                    (-raised / self.tokens).backward()
             if self.grad_clip:
                 nn.utils.clip_grad_norm_(self._steps.parameters.values(), self.grad_clip)
-
-            def terms(chosen: list[int]) -> Tensor:
-                own = self.log_probs([responses[place] for place in chosen])
-                return torch.cat([advantages[place] * v for place, v in zip(chosen, own, strict=True)])
-
-            trace = tracer.score(terms=terms, coming=True if coming else None)
-        self.model.zero_grad()
+            trace = tracer.score(
+                terms=lambda chosen: torch.cat(self._raised([responses[place] for place in chosen])),
+                coming=True if coming else None,
+            )
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
         return trace
 
     def scores(self, config: InfluenceConfig, coming: bool = True) -> dict[int, Tensor]:
         """Response → [T_r], of the mixed groups."""
         trace = self.traced(config, coming)
         responses = [r for members in self.members.values() for r in members]
-        return {r: trace.token_scores[place].double() for place, r in enumerate(responses)}
+        return {r: trace.token_scores[place].double().cpu() for place, r in enumerate(responses)}
 
     def baselines(self) -> dict[str, dict[int, Tensor]]:
         """Scores that need no gradient: response → [T_r]."""
         responses = [r for members in self.members.values() for r in members]
         with torch.no_grad():
-            values = dict(zip(responses, self.log_probs(responses), strict=True))
+            values = {
+                r: found.cpu()
+                for members in self.members.values()
+                for r, found in zip(members, self.log_probs(members), strict=True)
+            }
         size = {r: float(self.advantages[r].abs()) for r in responses}
         return {
-            "|A|(1−p)": {r: size[r] * (1 - values[r].exp()) for r in responses},
+            BASELINE: {r: size[r] * (1 - values[r].exp()) for r in responses},
             "|A|·surprisal": {r: size[r] * -values[r] for r in responses},
             "|A|": {r: torch.full_like(values[r], size[r]) for r in responses},
         }
-
-
-def float64_model(config: Any, weights: Mapping[str, Tensor], build: Callable[[Any], nn.Module]) -> nn.Module:
-    """A transformers model in float64, with norms that do not round to float32 inside."""
-    model = build(config)
-    model.load_state_dict(weights)
-    for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            parent, _, child = name.rpartition(".")
-            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
-            norm.weight.data.copy_(module.weight)
-            setattr(model.get_submodule(parent), child, norm)
-    return model.double().eval()
-
-
-def adamw_like(
-    model: nn.Module,
-    groups: list[dict[str, Any]],
-    names: list[list[str]],
-    state: Mapping[str, Mapping[str, Tensor]],
-) -> torch.optim.AdamW:
-    """An AdamW for a copy of a model in another precision, with the groups and the state of the original's."""
-    parameters = dict(model.named_parameters())
-    own = {"params", "fused", "foreach", "decoupled_weight_decay"}
-    optimizer = torch.optim.AdamW(
-        [
-            {**{k: v for k, v in group.items() if k not in own}, "params": [parameters[n] for n in some]}
-            for group, some in zip(groups, names, strict=True)
-        ]
-    )
-    for name, found in state.items():
-        dtype = parameters[name].dtype
-        optimizer.state[parameters[name]] = {
-            key: value.detach().clone().to(dtype if value.dim() else value.dtype)
-            for key, value in found.items()
-        }
-    return optimizer

@@ -35,7 +35,7 @@ class PhaseStore:
     def get(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of a phase: from its file, or computed now and kept."""
         path = self._path(name)
-        if not path.exists():
+        if not self.has(name):
             atomic_write(path, save({key: value.contiguous() for key, value in compute().items()}))
         return load_tensors(path)[0]
 
@@ -47,6 +47,9 @@ class PhaseStore:
         if not path.exists():
             save_batch(*compute(), path)
         return load_batch(path)[0]
+
+    def has(self, name: str) -> bool:
+        return self._path(name).exists()
 
     def remove(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""`gradtrace verify`: can the scores of this run be trusted?"""

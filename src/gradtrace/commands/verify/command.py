@@ -1,0 +1,208 @@
+"""Say how far the scores of this model, optimizer and data can be trusted, by taking the steps that they speak of.
+
+  gradtrace verify runs/demo                               the newest checkpoint whose next step was traced
+  gradtrace verify runs/demo/checkpoints/step_000040       this one
+  gradtrace verify runs/demo --fresh                       sample and score anew, at the latest checkpoint
+  gradtrace verify runs/demo --budget 10m --groups 16      more groups, smaller intervals
+  gradtrace verify runs/demo/policy optimizer=adamw lr=1e-4    a plain model: say whose steps
+  gradtrace verify runs/demo trainer.influence_trace.credit=tail --fresh     another score, without training again
+
+A token's score says what training on this token does to the contrast of accepted and rejected responses. So from the
+checkpoint's weights and optimizer state real optimizer steps are taken: on single tokens, on single responses, on
+random halves of a group's tokens. What each did is measured, what momentum does by itself is subtracted, and the rank
+correlation with what the scores said is shown, for every credit and geometry, beside |A|(1−p), which needs no gradient.
+The verdict is about the scores that the run stored, where the step after the checkpoint was traced; else about fresh
+ones with the run's settings. 1 is perfect, 0 is chance. Nothing of the run is changed.
+
+Results go to RUN/verify/step_N: report.html (with pictures), report.json, predicted_vs_measured.svg. When the budget is
+spent, or after Ctrl-C, the same command goes on where it was. KEY=VALUE sets a key of the run, or optimizer
+(checkpoint, adamw, sgd) and lr. Exit code 0: trustworthy; 1: not; 3: too little was measured to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from gradtrace.errors import GradtraceError
+from gradtrace.program import command
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+EXIT = {True: 0, False: 1, None: 3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="RUN|CHECKPOINT",
+        help="a run, a checkpoint, or a transformers folder",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run; optimizer, lr"
+    )
+    parser.add_argument(
+        "--budget", default="120s", help="time to spend: 90, 120s, 10m, 1h, none (default: 120s)"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="sample and score anew, even if scores are stored"
+    )
+    parser.add_argument("--groups", type=int, default=8, help="groups to measure at most (default: 8)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=24,
+        help="single tokens per group, drawn at random; 0 = all (default: 24)",
+    )
+    parser.add_argument(
+        "--halves", type=int, default=12, help="random halves per group; 0 = single tokens only (default: 12)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "float32", "float64"),
+        default="auto",
+        help="auto: float64 below 50 million parameters. Weights in bf16 are measured in float32",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of sampling and of the random choices (default: 0)"
+    )
+    parser.add_argument("--output", type=Path, help="where results go (default: RUN/verify/step_N)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the table")
+
+
+def seconds(text: str) -> float:
+    """The seconds of "90", "120s", "10m" or "1h"; infinite for "none"."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
+    try:
+        value = math.inf if text == "none" else float(number) * UNITS[unit]
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise GradtraceError(f"--budget {text}: a time is needed, e.g. 120s, 10m, 1h, or none")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    import transformers
+    from rich.console import Console
+
+    from gradtrace.commands.verify.page import terminal_table
+    from gradtrace.commands.verify.session import run_verify, write
+
+    transformers.utils.logging.disable_progress_bar()
+    console = Console(stderr=args.json)
+    display = Display(console, seconds(args.budget))
+    try:
+        with display:
+            outcome = run_verify(
+                args.checkpoint,
+                run_overrides(args.overrides),
+                settings_of(args),
+                display.show,
+                display.message,
+            )
+    except KeyboardInterrupt:
+        console.print("Interrupted. The same command goes on where it was.")
+        return 130
+    write(outcome)
+    record = outcome.record()
+    if args.json:
+        print((outcome.folder / "report.json").read_text())
+        return EXIT[record["trustworthy"]]
+    console.print(terminal_table(record))
+    left = record["steps_planned"] - record["steps_taken"]
+    if left or record["left_out"]:
+        scores = f" and {len(record['left_out'])} scores" if record["left_out"] else ""
+        console.print(
+            f"The budget is spent: {left} steps{scores} are left. The same command goes on.", highlight=False
+        )
+    colour = {True: "green", False: "red", None: "yellow"}[record["trustworthy"]]
+    console.print(f"[{colour}]verdict[/{colour}]  ", end="")
+    console.print(record["verdict"], markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Scores: {record['scores']}. Pictures: {outcome.folder / 'report.html'}", soft_wrap=True)
+    if record["trustworthy"] is False:
+        console.print(
+            f"Try another score without training again: {command()} verify {args.checkpoint} "
+            "trainer.influence_trace.credit=loss_term trainer.influence_trace.hessian_mode=optimizer --fresh",
+            soft_wrap=True,
+            highlight=False,
+        )
+    return EXIT[record["trustworthy"]]
+
+
+OWN_KEYS = ("optimizer", "lr")
+
+
+def run_overrides(words: list[str]) -> list[str]:
+    return [word for word in words if word.partition("=")[0] not in OWN_KEYS]
+
+
+def settings_of(args: argparse.Namespace) -> Any:
+    from gradtrace.commands.verify.session import Settings
+    from gradtrace.instruments.verify.measure import Size
+
+    for name, least in (("groups", 1), ("tokens", 0), ("halves", 0)):
+        if getattr(args, name) < least:
+            raise GradtraceError(f"--{name} {getattr(args, name)}: it is at least {least}")
+    own = dict(
+        word.split("=", 1) for word in args.overrides if word.partition("=")[0] in OWN_KEYS and "=" in word
+    )
+    optimizer = own.get("optimizer", "checkpoint")
+    if optimizer not in ("checkpoint", "adamw", "sgd"):
+        raise GradtraceError(f"optimizer={optimizer}: it can be checkpoint, adamw or sgd")
+    try:
+        lr = float(own.get("lr", 0.0))
+    except ValueError:
+        raise GradtraceError(f"lr={own['lr']}: a learning rate is a number, e.g. 1e-5") from None
+    if not 0 <= lr < math.inf:
+        raise GradtraceError(f"lr={own['lr']}: a learning rate is positive, e.g. 1e-5")
+    return Settings(
+        Size(args.groups, args.tokens, args.halves),
+        args.seed,
+        seconds(args.budget),
+        args.fresh,
+        optimizer,
+        lr,
+        args.precision,
+        args.output,
+    )
+
+
+class Display:
+    """One line: what is done, how much of it, and how long it will still take."""
+
+    def __init__(self, console: Any, budget: float) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+        )
+        self.progress = Progress(*columns, console=console, transient=True)
+        self.ends = time.monotonic() + budget
+        self.task = self.progress.add_task("", total=None, left="")
+        self.what, self.begun, self.first = "", 0.0, 0
+
+    def __enter__(self) -> None:
+        self.progress.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.progress.stop()
+
+    def show(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what != self.what:
+            self.what, self.begun, self.first = what, now, done
+        left = ""
+        if done > self.first:
+            estimate = (now - self.begun) / (done - self.first) * (total - done)
+            left = f"{min(estimate, max(0.0, self.ends - now)):.0f} s left"
+        self.progress.update(self.task, description=what, completed=done, total=total, left=left)
+
+    def message(self, text: str) -> None:
+        self.progress.console.print(text, highlight=False, soft_wrap=True)

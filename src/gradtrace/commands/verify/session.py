@@ -1,0 +1,260 @@
+"""From a checkpoint to a verdict on its scores: stored ones of the step after it, or fresh ones of fresh responses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrace.algorithms import accepted
+from gradtrace.attribution import InfluenceConfig
+from gradtrace.config import Config
+from gradtrace.config_loader import to_yaml
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import response_advantages
+from gradtrace.instruments.verify.copies import in_precision
+from gradtrace.instruments.verify.measure import Scores, Size
+from gradtrace.instruments.verify.trial import Trial
+from gradtrace.instruments.verify.verification import OWN, Progress, Verification, Verifier, usual_scores
+from gradtrace.metrics import Timer
+from gradtrace.rollout import SamplingParams
+from gradtrace.rollout.sampler import evaluation_mode
+from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE, Credit
+from gradtrace.trace.phases import PhaseStore, belongs_to
+from gradtrace.trace.reader import StepUnreadableError, open_run
+from gradtrace.trace.step import Step
+from gradtrace.training.experience import Experience
+from gradtrace.training.source import Loaded, Source
+
+STORED = "stored scores"
+TOKEN_BUDGET = 16384
+
+
+@dataclass(frozen=True)
+class Settings:
+    size: Size = field(default_factory=Size)
+    seed: int = 0
+    budget: float = math.inf
+    """Seconds; what is not done by then is done by the next call."""
+    fresh: bool = False
+    """Sample responses and score them, even where the run has stored scores of this checkpoint."""
+    optimizer: str = "checkpoint"
+    lr: float = 0.0
+    precision: str = "auto"
+    output: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """Groups to take steps on, and what is known of them."""
+
+    sequences: list[Tensor]
+    prompt_lengths: list[int]
+    group: Tensor
+    accepted: Tensor
+    advantages: Tensor
+    given: dict[str, Scores]
+    """Stored scores; empty where there are none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    verification: Verification
+    folder: Path
+    facts: dict[str, Any]
+    """What was verified: checkpoint, step, where scores and responses come from."""
+
+    def record(self) -> dict[str, Any]:
+        return {**self.facts, **self.verification.record(), "seconds": round(self.verification.seconds, 2)}
+
+
+def run_verify(
+    path: Path, overrides: list[str], settings: Settings, progress: Progress, message: Callable[[str], None]
+) -> Outcome:
+    """`path`: a run, one of its checkpoints, or a plain transformers folder."""
+    source = Source.of(newest_with_scores(path, settings), overrides)
+    source.check_optimizer(settings.optimizer, "verify")
+    stored = None if settings.fresh or settings.optimizer != "checkpoint" else stored_step(source)
+    identity = {
+        "checkpoint": str(source.checkpoint),
+        "seal": source.seal,
+        "size": dataclasses.asdict(settings.size),
+        "settings": [settings.seed, settings.optimizer, settings.lr, settings.precision],
+        "stored": stored is not None,
+        "run": to_yaml(dataclasses.replace(source.run, resume="")),
+    }
+    folder = settings.output or source.output(
+        "verify", lambda found: belongs_to(found, "verification", identity)
+    )
+    progress("loading the model", 0, 1)
+    loaded = source.load(settings.optimizer, settings.lr, settings.precision)
+    store = PhaseStore(folder, "verification", identity)
+    material = of_trace(stored) if stored is not None else sampled(loaded, settings, store, progress)
+    trial = trial_of(source.run, loaded, material)
+    scores = {OWN: own} if (own := own_score(source.run, message)) is not None else {}
+    with evaluation_mode(trial.model):
+        verifier = Verifier(
+            trial, scores | usual_scores(), material.given, settings.size, settings.seed, store
+        )
+        found = verifier.run(settings.budget, progress)
+    facts = {
+        "checkpoint": str(source.checkpoint),
+        "step": loaded.step,
+        "scores": f"stored by training step {stored.step}" if stored is not None else "fresh",
+        "optimizer": settings.optimizer,
+        "learning_rate": loaded.rate,
+        "precision": str(loaded.dtype).removeprefix("torch."),
+    }
+    return Outcome(found, folder, facts)
+
+
+# ---------------------------------------------------------------- which checkpoint, which groups
+
+
+def newest_with_scores(path: Path, settings: Settings) -> Path:
+    """Of a run: its newest checkpoint whose next step was traced, else the run itself, which means its latest."""
+    folder = path / "checkpoints"
+    if settings.fresh or not folder.is_dir():
+        return path
+    traced = set(open_run(path).steps(INFLUENCE_TRACE))
+    found = [
+        checkpoint
+        for checkpoint in sorted(folder.glob("step_*"))
+        if (number := checkpoint.name.removeprefix("step_")).isdigit() and int(number) + 1 in traced
+    ]
+    return found[-1] if found else path
+
+
+def stored_step(source: Source) -> Step | None:
+    """The trace of the step after the checkpoint, if it has scores that were made at the checkpoint's weights."""
+    if source.is_plain:
+        return None
+    run = open_run(source.checkpoint.parent.parent)
+    number = int(source.checkpoint.name.removeprefix("step_")) + 1
+    if number not in run.steps(INFLUENCE_TRACE):
+        return None
+    try:
+        step = run.step(INFLUENCE_TRACE, number)
+    except StepUnreadableError as error:
+        raise GradtraceError(f"{error}. `--fresh` verifies fresh scores instead") from None
+    usable = "advantage" in step and bool((step["optimizer_step"] == 0).any())
+    return step if usable else None
+
+
+def of_trace(step: Step) -> Material:
+    """The responses of a stored step that were scored at the weights of the checkpoint: those of its first optimizer
+    step. Groups with loss-term scores come first."""
+    at_checkpoint = np.flatnonzero(step["optimizer_step"] == 0)
+    credit = step["credit"] if "credit" in step else np.zeros(step.n_responses, dtype=np.uint8)
+    rows = sorted(at_checkpoint.tolist(), key=lambda r: (int(credit[r]), int(step["group"][r]), r))
+    places = {int(step["group"][r]): 0 for r in rows}
+    order = {group: place for place, group in enumerate(places)}
+    prompts = [torch.from_numpy(step.group(int(step["group"][r])).prompt_ids.astype(np.int64)) for r in rows]
+    tokens = [torch.from_numpy(step.tokens(r)["token_id"].astype(np.int64)) for r in rows]
+    scores = {place: torch.from_numpy(np.array(step.influence(r))).double() for place, r in enumerate(rows)}
+    given: dict[str, Scores] = {STORED: scores}
+    found = {int(credit[r]) for r in rows}
+    if len(found) > 1:
+        for kind in sorted(found):
+            own = {place: scores[place] for place, r in enumerate(rows) if credit[r] == kind}
+            given[f"{STORED}, {Credit(kind).name.lower().replace('_', ' ')} only"] = own
+    return Material(
+        [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)],
+        [len(prompt) for prompt in prompts],
+        torch.tensor([order[int(step["group"][r])] for r in rows]),
+        torch.from_numpy(step["accepted"][rows]),
+        torch.from_numpy(step["advantage"][rows].astype(np.float64)),
+        given,
+    )
+
+
+def sampled(loaded: Loaded, settings: Settings, store: PhaseStore, progress: Progress) -> Material:
+    """Responses to the next prompts of the run, sampled and judged as training does."""
+    parts, run = loaded.parts, loaded.parts.config
+
+    def sample() -> tuple[Any, dict[str, Any]]:
+        progress("sampling", 0, 1)
+        params = SamplingParams.of(run.rollout, parts.task.stop_token_ids)
+        prompts = max(2 * settings.size.groups, run.actor.mini_batch_size)
+        experience = Experience(
+            parts.task,
+            parts.reward,
+            parts.sampler,
+            params,
+            run.algorithm,
+            prompts,
+            run.reward.flip_probability,
+        )
+        generator = torch.Generator().manual_seed(1_000_003 * settings.seed + 3)
+        batch, _ = experience.collect(generator, Timer())
+        return loaded.completed(batch, TOKEN_BUDGET), {"temperature": run.rollout.temperature}
+
+    batch = store.get_batch("rollout", sample)
+    rewards = batch.need("rewards")
+    return Material(
+        [
+            torch.tensor(batch.prompts[g] + ids)
+            for g, ids in zip(batch.group.tolist(), batch.response_ids, strict=True)
+        ],
+        batch.prompt_lengths.tolist(),
+        batch.group,
+        accepted(rewards, batch.group, run.trainer.influence_trace.accepted_threshold),
+        response_advantages(batch).double(),
+        {},
+    )
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def trial_of(run: Config, loaded: Loaded, material: Material) -> Trial:
+    for parameter, state in loaded.optimizer.state.items():
+        for key, value in state.items():
+            state[key] = in_precision(value, parameter)
+    lengths = [len(s) - p for s, p in zip(material.sequences, material.prompt_lengths, strict=True)]
+    per_step = (run.actor.mini_batch_size or run.data.train_batch_size) * run.rollout.n
+    return Trial(
+        loaded.policy.model,
+        loaded.optimizer,
+        material.sequences,
+        material.prompt_lengths,
+        material.group,
+        material.accepted,
+        material.advantages,
+        temperature=run.rollout.temperature,
+        grad_clip=run.actor.optim.grad_clip,
+        tokens=round(per_step * sum(lengths) / len(lengths)),
+    )
+
+
+def own_score(run: Config, message: Callable[[str], None]) -> InfluenceConfig | None:
+    """The run's own settings, for every group; None where they are not about the step that training takes."""
+    settings = run.trainer.influence_trace
+    if settings.output_function not in ("training_loss", "log_prob_advantage"):
+        message(
+            f"trainer.influence_trace.output_function={settings.output_function} scores another step than the one that "
+            "training takes: the run's own settings are left out."
+        )
+        return None
+    names = [field.name for field in dataclasses.fields(InfluenceConfig)]
+    knobs = {name: getattr(settings, name) for name in names}
+    return InfluenceConfig(**{**knobs, "pairwise": False, "loss_term_prompts": 0})
+
+
+def write(outcome: Outcome) -> None:
+    """report.json, report.html and the pictures."""
+    from gradtrace.commands.verify.page import page, rank_picture
+    from gradtrace.trace.atomic import atomic_write
+
+    record = outcome.record()
+    atomic_write(outcome.folder / "report.json", json.dumps(record, indent=1).encode())
+    atomic_write(outcome.folder / "predicted_vs_measured.svg", rank_picture(record, "predicted").encode())
+    atomic_write(outcome.folder / "report.html", page(record).encode())

@@ -1,0 +1,122 @@
+"""`gradtrace.verify(model, optimizer, …)`: the check of `gradtrace verify` inside a training loop of your own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrace.algorithms import AdvantageInputs, accepted, advantage
+from gradtrace.attribution import InfluenceConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.verify.copies import working_copy
+from gradtrace.instruments.verify.measure import Size
+from gradtrace.instruments.verify.trial import Trial
+from gradtrace.instruments.verify.verification import (
+    Progress,
+    Verification,
+    Verifier,
+    silent,
+    usual_scores,
+)
+from gradtrace.rollout.sampler import evaluation_mode
+from gradtrace.trace.phases import PhaseStore
+
+GIVEN = "given scores"
+
+
+def verify(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    rewards: Sequence[float],
+    advantages: Sequence[float] | None = None,
+    scores: Sequence[Tensor] | Mapping[str, Sequence[Tensor]] | None = None,
+    config: InfluenceConfig | None = None,
+    temperature: float = 1.0,
+    grad_clip: float = 0.0,
+    groups: int = 8,
+    tokens: int = 24,
+    halves: int = 12,
+    budget: float = math.inf,
+    precision: str = "auto",
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress = silent,
+) -> Verification:
+    """Take real optimizer steps on single tokens, single responses and random halves of groups of a rollout, and say
+    how well scores predicted them. Model, optimizer and gradients are the same afterwards, bit by bit.
+
+    Lists have one entry per response; responses with one prompt are a group. `advantages`: GRPO's where left out.
+    `scores`: your own, one tensor [T_r] per response, by name if there are several; the verdict is about the first.
+    `config`: settings of the score that is judged where none is given. `grad_clip`: as your loop clips. `budget`:
+    seconds. `folder`: keep what was measured there, and go on from it. `precision`: float32, float64, or auto."""
+    if not len(prompt_ids) == len(response_ids) == len(rewards):
+        raise GradtraceError(
+            f"{len(prompt_ids)} prompts, {len(response_ids)} responses and {len(rewards)} rewards: one of each is "
+            "needed per response"
+        )
+    if empty := [r for r, ids in enumerate(response_ids) if not len(ids)]:
+        raise GradtraceError(f"response {empty[0]} has no tokens ({len(empty)} such): leave it out")
+    keys: dict[tuple[int, ...], int] = {}
+    group = torch.tensor([keys.setdefault(tuple(map(int, ids)), len(keys)) for ids in prompt_ids])
+    judged = torch.as_tensor(rewards, dtype=torch.float64)
+    own, steps, original = working_copy(model, optimizer, precision)
+    trial = Trial(
+        own,
+        steps,
+        [torch.tensor([*p, *r]) for p, r in zip(prompt_ids, response_ids, strict=True)],
+        [len(ids) for ids in prompt_ids],
+        group,
+        accepted(judged, group),
+        grpo(judged, group) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64),
+        temperature=temperature,
+        grad_clip=grad_clip,
+        original=original,
+    )
+    named = scores if isinstance(scores, Mapping) else {} if scores is None else {GIVEN: scores}
+    given = {name: checked(name, some, trial.lengths) for name, some in named.items()}
+    wanted = ({} if config is None else {"this score": config}) | usual_scores()
+    store = (
+        None if folder is None else PhaseStore(Path(folder), "verification", identity(trial, seed, config))
+    )
+    with evaluation_mode(own):
+        verifier = Verifier(trial, wanted, given, Size(groups, tokens, halves), seed, store)
+        return verifier.run(budget, progress)
+
+
+def checked(name: str, scores: Sequence[Tensor], lengths: list[int]) -> dict[int, Tensor]:
+    """Response → its scores, one for each of its tokens."""
+    found = {r: torch.as_tensor(values).detach().double().cpu() for r, values in enumerate(scores)}
+    wrong = next((r for r, v in found.items() if r >= len(lengths) or v.shape != (lengths[r],)), None)
+    if wrong is not None or len(found) != len(lengths):
+        where = f"those of response {wrong} are {tuple(found[wrong].shape)}" if wrong is not None else ""
+        raise GradtraceError(
+            f"{name}: one tensor with a score per token is needed for each of the {len(lengths)} responses; there are "
+            f"{len(found)}{where and ', ' + where}"
+        )
+    return found
+
+
+def grpo(rewards: Tensor, group: Tensor) -> Tensor:
+    """float[R]: GRPO's advantages."""
+    one = torch.ones(len(rewards), 1, dtype=torch.bool)
+    return advantage("grpo")(AdvantageInputs(rewards, group, one)).advantages[:, 0]
+
+
+def identity(trial: Trial, seed: int, config: InfluenceConfig | None) -> dict[str, Any]:
+    """What a folder of results is about: these tokens at these weights."""
+    weights = sum(float(p.detach().double().abs().sum()) for p in trial.model.parameters())
+    return {
+        "sequences": [ids.tolist() for ids in trial.sequences],
+        "advantages": trial.advantages.tolist(),
+        "weights": weights,
+        "seed": seed,
+        "config": repr(config),
+    }

@@ -1,0 +1,271 @@
+"""Can the scores of this model be trusted? Real steps, what scores said of them, and a verdict in words."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradtrace.attribution import InfluenceConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.verify.agreement import Interval, difference, interval
+from gradtrace.instruments.verify.measure import KINDS, Effects, Scores, Size, planned
+from gradtrace.instruments.verify.trial import BASELINE, Trial
+from gradtrace.trace.atomic import JsonLines, unseal
+from gradtrace.trace.phases import PhaseStore
+
+Agreement = dict[str, dict[str, list[float]]]
+"""Score → kind of step → one rank correlation per group, in one order for all scores."""
+Progress = Callable[[str, int, int], None]
+"""(what is done, how much of it, of how much)."""
+OWN = "this run's score"
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+FOR_SCORES = 1 / 3
+"""Share of the budget after which no further score is begun; that of the verdict always is."""
+FEW_GROUPS = 3
+"""With fewer groups there is no verdict."""
+GOOD = 0.7
+"""A score whose interval begins here is trusted, even where the baseline is as good."""
+
+
+def exact(**knobs: Any) -> InfluenceConfig:
+    """Settings of a score of all groups, without projection."""
+    common = {"projection_dim_factor": 0, "loss_term_prompts": 0, "pairwise": False}
+    return InfluenceConfig(**{**common, **knobs})
+
+
+def usual_scores() -> dict[str, InfluenceConfig]:
+    """Credit by geometry: what the product offers."""
+    credits = {"loss term": "loss_term", "tail": "tail", "position": "position"}
+    return {
+        f"{geometry}, {name}": exact(hessian_mode=geometry, credit=credit)
+        for name, credit in credits.items()
+        for geometry in ("optimizer", "identity")
+    }
+
+
+def table_of(agreement: Agreement) -> dict[str, dict[str, Interval]]:
+    return {n: {kind: interval(values) for kind, values in kinds.items()} for n, kinds in agreement.items()}
+
+
+def gains_of(agreement: Agreement) -> dict[str, dict[str, Interval]]:
+    """What each score has more than the baseline, paired over groups."""
+    base = agreement[BASELINE]
+    return {
+        n: {kind: difference(values, base[kind]) for kind, values in kinds.items()}
+        for n, kinds in agreement.items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Verification:
+    """How well scores predicted what real optimizer steps do."""
+
+    judged: str
+    """The score that the verdict is about."""
+    predictions: Mapping[str, Scores]
+    effects: list[Effects]
+    seconds: float
+    """That this call took."""
+    left_out: list[str] = field(default_factory=list)
+    """Scores that the budget did not reach."""
+
+    @property
+    def steps_taken(self) -> int:
+        return sum(len(effects.measured) for effects in self.effects)
+
+    @property
+    def steps_planned(self) -> int:
+        return sum(len(effects.chosen) for effects in self.effects)
+
+    @property
+    def agreement(self) -> Agreement:
+        found: Agreement = {}
+        for name, scores in self.predictions.items():
+            kinds = found.setdefault(name, {})
+            for effects in self.effects:
+                known = any(r in scores for step in effects.chosen for r in step)
+                kinds.setdefault(effects.kind, []).append(effects.agreement(scores) if known else math.nan)
+        return found
+
+    @property
+    def table(self) -> dict[str, dict[str, Interval]]:
+        return table_of(self.agreement)
+
+    @property
+    def is_trustworthy(self) -> bool | None:
+        """None: too little was measured to say."""
+        return self._judgement()[0]
+
+    @property
+    def verdict(self) -> str:
+        return self._judgement()[1]
+
+    def _judgement(self) -> tuple[bool | None, str]:
+        agreement = self.agreement
+        own, base = (interval(agreement[name]["single_token"]) for name in (self.judged, BASELINE))
+        gain = difference(agreement[self.judged]["single_token"], agreement[BASELINE]["single_token"])
+        return judgement(own, base, gain, self.judged)
+
+    def record(self) -> dict[str, Any]:
+        """Everything that is shown, for report.json."""
+
+        def plain(table: dict[str, dict[str, Interval]]) -> dict[str, Any]:
+            return {
+                name: {
+                    kind: [value.mean, value.low, value.high, value.count] for kind, value in kinds.items()
+                }
+                for name, kinds in table.items()
+            }
+
+        agreement = self.agreement
+        return {
+            "verdict": self.verdict,
+            "trustworthy": self.is_trustworthy,
+            "judged": self.judged,
+            "baseline": BASELINE,
+            "groups": len({tuple(e.groups) for e in self.effects if e.measured}),
+            "steps_taken": self.steps_taken,
+            "steps_planned": self.steps_planned,
+            "left_out": self.left_out,
+            "columns": "mean, low and high end of a 95 % bootstrap interval over groups, groups",
+            "table": plain(table_of(agreement)),
+            "gain_over_baseline": plain(gains_of(agreement)),
+            "steps": [
+                {
+                    "kind": effects.kind,
+                    "group": effects.groups[0],
+                    "measured": effects.measured,
+                    "predicted": effects.predicted(self.predictions[self.judged]),
+                    "baseline": effects.predicted(self.predictions[BASELINE]),
+                }
+                for effects in self.effects
+                if effects.measured
+            ],
+        }
+
+
+def number(value: float) -> str:
+    """ "-.21", ".88", "1.00"."""
+    return f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.2f}"
+
+
+def in_brackets(value: Interval) -> str:
+    return f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
+
+
+def judgement(own: Interval, base: Interval, gain: Interval, judged: str = OWN) -> tuple[bool | None, str]:
+    """Whether a score is to be trusted, and the sentence that says so. `gain`: paired over groups."""
+    who = "scores of this run" if judged.startswith(("this run", "stored")) else judged
+    said = f"{who} predict single-token steps with {in_brackets(own)}, the baseline {BASELINE} has {in_brackets(base)}"
+    if base.count >= FEW_GROUPS and not own.count:
+        return False, f"not trustworthy: {who} are the same for every token"
+    if own.count < FEW_GROUPS:
+        few = "no group" if not own.count else "1 group" if own.count == 1 else f"{own.count} groups"
+        why = f"too little to judge: {few} measured to the end, {FEW_GROUPS} are needed"
+        return None, f"{why}; {said}" if own.count else why
+    if own.high < 0:
+        return False, f"not trustworthy, they point the wrong way: {said}"
+    if own.low > 0 and gain.low > 0:
+        return True, said
+    if own.low >= GOOD:
+        return True, f"{said}, which is as good and needs no gradient"
+    return False, f"not trustworthy, no better than the baseline: {said}"
+
+
+class Verifier:
+    """Scores a trial, takes its steps until the budget is spent, and goes on where it was."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        scores: Mapping[str, InfluenceConfig],
+        given: Mapping[str, Scores] | None = None,
+        size: Size | None = None,
+        seed: int = 0,
+        store: PhaseStore | None = None,
+    ) -> None:
+        """`scores`: to be computed; `given`: those that are there already. The first of them all is judged. `store`:
+        where scores and steps stay."""
+        size = size or Size()
+        self.trial, self.scores, self.store = trial, scores, store
+        self.given = dict(given or {})
+        if not trial.members:
+            raise GradtraceError(
+                "no group has both accepted and rejected responses: there is no contrast to change. Take "
+                "more groups, or more responses to each prompt"
+            )
+        trial.keep(list(trial.members)[: size.groups])
+        self.effects = planned(trial, size, seed)
+
+    def run(
+        self, budget: float = math.inf, progress: Progress = lambda what, done, total: None
+    ) -> Verification:
+        """`budget`: seconds after which no further step begins."""
+        begun = time.monotonic()
+        predictions, left_out = self._predictions(begun + FOR_SCORES * budget, progress)
+        self._measure(begun + budget, progress)
+        judged = next(iter(predictions))
+        return Verification(judged, predictions, self.effects, time.monotonic() - begun, left_out)
+
+    def _predictions(self, deadline: float, progress: Progress) -> tuple[dict[str, Scores], list[str]]:
+        found: dict[str, Scores] = dict(self.given)
+        left_out = []
+        for done, (name, config) in enumerate(self.scores.items()):
+            progress("scoring", done, len(self.scores))
+            if found and time.monotonic() > deadline and not self._is_kept(name):
+                left_out.append(name)
+                continue
+            found[name] = self._score(name, config)
+        return found | self.trial.baselines(), left_out
+
+    def _is_kept(self, name: str) -> bool:
+        return self.store is not None and self.store.has(f"score_{slug(name)}")
+
+    def _score(self, name: str, config: InfluenceConfig) -> Scores:
+        if self.store is None:
+            return self.trial.scores(config)
+        kept = self.store.get(
+            f"score_{slug(name)}", lambda: {str(r): v for r, v in self.trial.scores(config).items()}
+        )
+        return {int(r): values for r, values in kept.items()}
+
+    def _measure(self, deadline: float, progress: Progress) -> None:
+        lines = self._kept_steps()
+        total = sum(len(effects.chosen) for effects in self.effects)
+        for place, effects in enumerate(self.effects):
+            while effects.left and time.monotonic() < deadline:
+                progress("taking steps", total - sum(e.left for e in self.effects), total)
+                effects.take_next(self.trial)
+                if lines is not None:
+                    lines.append({"of": place, "measured": effects.measured[-1], "norm": effects.norms[-1]})
+        progress("taking steps", total - sum(e.left for e in self.effects), total)
+
+    def _kept_steps(self) -> JsonLines | None:
+        """The file of the steps, those that it holds read."""
+        if self.store is None:
+            return None
+        lines = JsonLines(self.store.folder / "steps.jsonl")
+        for line in lines.path.read_bytes().splitlines():
+            record = unseal(line)
+            effects = self.effects[record["of"]]
+            effects.measured.append(record["measured"])
+            effects.norms.append(record["norm"])
+        return lines
+
+
+def slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def kind_names(table: Mapping[str, Mapping[str, Interval]]) -> dict[str, str]:
+    """The kinds of step in a table, and what they are called."""
+    found = next(iter(table.values()))
+    return {kind: name for kind, name in KINDS.items() if kind in found}

@@ -1,0 +1,197 @@
+"""`gradtrace verify` on the checkpoints of a real run: stored and fresh scores, resuming, the benchmark's figures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks._validity_states import Keeper, trial_of
+from benchmarks.validity import Score, judge
+from gradtrace.cli import main
+from gradtrace.commands.verify.session import STORED, Outcome, Settings, run_verify
+from gradtrace.config_loader import to_yaml
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.observer import Observers
+from gradtrace.instruments.verify.agreement import spearman
+from gradtrace.instruments.verify.measure import Size
+from gradtrace.instruments.verify.trial import BASELINE
+from gradtrace.instruments.verify.verification import OWN, silent, usual_scores
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.checkpoint import MARKER, write_marker
+from gradtrace.training.instruments import build_observer
+from gradtrace.training.loop import Trainer
+from gradtrace.training.parts import build_parts
+from gradtrace.training.terminal import SilentDisplay
+from tests.training import small
+
+SMALL = Size(groups=3, tokens=8, halves=6)
+KNOBS = (
+    *("trainer.total_steps=2", "trainer.checkpoint.every=1", "trainer.checkpoint.keep_last=0"),
+    *("trainer.validation.every=0", "actor.optim.lr=1e-3", "actor.mini_batch_size=0", "rollout.n=4"),
+    *("trainer.influence_trace.enable=true", "trainer.influence_trace.projection_dim_factor=0"),
+    *("trainer.influence_trace.loss_term_prompts=0", "task.arithmetic.layers=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of two steps with a checkpoint after each, and the state before its second update as the benchmark keeps
+    it."""
+    folder = tmp_path_factory.mktemp("verified")
+    config = small.config(folder, *KNOBS)
+    parts, kept = build_parts(config), folder / "kept.pt"
+    with RunFiles(folder / "run") as files:
+        files.write_config(to_yaml(config))
+        observer = Observers([build_observer(parts, files, print), Keeper(parts, {2: kept}, 8)])
+        Trainer(parts, files, observer, SilentDisplay()).fit()
+    return folder / "run", kept
+
+
+@pytest.fixture
+def run_dir(made: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the run."""
+    return Path(shutil.copytree(made[0], tmp_path / "run"))
+
+
+def trusted(run_dir: Path) -> str:
+    text = (run_dir / "config.yaml").read_text()
+    return "reward.path=" + next(line for line in text.splitlines() if "reward.py" in line).split(": ")[1]
+
+
+def sealed(checkpoint: Path) -> None:
+    """The checkpoint is complete as it is now."""
+    (checkpoint / MARKER).unlink()
+    write_marker(checkpoint)
+
+
+def verify(path: Path, *overrides: str, **settings: Any) -> Outcome:
+    run = path if (path / "config.yaml").is_file() else path.parent.parent
+    words = [trusted(run), *overrides] if (run / "config.yaml").is_file() else list(overrides)
+    return run_verify(path, words, Settings(**({"size": SMALL} | settings)), silent, print)
+
+
+def test_it_reproduces_the_figures_of_the_benchmark(made: tuple[Path, Path], tmp_path: Path) -> None:
+    run, kept = made
+    found = verify(run / "checkpoints" / "step_000001", output=tmp_path / "v").verification
+    chosen = {name: Score(config, coming=True) for name, config in usual_scores().items()}
+    benchmark = judge(trial_of(kept), chosen, SMALL, seed=0)["agreement"]
+    for name in (*chosen, BASELINE):
+        for kind, values in benchmark[name].items():
+            assert found.agreement[name][kind] == pytest.approx(values, abs=1e-9), (name, kind)
+    # What training stored is what is computed now, but for the gradient of the groups that are left out here.
+    stored, now = (
+        torch.cat([found.predictions[n][r] for r in found.predictions[OWN]]) for n in (STORED, OWN)
+    )
+    assert spearman(stored, now) > 0.98
+
+
+def test_the_command_prints_a_table_and_writes_a_report(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["verify", str(run_dir), trusted(run_dir), "--groups", "3", "--tokens", "8", "--halves", "6"]
+    code = main([*words, "--budget", "none"])
+    printed = capsys.readouterr().out
+    assert "verdict" in printed and "|A|(1−p)" in printed and "stored by training step 2" in printed
+    folder = run_dir / "verify" / "step_000001"  # step 2 was traced; nothing comes after checkpoint 2
+    record = json.loads((folder / "report.json").read_text())
+    assert code == {True: 0, False: 1}[record["trustworthy"]]
+    assert record["judged"] == STORED and record["precision"] == "float64" and record["step"] == 1
+    assert record["steps_taken"] == record["steps_planned"] == 3 * (8 + 4 + 6)
+    assert (folder / "report.html").read_text().count("<svg") == 4
+    assert "<circle" in (folder / "predicted_vs_measured.svg").read_text()
+    main([*words, "--json"])
+    again = json.loads(capsys.readouterr().out)
+    assert again["table"] == record["table"] and again["seconds"] < record["seconds"]  # nothing is done twice
+
+
+def test_a_planted_wrong_score_of_a_run_is_reported(run_dir: Path) -> None:
+    """The trace is written anew with its signs turned."""
+    import numpy as np
+
+    from gradtrace.trace.reader import open_run
+    from gradtrace.trace.writer import TraceWriter
+
+    step = open_run(run_dir).step("influence_trace", 2)
+    columns = {name: np.array(step[name]) for name in step.columns}
+    columns["influence_loss_term"] *= -1
+    with TraceWriter(run_dir, "influence_trace") as writer:
+        writer.truncate_after(1)
+        writer.write(2, columns, step.meta)
+    assert verify(run_dir).verification.is_trustworthy is False
+
+
+def test_fresh_scores_at_the_latest_checkpoint_and_at_a_plain_model(run_dir: Path, tmp_path: Path) -> None:
+    fresh = verify(run_dir, fresh=True)
+    assert fresh.folder == run_dir / "verify" / "step_000002" and fresh.facts["scores"] == "fresh"
+    assert fresh.verification.judged == OWN
+    again = verify(run_dir, fresh=True)
+    assert again.record()["table"] == fresh.record()["table"]
+    with pytest.raises(GradtraceError, match="say whose update to verify, optimizer=adamw or optimizer=sgd"):
+        verify(run_dir / "policy")
+    plain = verify(
+        run_dir / "policy",
+        *small.overrides(tmp_path, *KNOBS),
+        optimizer="adamw",
+        lr=1e-3,
+        output=tmp_path / "plain",
+    )
+    assert plain.verification.steps_taken == fresh.verification.steps_taken
+
+
+def test_the_run_is_not_changed(run_dir: Path) -> None:
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    verify(run_dir)
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--budget", "soon"], "--budget soon: a time is needed"),
+        (["--budget=-3s"], "--budget -3s: a time is needed"),
+        (["--groups", "0"], "--groups 0: it is at least 1"),
+        (["optimizer=adagrad"], "it can be checkpoint, adamw or sgd"),
+        (["lr=fast"], "a learning rate is a number"),
+        (["trainer.influence_trace.credits=tail"], "trainer.influence_trace.credit"),
+    ],
+)
+def test_bad_words_are_answered_in_words(
+    made: tuple[Path, Path], words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(made[0]), *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_what_cannot_be_verified_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(GradtraceError, match="there is no such folder"):
+        verify(tmp_path / "nowhere")
+    with pytest.raises(GradtraceError, match="is no checkpoint and no run with one"):
+        verify(tmp_path)
+    with pytest.raises(GradtraceError, match="no group has both accepted and rejected"):
+        verify(run_dir, "trainer.influence_trace.accepted_threshold=-1", fresh=True)
+    checkpoint = run_dir / "checkpoints" / "step_000002"
+    (checkpoint / "optimizer.safetensors").unlink()
+    sealed(checkpoint)
+    with pytest.raises(GradtraceError, match="has no optimizer state"):
+        verify(checkpoint)
+
+
+def test_weights_that_were_saved_in_bf16_are_measured_in_float32(run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / "step_000001"
+    weights = load_file(checkpoint / "policy" / "model.safetensors")
+    save_file(
+        {name: value.bfloat16() for name, value in weights.items()},
+        checkpoint / "policy" / "model.safetensors",
+        {"format": "pt"},
+    )
+    sealed(checkpoint)
+    found = verify(checkpoint, precision="float32")
+    assert found.facts["precision"] == "float32"
+    assert next(found.verification.predictions[OWN].values().__iter__()).dtype == torch.float64
+    assert all(any(value != 0 for value in e.measured) for e in found.verification.effects)

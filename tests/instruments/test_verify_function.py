@@ -1,0 +1,220 @@
+"""`gradtrace.verify`: right scores are trusted, wrong ones are not, and the model does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradtrace
+from gradtrace.attribution import InfluenceConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.verify.agreement import Interval
+from gradtrace.instruments.verify.copies import working_copy
+from gradtrace.instruments.verify.measure import Effects
+from gradtrace.instruments.verify.verification import Verification, exact, judgement
+from tests.attribution.models import random_responses, tiny_model
+
+
+class Loop:
+    """A tiny model after two steps of AdamW, and groups of four responses."""
+
+    def __init__(self, groups: int = 4, dtype: torch.dtype = torch.float64) -> None:
+        self.model = tiny_model("llama").to(dtype)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01
+        )
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(2):
+            for p in self.model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+            self.optimizer.step()
+        rollout = random_responses(groups=groups, n=4, seed=3)
+        cut = list(zip(rollout.sequences, rollout.prompt_lengths, strict=True))
+        prompts = {int(g): [int(g), 1, 2] for g in rollout.group.unique()}
+        self.prompt_ids: list[list[int]] = [prompts[int(g)] for g in rollout.group]
+        self.response_ids = [ids[length:].tolist() for ids, length in cut]
+        self.rewards = rollout.accepted.double().tolist()
+
+    def verify(self, **options: Any) -> Verification:
+        sizes = {"tokens": 10, "halves": 0}
+        return gradtrace.verify(
+            self.model,
+            self.optimizer,
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            rewards=self.rewards,
+            **(sizes | options),
+        )
+
+    def state(self) -> list[Tensor]:
+        moments = [v for p in self.model.parameters() for v in self.optimizer.state[p].values()]
+        return [*(p for p in self.model.parameters()), *(p.grad for p in self.model.parameters()), *moments]  # type: ignore[misc]
+
+
+def every_matrix() -> InfluenceConfig:
+    """A score over all that a step moves, apart from norms and embeddings."""
+    return exact(module_name_filter=(".*",))
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[Loop, Verification, list[Tensor]]:
+    loop = Loop()
+    verification = loop.verify(config=every_matrix())
+    scores = verification.predictions["this score"]
+    return loop, verification, [scores[r] for r in range(len(loop.rewards))]
+
+
+def test_scores_of_the_optimizers_geometry_are_trusted(
+    found: tuple[Loop, Verification, list[Tensor]],
+) -> None:
+    _, verification, _ = found
+    assert verification.is_trustworthy and verification.judged == "this score"
+    assert verification.table["this score"]["single_token"].low > 0.7
+    record = verification.record()
+    assert record["steps_taken"] == record["steps_planned"] == 40 and record["groups"] == 4
+    assert set(record["table"]) >= {
+        "optimizer, loss term",
+        "identity, position",
+        "optimizer, tail",
+        "|A|(1−p)",
+    }
+
+
+def shuffled(scores: Sequence[Tensor]) -> list[Tensor]:
+    order = torch.randperm(sum(map(len, scores)), generator=torch.Generator().manual_seed(1))
+    return list(torch.cat(list(scores))[order].split([len(s) for s in scores]))
+
+
+@pytest.mark.parametrize("wrong", ["shuffled", "flipped", "constant"])
+def test_planted_wrong_scores_are_not_trusted(
+    found: tuple[Loop, Verification, list[Tensor]], wrong: str
+) -> None:
+    loop, _, scores = found
+    planted = {
+        "shuffled": shuffled(scores),
+        "flipped": [-s for s in scores],
+        "constant": [torch.ones_like(s) for s in scores],
+    }[wrong]
+    verification = loop.verify(scores=planted)
+    assert verification.judged == "given scores" and verification.is_trustworthy is False
+    if wrong == "flipped":
+        assert "point the wrong way" in verification.verdict
+    if wrong == "shuffled":
+        assert "not trustworthy, no better than the baseline" in verification.verdict
+
+
+def test_given_right_scores_are_trusted(found: tuple[Loop, Verification, list[Tensor]]) -> None:
+    loop, verification, scores = found
+    again = loop.verify(scores=scores)
+    assert again.is_trustworthy
+    assert again.agreement["given scores"] == verification.agreement["this score"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_model_optimizer_and_gradients_are_the_same_afterwards(dtype: torch.dtype) -> None:
+    loop = Loop(groups=1, dtype=dtype)
+    before = [tensor.clone() for tensor in loop.state()]
+    loop.verify(tokens=3, precision="float32")
+    assert all(torch.equal(a, b) for a, b in zip(before, loop.state(), strict=True))
+
+
+def test_bf16_weights_are_measured_in_full_precision() -> None:
+    half = Loop(groups=3, dtype=torch.bfloat16)
+    full = Loop(groups=3, dtype=torch.bfloat16)
+    full.model.double()
+    for state in full.optimizer.state.values():
+        state |= {key: value.double() for key, value in state.items() if value.dim()}
+    first, second = half.verify(tokens=6), full.verify(tokens=6)
+    measured = [[step for e in v.effects for step in e.measured] for v in (first, second)]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
+    model, optimizer, original = working_copy(half.model, half.optimizer, "float32")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert original is not None and original[0] is half.model and type(optimizer) is torch.optim.AdamW
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(groups=3)
+    straight = loop.verify()
+    taken = Effects.take_next
+
+    with monkeypatch.context() as patch:
+        count = 0
+
+        def killed(self: Effects, trial: Any) -> None:
+            nonlocal count
+            count += 1
+            if count > 7:
+                raise KeyboardInterrupt
+            taken(self, trial)
+
+        patch.setattr(Effects, "take_next", killed)
+        with pytest.raises(KeyboardInterrupt):
+            loop.verify(folder=tmp_path / "v")
+    with monkeypatch.context() as patch:
+        calls: list[int] = []
+        patch.setattr(Effects, "take_next", lambda self, trial: (calls.append(1), taken(self, trial))[1])
+        patch.setattr("gradtrace.instruments.verify.trial.Trial.traced", None)  # scores are there
+        resumed = loop.verify(folder=tmp_path / "v")
+    assert len(calls) == 30 - 7
+    assert resumed.record()["table"] == straight.record()["table"]
+    with pytest.raises(GradtraceError, match="holds a verification with other settings"):
+        loop.verify(folder=tmp_path / "v", seed=1)
+
+
+def test_a_spent_budget_keeps_what_it_has_and_says_so(tmp_path: Path) -> None:
+    loop = Loop(groups=3)
+    first = loop.verify(budget=1e-9, folder=tmp_path / "v")
+    assert first.is_trustworthy is None and first.steps_taken == 0 and len(first.left_out) == 5
+    assert first.verdict == "too little to judge: no group measured to the end, 3 are needed"
+    assert loop.verify(folder=tmp_path / "v").steps_taken == 30
+
+
+def test_the_verdict_in_words() -> None:
+    def interval(mean: float, width: float = 0.03, count: int = 8) -> Interval:
+        return Interval(mean, mean - width, mean + width, count)
+
+    base = interval(0.21)
+    assert judgement(interval(0.88), base, interval(0.67)) == (
+        True,
+        "scores of this run predict single-token steps with .88 [.85, .91], the baseline |A|(1−p) has .21 [.18, .24]",
+    )
+    assert judgement(interval(0.2), base, interval(-0.01))[0] is False
+    assert judgement(interval(0.3), base, interval(0.09, 0.1))[0] is False  # it may be chance
+    assert judgement(interval(0.95), interval(0.95), interval(0.0))[0] is True  # good, if not better
+    assert judgement(interval(0.9, count=2), base, interval(0.7, count=2))[0] is None
+
+
+def test_what_cannot_be_verified_is_refused_in_words() -> None:
+    loop = Loop(groups=2)
+    with pytest.raises(GradtraceError, match="no group has both accepted and rejected"):
+        gradtrace.verify(
+            loop.model,
+            loop.optimizer,
+            prompt_ids=loop.prompt_ids,
+            response_ids=loop.response_ids,
+            rewards=[1.0] * len(loop.rewards),
+        )
+    with pytest.raises(GradtraceError, match="8 prompts, 8 responses and 2 rewards"):
+        gradtrace.verify(
+            loop.model,
+            loop.optimizer,
+            prompt_ids=loop.prompt_ids,
+            response_ids=loop.response_ids,
+            rewards=[1.0, 0.0],
+        )
+    with pytest.raises(GradtraceError, match="given scores: one tensor with a score per token"):
+        loop.verify(scores=[torch.zeros(1)] * 8)
+    with pytest.raises(GradtraceError, match="the optimizer does not know"):
+        working_copy(loop.model, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
+    state = loop.optimizer.state[next(loop.model.parameters())]
+    state["exp_avg"] = state["exp_avg"][:1]
+    with pytest.raises(GradtraceError, match=r"quantised or factored"):
+        loop.verify()
+    loop.model.requires_grad_(False)
+    with pytest.raises(GradtraceError, match="every parameter of the model is frozen"):
+        loop.verify()
