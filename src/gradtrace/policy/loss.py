@@ -58,7 +58,7 @@ class PolicyLoss:
         """[2, N]: every token's own term of the loss at the current weights, before aggregation, and its log-prob;
         response after response in the order of `rows`. Old log-probs must be set."""
         found: dict[int, Tensor] = {}
-        for micro, run in self.passes(batch, micro_batches, rows):
+        for micro, run in self.passes(batch, micro_batches.laid_out(self.policy.best_layout()), rows):
             terms = run()
             lengths = micro.mask.sum(1).tolist()
             for index, (row, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.policy.packed_attention import Packing
 from gradtrace.policy.rectangles import Rectangle
+
+Layout = Literal["padded", "packed", "shared"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +90,9 @@ class Sequences:
     def lengths(self) -> Tensor:
         """long[R]: the length of each sequence, prompt and response."""
         return self.prompt_lengths + self.response_lengths
+
+    def micro_batch(self, rows: Tensor, layout: Layout) -> MicroBatch:
+        return {"padded": self.padded, "packed": self.packed, "shared": self.shared}[layout](rows)
 
     def padded(self, rows: Tensor) -> MicroBatch:
         """One input row for each of `rows`."""
@@ -183,15 +188,18 @@ class Sequences:
 class MicroBatches:
     """Cuts rows of one batch into model inputs of one layout: padded, packed or shared."""
 
-    def __init__(self, batch: RolloutBatch, token_budget: int, layout: str = "padded") -> None:
+    def __init__(self, batch: RolloutBatch, token_budget: int, layout: Layout = "padded") -> None:
         self.sequences = Sequences.of(batch)
         self.token_budget = token_budget
         self.layout = layout
 
+    def laid_out(self, layout: Layout) -> MicroBatches:
+        """The same, in another layout."""
+        return MicroBatches(self.sequences.batch, self.token_budget, layout)
+
     def __call__(self, rows: Tensor) -> Iterator[MicroBatch]:
-        make = getattr(self.sequences, self.layout)
         for part in split_rows(self.sequences, rows, self.token_budget, self.layout):
-            yield make(part)
+            yield self.sequences.micro_batch(part, self.layout)
 
 
 def padding_share(batch: RolloutBatch) -> float:
@@ -200,7 +208,7 @@ def padding_share(batch: RolloutBatch) -> float:
     return 1 - float(lengths.sum()) / (len(lengths) * int(lengths.max()))
 
 
-def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: str) -> list[Tensor]:
+def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: Layout) -> list[Tensor]:
     """`rows` in parts of at most `token_budget` tokens (padding counted) each; a part has at least one row.
 
     A group stays in one part where it fits: scores that compare the responses of a group can then be computed
@@ -261,7 +269,7 @@ class Size:
             later.last_group,
         )
 
-    def tokens(self, layout: str) -> int:
+    def tokens(self, layout: Layout) -> int:
         """How many tokens the rows take, padding counted."""
         if layout == "padded":
             return self.rows * self.longest

@@ -19,8 +19,8 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.policy.cpu import accelerate
-from gradtrace.policy.microbatch import MicroBatch
-from gradtrace.policy.packed_attention import packed_attention
+from gradtrace.policy.microbatch import Layout, MicroBatch
+from gradtrace.policy.packed_attention import is_supported, packed_attention
 
 
 @dataclass
@@ -37,6 +37,13 @@ class Policy:
         with self.autocast(), logits_only_at(self.model, micro.logit_positions):
             output = run_model(self.model, micro)
         return log_probs_and_entropies(output.logits[0], micro.targets, self.temperature)
+
+    def best_layout(self) -> Layout:
+        """The layout with the fewest tokens, for passes that nobody listens to layer by layer: prompts computed once
+        per group, where the model's attention allows it."""
+        # Gradient checkpointing runs the layers again in the backward pass, outside of our attention function.
+        sdpa = self.model.config._attn_implementation == "sdpa" and not self.model.is_gradient_checkpointing
+        return "shared" if sdpa and is_supported(self.model) else "padded"
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """bf16 matrix products on a GPU; float32 on a CPU."""

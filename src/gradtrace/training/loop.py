@@ -13,7 +13,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.instruments.observer import OptimizerStep, StepObserver
 from gradtrace.metrics import GENERATED, Timer, batch_metrics
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
-from gradtrace.policy.microbatch import MicroBatches, padding_share
+from gradtrace.policy.microbatch import Layout, MicroBatches, padding_share
 from gradtrace.policy.packed_attention import is_supported
 from gradtrace.policy.policy import export_model
 from gradtrace.policy.rollouts import add_advantages
@@ -197,7 +197,7 @@ class Trainer:
         full = rollout.top_p == 1 and rollout.top_k == 0 and self.parts.policy.device.type == "cpu"
         return source == "sampler" or (source == "auto" and full)
 
-    def _layout(self, batch: RolloutBatch) -> str:
+    def _layout(self, batch: RolloutBatch) -> Layout:
         """How responses are laid out for the model: see `microbatch`."""
         actor = self.config.actor
         if actor.share_prompts:

@@ -174,7 +174,8 @@ class InfluenceTraceInstrument(StepObserver):
         assert self.capture.current is not None
         rows = self.capture.current.rows[responses]
         if self.config.output_function != "training_loss":
-            return self._weighted_log_probs("step", Sequences.of(self._step.batch).padded(rows))
+            micro = Sequences.of(self._step.batch).micro_batch(rows, self.policy.best_layout())
+            return self._weighted_log_probs("step", micro)
         losses, log_probs = self._step.backward.token_terms(rows)
         return torch.stack([-losses, log_probs])
 

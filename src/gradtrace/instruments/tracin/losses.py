@@ -11,8 +11,7 @@ from torch import Tensor
 from gradtrace.algorithms import Denominator, token_weights
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.tracin.selector import Loss, Piece
-from gradtrace.policy.microbatch import MicroBatch, MicroBatches
-from gradtrace.policy.packed_attention import is_supported
+from gradtrace.policy.microbatch import Layout, MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
 
 TokenWeights = Callable[[Tensor], Tensor]
@@ -63,7 +62,7 @@ def has_signal(batch: RolloutBatch) -> bool:
 
 
 def response_losses(
-    policy: Policy, responses: Weighted, token_budget: int, layout: str
+    policy: Policy, responses: Weighted, token_budget: int, layout: Layout
 ) -> Iterator[tuple[Loss, MicroBatch]]:
     """For each micro-batch a function that returns the loss of each of its responses, float[r]."""
     for micro in MicroBatches(responses.batch, token_budget, layout)(responses.rows):
@@ -78,8 +77,7 @@ def response_losses(
 
 def total_losses(policy: Policy, responses: Weighted, token_budget: int) -> Iterator[Loss]:
     """For each micro-batch a function that returns the sum of the losses of its responses."""
-    layout = best_layout(policy, "tangent")
-    for losses, _ in response_losses(policy, responses, token_budget, layout):
+    for losses, _ in response_losses(policy, responses, token_budget, policy.best_layout()):
         yield lambda losses=losses: losses().sum()  # type: ignore[misc]
 
 
@@ -87,15 +85,7 @@ def pieces(policy: Policy, responses: Weighted, token_budget: int, method: str) 
     """The responses, ready to be scored by this method."""
     head = policy.model.get_output_embeddings()
     heads = [name for name, module in policy.model.named_modules() if module is head]
-    layout = best_layout(policy, method)
+    layout = policy.best_layout() if method == "tangent" else "padded"
     for losses, micro in response_losses(policy, responses, token_budget, layout):
         positions = dict.fromkeys(heads, micro.logit_positions)
         yield Piece(micro.rows, losses, micro.response, micro.tokens, positions)
-
-
-def best_layout(policy: Policy, method: str) -> str:
-    """Prompts computed once per group where nothing but losses is wanted and the model's attention allows it."""
-    model = policy.model
-    # Gradient checkpointing runs the layers again in the backward pass, outside of our attention function.
-    allowed = model.config._attn_implementation == "sdpa" and not model.is_gradient_checkpointing
-    return "shared" if method == "tangent" and allowed and is_supported(model) else "padded"

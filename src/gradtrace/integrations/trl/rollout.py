@@ -65,7 +65,7 @@ class TracedRollout:
         """[2, N]: every token's own term of TRL's loss, before it was averaged, and its log-prob. The term is linear in
         the token's log-prob and entropy with the derivatives that the backward pass had, which gives the term's
         gradient for any loss type."""
-        micro = Sequences.of(self.batch).padded(rows)
+        micro = Sequences.of(self.batch).micro_batch(rows, self.policy.best_layout())
         log_probs, entropies = self.policy.statistics(micro)
         chosen = self.batch.response_mask[rows]
         scale = (1.0 / self.token_weight[rows, None]).expand(chosen.shape)[chosen].to(log_probs)
