@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gradtrace.algorithms.registry import policy_losses
 from gradtrace.instruments.observer import Observers
 from gradtrace.metrics import Timer
 from gradtrace.tasks.rewards import named_reward
+from gradtrace.trace.record import COLUMNS, KINDS
 from tests.training.small import trainer
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
@@ -44,7 +46,17 @@ def test_how_to_add_a_reward() -> None:
     assert named_reward("polite", {})(["Yes, please.", "No."], [{}, {}]) == [1.0, 0.0]
 
 
-def test_how_to_add_an_instrument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def own_records() -> Iterator[None]:
+    """What a test registers is forgotten after it: others list the instruments that ship."""
+    before = {id(table): dict(table) for table in (KINDS, COLUMNS)}
+    yield
+    for table in (KINDS, COLUMNS):
+        table.clear()
+        table.update(before[id(table)])
+
+
+def test_how_to_add_an_instrument(tmp_path: Path, own_records: None) -> None:
     names = example("an instrument")
     writer = TraceWriter(tmp_path / "run", "confidence")
     run = trainer(tmp_path, observer=Observers([names["Confidence"](writer)]))
