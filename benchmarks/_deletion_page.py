@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- deletion: begin -->", "<!-- deletion: end -->"
+from benchmarks._pages import between_marks
+
 COLOURS = {"all tokens": "#555", "score > 0": "#1f6fb2", "score ≤ 0": "#c0392b"}
 
 
 def write_deletion(docs: Path, found: dict[str, dict[str, Any]]) -> None:
     """Replace what stands between the marks."""
-    page = docs / "validity.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(
-        before + BEGIN + "\n" + "\n".join(map(table, found, found.values())) + END + rest.partition(END)[2]
-    )
+    between_marks(docs / "validity.md", "deletion", "\n".join(map(table, found, found.values())))
     (docs / "images").mkdir(exist_ok=True)
     (docs / "images" / "deletion.svg").write_text(picture(found))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks._pages import between_marks
+
 KINDS = {
     "single_token": "single tokens",
     "half_tokens": "half of the group's tokens",
@@ -12,18 +14,14 @@ KINDS = {
     "batch_tokens": "half of the mini-batch's tokens",
     "batch_responses": "half of its responses",
 }
-BEGIN, END = "<!-- validity: begin -->", "<!-- validity: end -->"
 
 
 def write_page(docs: Path, found: dict[str, Any], groups: dict[str, int]) -> None:
     """Replace what stands between the marks of docs/validity.md."""
-    page = docs / "validity.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
     tables = [table("The demo", found["demo"], groups["demo"])]
     if "smollm2" in found:
         tables.append(table("SmolLM2-135M on countdown", found["smollm2"], groups["smollm2"]))
-    page.write_text(before + BEGIN + "\n" + "\n".join(tables) + END + after)
+    between_marks(docs / "validity.md", "validity", "\n".join(tables))
     (docs / "images").mkdir(exist_ok=True)
     (docs / "images" / "validity.svg").write_text(picture(found["demo"]))
 

@@ -21,27 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks._deletion_page import write_deletion
+from benchmarks._token_scores import ANSWER_ONLY, token_scores
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
-from gradtrace.algorithms import accepted
-from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
 from gradtrace.instruments.verify.agreement import Interval, difference, interval
 from gradtrace.metrics import Timer
-from gradtrace.policy.microbatch import Sequences
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
-ANSWER_ONLY = '''def reward(response, item):
-    """1 if the chain ends in the right digit, whatever stands before it."""
-    return float(response.strip()[-1:] == item["expected"].strip()[-1:])
-'''
 RULES = {
     "all tokens": "everything is trained on",
     "score > 0": "tokens whose step helps the accepted responses",
@@ -66,15 +59,15 @@ class Deletion(StepObserver):
         if self.rule == "all tokens":
             return batch
         assert batch.advantages is not None
-        scores, log_probs, entropies = token_scores(self.parts, batch)
+        scores = token_scores(self.parts, batch)
         counts = batch.response_mask & (batch.advantages != 0)
-        helps = counts & (scores > 0)
+        helps = counts & (scores.step > 0)
         size = batch.advantages.abs()
         ranked = {
-            "random": torch.rand(scores.shape, generator=self.generator),
-            "entropy, top": entropies,
-            "|A|(1−p), top": size * (1 - log_probs.exp()),
-            "|A|(1−p), bottom": -size * (1 - log_probs.exp()),
+            "random": torch.rand(counts.shape, generator=self.generator),
+            "entropy, top": scores.entropies,
+            "|A|(1−p), top": size * (1 - scores.log_probs.exp()),
+            "|A|(1−p), bottom": -size * (1 - scores.log_probs.exp()),
         }
         if self.rule == "score > 0":
             kept = helps
@@ -89,39 +82,6 @@ class Deletion(StepObserver):
         self.shares.append(float(kept.sum() / counts.sum().clamp(min=1)))
         mass = float(size[counts].sum() / size[kept].sum().clamp(min=1e-9))
         return batch.replace(advantages=torch.where(kept, batch.advantages * mass, 0.0))
-
-
-def token_scores(parts: Parts, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, T] each: scores of the product's default kind, log-probs and entropies; 0 where there is none."""
-    assert batch.advantages is not None and batch.rewards is not None
-    policy, rows = parts.policy, torch.arange(len(batch))
-    sequences, advantages = (
-        Sequences.of(batch),
-        batch.advantages[:, 0],
-    )  # GRPO: one for all tokens of a response
-    micro = sequences.padded(rows)
-    labels = {"accepted": accepted(batch.rewards, batch.group), "group": batch.group}
-    mixed = advantages != 0
-    ratio = torch.where(mixed, 1 / torch.where(mixed, advantages, 1.0), 0.0)
-    config = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0, pairwise=False)
-
-    def terms(responses: list[int]) -> Tensor:
-        chosen = torch.tensor(responses)
-        weights = advantages[chosen].repeat_interleave(batch.response_lengths[chosen])
-        return policy.statistics(sequences.padded(chosen))[0] * weights
-
-    with InfluenceTracer(policy.model, config, optimizer=parts.optimizer.adamw) as tracer:
-        log_probs, entropies = policy.statistics(micro)
-        with tracer.capture(response=rows, tokens=micro.tokens, target_scale=ratio, **labels):
-            (log_probs * advantages.repeat_interleave(batch.response_lengths)).sum().backward()
-        trace = tracer.score(terms=terms)
-    policy.model.zero_grad()
-    mask = batch.response_mask
-    scores = torch.zeros(mask.shape)
-    for r, values in enumerate(trace.token_scores):
-        if len(values):
-            scores[r, : len(values)] = values
-    return scores, *(torch.zeros(mask.shape).masked_scatter(mask, v.detach()) for v in (log_probs, entropies))
 
 
 def train(task: str, rule: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
