@@ -56,6 +56,14 @@ def test_too_few_positive_scores_fall_back_to_the_best_half_and_say_so() -> None
     assert not select(scores, "positive", TracinConfig(min_positive_ratio=0.05)).fallback
 
 
+def test_the_fallback_counts_the_responses_that_the_chart_counts() -> None:
+    """1 of 3 scores that say something is positive, but 1 of 12 of the batch: tracin/positive_ratio is 0.083."""
+    scores = torch.tensor([1.0, -1.0, -2.0, *[0.0] * 9], dtype=torch.float64)
+    selected = select(scores, "positive", TracinConfig(min_positive_ratio=0.1))
+    assert selected.fallback and selected.note.startswith("8% of the scores are positive")
+    assert not select(scores, "positive", TracinConfig(min_positive_ratio=0.08)).fallback
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_all_negative_scores_never_empty_the_update(rule: str) -> None:
     scores = torch.tensor([-1.0, -3.0, -2.0, -5.0], dtype=torch.float64)

@@ -68,6 +68,32 @@ def test_dropped_responses_are_dropped_and_the_file_says_which_and_why(
     assert opened.verify() == []
 
 
+def test_scores_of_another_unit_have_names_of_their_own(tmp_path: Path) -> None:
+    """Before its first step Adam has nothing to weigh by: those scores are not in the same chart as the others."""
+    run_dir, _ = run(tmp_path, "trainer.total_steps=2")
+    first, second = (record for record in small.metrics(run_dir) if record["step"])
+    for name in ("min_ip", "max_ip", "mean_ip", "std_ip"):
+        assert f"tracin/plain_{name}" in first and f"tracin/{name}" not in first
+        assert f"tracin/{name}" in second and f"tracin/plain_{name}" not in second
+    opened = open_run(run_dir)
+    assert [opened.step("tracin", step).meta["weighed"] for step in (1, 2)] == [False, True]
+    plain, _ = run(tmp_path, "trainer.total_steps=1", "trainer.tracin.preconditioner=none")
+    assert "tracin/mean_ip" in small.metrics(plain)[-1]
+
+
+def test_extremes_of_the_validation_set_are_those_of_single_responses(tmp_path: Path) -> None:
+    run_dir, _ = run(tmp_path, "trainer.total_steps=1")
+    record, step = small.metrics(run_dir)[-1], open_run(run_dir).step("tracin", 1)
+    validation = step["reason"] == int(TracinReason.VALIDATION)
+    advantages = step["advantage"][validation]
+    assert record["tracin/val_advantage_min"] == pytest.approx(advantages.min())
+    assert record["tracin/val_advantage_max"] == pytest.approx(advantages.max())
+    # −A Σ log-prob has the sign of A, and their mean is the loss.
+    assert record["tracin/val_loss_min"] < 0 < record["tracin/val_loss_max"]
+    assert record["tracin/val_loss_min"] < record["tracin/val_loss"] < record["tracin/val_loss_max"]
+    assert record["tracin/val_loss_max"] == pytest.approx(12 * step.meta["val_loss_max"])
+
+
 def test_scoring_only_leaves_training_as_it_was(tmp_path: Path) -> None:
     plain = train(small.config(tmp_path)).run_dir
     scored, _ = run(tmp_path, "trainer.tracin.selection=none")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from gradtrace.trace.reader import open_run
+from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE, TRACIN, ProbeBatch, TracinReason
 from gradtrace.trace.step import Step
 from tests.viewer.conftest import write_run
@@ -42,6 +43,31 @@ def counts_of_bars(page: Page) -> list[tuple[int, int]]:
 
 
 # ---------------------------------------------------------------- TracIn
+
+
+def test_scores_over_training_stay_readable_beside_one_extreme_value(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """One step's scores are a million times larger: those of the others still lie at different heights."""
+    run = write_run(tmp_path / "run", groups=6, steps=8)
+    lines = open_run(run).metrics()[0]
+    (run / "metrics.jsonl").unlink()
+    with RunFiles(run) as files:
+        for line in lines:
+            step, mean = line.pop("step"), line.pop("tracin/mean_ip")
+            unit = "tracin/plain_mean_ip" if step == 1 else "tracin/mean_ip"
+            files.log(step, line | {unit: mean * (1e6 if step == 5 else 1)})
+    with serving([run]) as address, browser.new_page(viewport={"width": 1440, "height": 900}) as page:
+        page.goto(f"{address}/#/tracin?step={STEP}")
+        chart = page.locator("[data-chart=tracin-scores]")
+        expect(chart.locator(".note")).to_have_text("step 1, before Adam has a state, has another unit")
+        expect(chart.locator(".off-axis")).to_contain_text("step 5: ")
+        drawn = chart.locator("path.line").get_attribute("d") or ""
+        chart.screenshot(path=str(tmp_path / "chart.png"))
+    heights = [float(point.split()[1]) for point in re.split("[ML]", drawn) if point]
+    assert len(heights) == 7
+    ordinary = sorted(height for index, height in enumerate(heights) if index != 3)
+    assert ordinary[-1] - ordinary[0] > 10  # pixels, of 154
 
 
 def test_every_scored_response_is_in_one_bar(viewer: Watched, tracin: Step) -> None:

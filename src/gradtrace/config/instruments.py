@@ -72,7 +72,8 @@ class TracinConfig(TraceConfig):
     """What the update uses. `positive`: scores above 0. `top_fraction`: the best. `drop_lowest`: all but the most
     negative. `soft`: all, weighted. `none`: score only."""
     min_positive_ratio: float = number(0.1, minimum=0, maximum=1)
-    """`positive`: with a smaller share of positive scores the best `fallback_fraction` are kept instead."""
+    """`positive`: if fewer of the batch's responses have a positive score (tracin/positive_ratio), the best
+    `fallback_fraction` are kept instead."""
     fallback_fraction: float = number(0.5, minimum=0, maximum=1)
     """The share of the best that this fallback keeps."""
     top_fraction: float = number(0.5, minimum=0, maximum=1)

@@ -33,8 +33,9 @@ class Host(Protocol):
 class TracinHost(Host, Protocol[Rows]):
     """What TracIn scores are made of (`instruments.tracin.scores`)."""
 
-    def gradient(self, responses: Rows) -> tuple[Gradient, float]:
-        """The gradient of Σ w_t ℓ_t over the responses of all ranks, and the value of that sum."""
+    def gradient(self, responses: Rows) -> tuple[Gradient, list[float]]:
+        """The gradient of Σ w_t ℓ_t over the responses of all ranks, and what each of them adds to that sum, in any
+        order."""
 
     def scores(self, responses: Rows, direction: Gradient) -> Tensor:
         """float64[b]: for each response on this rank, the product of the gradient of its own loss and `direction`."""

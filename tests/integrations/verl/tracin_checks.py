@@ -70,6 +70,8 @@ def test_scores_of_responses_are_those_of_the_embedded_loop(
     assert relative(ours["scores"], expected.scores) < 2e-5
     assert torch.equal(ours["kept"], expected.selected.kept) and not bool(ours["kept"].all())
     assert ours["val_loss"] == pytest.approx(expected.measures.val_loss, rel=1e-5)
+    extremes = expected.measures.val_loss_min, expected.measures.val_loss_max, expected.measures.weighed
+    assert ours["extremes"] == pytest.approx(list(extremes), rel=1e-5) and extremes[2] == (step == 2)
     assert ours["val_norms"] == pytest.approx(expected.measures.val_norms, rel=1e-4)
     if step == 1:  # the step with a diagnosis
         assert relative(ours["low"], expected.low) < 1e-4  # type: ignore[arg-type]

@@ -162,6 +162,7 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
             "low": result.low,
             "kept": result.selected.kept,
             "val_loss": measures.val_loss,
+            "extremes": [measures.val_loss_min, measures.val_loss_max, measures.weighed],
             "val_norms": measures.val_norms,
             "train_norm": measures.train_norm,
             "cosine": measures.cosine,

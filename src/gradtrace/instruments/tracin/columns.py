@@ -11,13 +11,22 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
-from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns
+from gradtrace.instruments.columns import (
+    Truth,
+    group_columns,
+    no_truth,
+    response_advantages,
+    response_columns,
+)
 from gradtrace.instruments.tracin.diagnosis import certain_share
 from gradtrace.instruments.tracin.rules import Selected
 from gradtrace.instruments.tracin.scores import Measures
 from gradtrace.instruments.tracin.selector import SIGN, UNIT
 from gradtrace.metrics import GENERATED
 from gradtrace.trace.schema import TracinReason
+
+MEASURED = ("train_norm", "direction_norm", "cosine")
+"""What a step knows only if it was diagnosed."""
 
 
 @dataclass(eq=False)
@@ -42,7 +51,7 @@ class TracinStep:
     def meta(self) -> dict[str, Any]:
         about = asdict(self.measures)
         if self.measures.train_norm is None:
-            about = {name: about[name] for name in ("val_loss", "val_norm", "val_norms")}
+            about = {name: value for name, value in about.items() if name not in MEASURED}
         return about | {
             "diagnosis": self.diagnosis,
             "validation_step": self.validation_step,
@@ -64,7 +73,38 @@ def describe(settings: TracinConfig, method: str) -> dict[str, Any]:
     }
 
 
-def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
+def inner_products(result: TracinStep, preconditioner: str) -> dict[str, float]:
+    """The extremes, mean and spread of the scores. Until Adam has a state to weigh by, scores have another unit, and
+    these have names of their own, so that one chart holds one unit."""
+    scores = result.scores[torch.isfinite(result.scores)]
+    plain = preconditioner == "adam" and result.measures.weighed is False
+    values = {
+        "min_ip": scores.min() if len(scores) else 0.0,
+        "max_ip": scores.max() if len(scores) else 0.0,
+        "mean_ip": scores.mean() if len(scores) else 0.0,
+        "std_ip": scores.std(correction=0) if len(scores) else 0.0,
+    }
+    return {f"plain_{name}" if plain else name: float(value) for name, value in values.items()}
+
+
+def of_validation(result: TracinStep) -> dict[str, float]:
+    """Of the validation set's responses: rewards, and the extremes of advantages and of losses −A_r Σ_t ℓ_t."""
+    validation, measures = result.validation, result.measures
+    if not len(validation):
+        return {}
+    advantages = response_advantages(validation)
+    losses = [len(validation) * part for part in (measures.val_loss_min, measures.val_loss_max)]
+    losses += [0.0] if bool((advantages == 0).any()) else []  # those that have no pass
+    return {
+        "val_reward": float(validation.need("rewards").mean()),
+        "val_advantage_min": float(advantages.min()),
+        "val_advantage_max": float(advantages.max()),
+        "val_loss_min": min(losses),
+        "val_loss_max": max(losses),
+    }
+
+
+def tracin_metrics(result: TracinStep, batch: RolloutBatch, preconditioner: str) -> dict[str, float]:
     scores, kept, measures = result.scores, result.selected.kept, result.measures
     finite = scores[torch.isfinite(scores)]
     count = max(1, len(scores))
@@ -76,10 +116,7 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
         "negative": float((finite < 0).sum()),
         "zero": float((finite == 0).sum()),
         "non_finite": float(len(scores) - len(finite)),
-        "min_ip": float(finite.min()) if len(finite) else 0.0,
-        "max_ip": float(finite.max()) if len(finite) else 0.0,
-        "mean_ip": float(finite.mean()) if len(finite) else 0.0,
-        "std_ip": float(finite.std(correction=0)) if len(finite) else 0.0,
+        **inner_products(result, preconditioner),
         "selected": float(kept.sum()),
         "selected_ratio": float(kept.sum()) / count,
         "fallback": float(result.selected.fallback),
@@ -91,8 +128,7 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch) -> dict[str, float]:
         "val_generated": float(result.generated),
     }
     values |= {f"val_grad_norm/{group}": value for group, value in measures.val_norms.items()}
-    if len(result.validation):
-        values["val_reward"] = float(result.validation.need("rewards").mean())
+    values |= of_validation(result)
     if measures.train_norm is not None and result.low is not None and result.high is not None:
         values["train_grad_norm"] = measures.train_norm
         values["cosine"] = measures.cosine

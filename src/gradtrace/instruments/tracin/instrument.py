@@ -180,7 +180,7 @@ class TracinInstrument(StepObserver):
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         result, self._step = self._step, None
         assert result is not None
-        metrics = tracin_metrics(result, batch)
+        metrics = tracin_metrics(result, batch, self.settings.preconditioner)
         if self.writer is not None:
             if step % self.settings.write_every == 0:
                 self.writer.write(step, tracin_columns(batch, result, self.truth), self.meta | result.meta())

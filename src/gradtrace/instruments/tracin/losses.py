@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,10 +76,19 @@ def response_losses(
         yield losses, micro
 
 
-def total_losses(policy: Policy, responses: Weighted, token_budget: int) -> Iterator[Loss]:
-    """For each micro-batch a function that returns the sum of the losses of its responses."""
+def total_losses(
+    policy: Policy, responses: Weighted, token_budget: int, seen: list[float] | None = None
+) -> Iterator[Loss]:
+    """For each micro-batch a function that returns the sum of the losses of its responses, and adds each to `seen`."""
+    seen = [] if seen is None else seen
+
+    def total(losses: Loss) -> Tensor:
+        own = losses()
+        seen.extend(own.detach().tolist())
+        return own.sum()
+
     for losses, _ in response_losses(policy, responses, token_budget, policy.best_layout()):
-        yield lambda losses=losses: losses().sum()  # type: ignore[misc]
+        yield partial(total, losses)
 
 
 def pieces(policy: Policy, responses: Weighted, token_budget: int, method: str) -> Iterator[Piece]:

@@ -45,9 +45,10 @@ class ModelScorer:
     ) -> tuple[Tensor, Measures]:
         return score_parts(self, train, parts, measure)
 
-    def gradient(self, responses: Weighted) -> tuple[Gradient, float]:
-        losses = total_losses(self.policy, responses, self.token_budget)
-        return self.selector.gradient_of(self.shown(losses, "gradient"))
+    def gradient(self, responses: Weighted) -> tuple[Gradient, list[float]]:
+        seen: list[float] = []
+        losses = total_losses(self.policy, responses, self.token_budget, seen)
+        return self.selector.gradient_of(self.shown(losses, "gradient"))[0], seen
 
     def scores(self, responses: Weighted, direction: Gradient) -> Tensor:
         self.selector.set_validation_gradient(direction)

@@ -30,8 +30,9 @@ class Selected:
 def select(scores: Tensor, rule: str, options: TracinConfig | None = None) -> Selected:
     """Apply `rule` to responses with these scores (float[R], NaN = could not be scored; positive = helpful).
 
-    Shares and ratios count responses whose score is not zero: a response of a group with one constant reward has
-    no gradient, so that nothing can be said about it. Never empty as long as one score is finite.
+    Shares that are kept or dropped count responses whose score is not zero: a response of a group with one constant
+    reward has no gradient, so that nothing can be said about it. `min_positive_ratio` counts the whole batch, as
+    `tracin/positive_ratio` does. Never empty as long as one score is finite.
     """
     options = options or TracinConfig()
     if rule not in RULES:
@@ -68,7 +69,7 @@ def select(scores: Tensor, rule: str, options: TracinConfig | None = None) -> Se
         reason[counted] = int(TracinReason.DROPPED_BELOW_FRACTION)
         reason[best] = int(TracinReason.KEPT_TOP_FRACTION)
         return _selected(reason)
-    ratio = int(positive.sum()) / int(counted.sum())
+    ratio = int(positive.sum()) / len(scores)
     if ratio < options.min_positive_ratio or not ratio:
         best = _extreme(scores, counted, options.fallback_fraction, largest=True)
         reason[counted] = int(TracinReason.DROPPED_BELOW_FRACTION)

@@ -28,6 +28,12 @@ class Measures:
     """What is known of whole gradients, the same on every rank. The defaults stand for a step without scores."""
 
     val_loss: float = 0.0
+    val_loss_min: float = 0.0
+    """The smallest part of a single response in `val_loss`."""
+    val_loss_max: float = 0.0
+    weighed: bool | None = None
+    """Whether Adam's moments weighed the validation gradient: before its first step it has none, and scores have
+    another unit. None: there are no scores."""
     val_norm: float = 0.0
     """Norm of the validation gradient, before a preconditioner changes it."""
     val_norms: dict[str, float] = field(default_factory=dict)
@@ -48,15 +54,19 @@ def score_parts(
     `measure` asks for the training gradient as well, which costs a pass of its own.
     """
     total: Gradient = {}
-    scores, loss = [], 0.0
+    scores, losses, weighed = [], [], False
     for part in parts:
-        gradient, value = host.gradient(part)
-        loss += value
+        gradient, values = host.gradient(part)
+        losses += values
         total |= {name: total[name] + own if name in total else own for name, own in gradient.items()}
-        scores.append(host.scores(train, host.preconditioned(gradient)))
+        direction = host.preconditioned(gradient)
+        weighed = any(
+            direction[name] is not gradient[name] for name in direction
+        )  # else it came back as it was
+        scores.append(host.scores(train, direction))
     squares = host.ranks.products(total, total)
     val_norm = math.sqrt(sum(squares.values()))
-    known = loss, val_norm, layer_norms(squares)
+    known = sum(losses), min(losses), max(losses), weighed, val_norm, layer_norms(squares)
     if not measure:
         return torch.stack(scores), Measures(*known)
     training, _ = host.gradient(train)

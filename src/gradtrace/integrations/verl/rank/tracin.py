@@ -107,10 +107,10 @@ class RankScorer:
 
     # ------------------------------------------------------------ the contract
 
-    def gradient(self, responses: Share) -> tuple[Gradient, float]:
+    def gradient(self, responses: Share) -> tuple[Gradient, list[float]]:
         """The gradient of the sum over ranks (FSDP leaves their mean), where parameters count; `.grad` is empty
         afterwards."""
-        value = sum(self.ranks.gather(self._pass(responses)))
+        losses = [value for own in self.ranks.gather(self._pass(responses)) for value in own]
         gradient = {
             name: parameter.grad.detach() * self.engine.get_data_parallel_size()
             for name, parameter in self.counted.items()
@@ -122,7 +122,7 @@ class RankScorer:
                 "gradtrace.tracin: the backward pass left no gradient in any of the "
                 f"{len(self.counted)} parameters that count, such as {next(iter(self.counted))}"
             )
-        return gradient, value
+        return gradient, losses
 
     def scores(self, responses: Share, direction: Gradient) -> Tensor:
         self._ghost = GhostProduct(self.engine.module, direction)
@@ -144,24 +144,24 @@ class RankScorer:
 
     # ------------------------------------------------------------ passes
 
-    def _pass(self, responses: Share) -> float:
-        """Forward and backward of Σ w_t ℓ_t over the share of every rank; its value on this one."""
-        value = 0.0
+    def _pass(self, responses: Share) -> list[float]:
+        """Forward and backward of Σ w_t ℓ_t over the share of every rank; what each response of this one adds."""
+        found: list[float] = []
 
         def objective(
             model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
         ) -> tuple[Tensor, dict[str, Any]]:
             """A loss function for verl. The backward pass of this micro-batch comes right after it."""
-            nonlocal value
             log_probs = no_padding_2_padding(model_output["log_probs"], data)
-            loss = (log_probs * data[WEIGHTS].to_padded_tensor(0.0).to(log_probs)).sum()
-            value += float(loss.detach())
+            losses = (log_probs * data[WEIGHTS].to_padded_tensor(0.0).to(log_probs)).sum(1)
+            real = responses.rows[rows_of(data)] >= 0
+            found.extend(losses.detach().cpu()[real].tolist())
             if self._ghost is not None:
                 self._capture(self._ghost, data)
-            return loss, {}
+            return losses.sum(), {}
 
         self.engine.forward_backward_batch(self._data(responses), objective)
-        return value
+        return found
 
     def _capture(self, ghost: GhostProduct, data: Any) -> None:
         """Tell the hooks which response the positions of the coming backward pass belong to."""

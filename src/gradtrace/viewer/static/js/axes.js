@@ -96,6 +96,14 @@ export class AsinhScale {
   }
 }
 
+/** Values that a linear axis can show together: those that are `times` larger than the middle one are left out. */
+export function ordinary(values, times = 30) {
+  const sizes = values.map(Math.abs).filter((size) => size > 0);
+  sizes.sort((a, b) => a - b);
+  const limit = sizes.length > 3 ? times * sizes[Math.floor(sizes.length / 2)] : Infinity;
+  return values.filter((value) => Math.abs(value) <= limit);
+}
+
 /** The plotting area inside its margins. Shares run from 0 to 1: left to right, bottom to top. */
 export class Frame {
   constructor(width, height, margin) {

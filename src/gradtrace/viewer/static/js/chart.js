@@ -1,6 +1,6 @@
 // A line chart over training steps: several runs, one crosshair shared by all charts of the page.
 
-import { axisText, Frame, LinearScale, shortTick, ticksBetween, ticksInside } from "./axes.js";
+import { axisText, Frame, LinearScale, ordinary, shortTick, ticksBetween, ticksInside } from "./axes.js";
 import { element, setAttributes, svgElement } from "./dom.js";
 import { general } from "./format.js";
 
@@ -17,7 +17,8 @@ function smoothed(points, weight) {
 }
 
 export class Chart {
-  /** spec: {title, unit, lines: [{label, dashed, points(run), band?(run) → [{step, low, high}]}], includesZero, why} */
+  /** spec: {title, unit, lines: [{label, dashed, points(run), band?(run) → [{step, low, high}]}], includesZero, why,
+   * cuts: a value so large that the others could not be told apart is drawn at the edge, with its number} */
   constructor(spec) {
     this.spec = spec;
     this.values = element("span", "values");
@@ -48,8 +49,9 @@ export class Chart {
     this.empty.textContent = isEmpty ? this.spec.why(runs[0]) : "";
     this.svg.classList.toggle("blank", isEmpty);
     if (isEmpty) return this.values.replaceChildren();
-    const low = Math.min(...all, ...(this.spec.includesZero ? [0] : []));
-    const high = Math.max(...all, ...(this.spec.includesZero ? [0] : []));
+    const shown = this.spec.cuts ? ordinary(all) : all;
+    const low = Math.min(...shown, ...(this.spec.includesZero ? [0] : []));
+    const high = Math.max(...shown, ...(this.spec.includesZero ? [0] : []));
     this.ticks = ticksBetween(low, high);
     this.range = new LinearScale(this.ticks[0], this.ticks.at(-1));
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
@@ -85,8 +87,9 @@ export class Chart {
     return this.frame.x(this.steps.at(step));
   }
 
+  /** What the axis does not reach is drawn at its end. */
   y(value) {
-    return this.frame.y(this.range.at(value));
+    return this.frame.y(Math.max(0, Math.min(1, this.range.at(value))));
   }
 
   /** The step under a pointer, whole. */
@@ -134,6 +137,13 @@ export class Chart {
         }),
       );
     else this.svg.append(svgElement("path", { d: path(points), class: kind }));
+    const { low, high } = this.range;
+    for (const { step, value } of points.filter((point) => point.value < low || point.value > high)) {
+      const anchor = this.x(step) > (this.frame.left + this.frame.right) / 2 ? "end" : "start";
+      const beside = this.x(step) + (anchor === "end" ? -5 : 5);
+      const words = `step ${step}: ${general(value)} ${value > high ? "↑" : "↓"}`;
+      this.svg.append(axisText(beside, this.y(value) + (value > high ? 8 : -4), words, anchor, "axis off-axis"));
+    }
   }
 
   /** Show the values of a step; null shows the last ones and no crosshair. */

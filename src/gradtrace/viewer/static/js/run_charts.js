@@ -115,7 +115,12 @@ export function tracinCharts(run) {
       title: "Mean score",
       unit: "band: ± one standard deviation",
       includesZero: true,
+      cuts: true,
       lines: [line("mean_ip", { band: standardErrors("tracin/mean_ip", "tracin/std_ip") })],
+      note: (each) => {
+        const [first] = each.series("tracin/plain_mean_ip");
+        return first ? `step ${first.step}, before Adam has a state, has another unit` : "";
+      },
     },
     { key: "tracin-kept", title: "Responses kept", unit: "share", ...share, lines: [line("selected_ratio")] },
     { key: "tracin-reward", title: "Validation reward", unit: "mean", includesZero: true, lines: [line("val_reward")] },
@@ -132,6 +137,7 @@ export function tracinCharts(run) {
       title: "Gradient norms",
       unit: "",
       includesZero: true,
+      cuts: true,
       lines: [line("val_grad_norm", { label: "val." }), line("train_grad_norm", { label: "train", dashed: true })],
       note: () => "solid validation, dashed training batch",
     },

@@ -37,6 +37,11 @@ const HINTS = [
   ["[ ]", "step"],
 ];
 
+/** Before its first step Adam has no moments to weigh by. */
+function weighing(meta) {
+  return meta.weighed === false ? ", not weighed: Adam has no state yet" : ", weighed as Adam weighs";
+}
+
 class TracinPage extends Page {
   constructor(context, path, structure) {
     super(context, `TracIn, step ${structure.step}`, HINTS, "tracin-page");
@@ -68,7 +73,7 @@ class TracinPage extends Page {
     const rule = [
       meta.selection && `Rule: ${meta.selection}.`,
       meta.val_strategy && `Validation set: ${meta.val_strategy}.`,
-      meta.method && `Method: ${meta.method}${meta.preconditioner === "adam" ? ", weighed as Adam weighs" : ""}.`,
+      meta.method && `Method: ${meta.method}${meta.preconditioner === "adam" ? weighing(meta) : ""}.`,
     ];
     const sub = `Score of each response: its gradient times the validation gradient. ${rule.filter(Boolean).join(" ")}`;
     this.node.append(pageHead(`TracIn, step ${structure.step}`, sub, scoreFacts(structure)), diagnosisBox(structure));
