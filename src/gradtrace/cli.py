@@ -40,6 +40,10 @@ COMMANDS = {
         "gradtrace.commands.select",
         "rank a data set or saved rollouts by how much they help a validation set",
     ),
+    "counterfactual": (
+        "gradtrace.commands.counterfactual",
+        "what was each token worth: expected reward with and without it, by sampled continuations",
+    ),
     "ablate": ("gradtrace.ablate.command", "one rollout scored with every combination of influence settings"),
     "doctor": ("gradtrace.commands.doctor", "check the installation, a run, or the gradient flow of a model"),
     "completion": (

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradtrace import open_run
+from gradtrace.commands.resampling import Resampler
 from gradtrace.config import ArithmeticConfig
-from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.instruments.counterfactual.function import results
+from gradtrace.tasks.arithmetic import STOP, ArithmeticTask
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,34 @@ def test_same_seed_gives_the_same_curve(demo: Path) -> None:
     )
     assert again.returncode == 0 and "warm start" not in again.stdout
     assert curve(demo / "runs/demo_2") == curve(demo / "runs/demo")[:5]
+
+
+@pytest.mark.slow
+def test_delta_v_agrees_with_the_exact_value(demo: Path) -> None:
+    """One text alone is right, so V of a prefix is the probability of the rest of it, or 0. The right responses are
+    left out, or nothing would have to be sampled."""
+    resampler = Resampler(demo / "runs/demo")
+    checked = 0
+    within = []
+    for step, index in [(41, index) for index in range(12)]:
+        source = resampler.group(step, index)
+        continuations = resampler.continuations(step, source)
+        item = ArithmeticTask(ArithmeticConfig()).find(source.prompt)
+        assert item is not None
+        expected = [*ArithmeticTask.encode(item["expected"]), STOP]
+        log_probs = continuations.log_probs(source.prompt, expected)
+        wrong = [response for response in source.responses if response != expected]
+        if not wrong:
+            continue
+
+        def exact(prefix: list[int], right: list[int] = expected, log_probs: np.ndarray = log_probs) -> float:
+            return float(np.exp(log_probs[len(prefix) :].sum())) if prefix == right[: len(prefix)] else 0.0
+
+        group = continuations.begin(source.prompt, wrong)
+        group.measure(np.ones(len(group.tree), bool))
+        continuations.run(group, 16)
+        for response, result in zip(wrong, results(group), strict=True):
+            truth = np.array([exact(response[:t]) for t in range(len(response) + 1)])
+            within += (abs(result.delta_v - np.diff(truth)) <= 3 * result.stderr + 1e-4).tolist()
+            checked += int((np.abs(np.diff(truth)) > 0.05).sum())
+    assert checked >= 10 and np.mean(within) >= 0.95

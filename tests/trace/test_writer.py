@@ -370,6 +370,9 @@ def test_every_kind_names_known_columns_and_can_be_written(kind: str, tmp_path: 
     source |= dict.fromkeys(("token_grad_share", "push"), source["entropy"])
     source |= {name: np.zeros(responses, np.uint8) for name in ("reason", "batch")}
     source |= {"kept": np.ones(responses, bool), "entropy_change": source["entropy"]}
+    own = [column for column in spec.brings if column.name not in source and column.name in spec.required]
+    sizes = {"group": len(source["group_id"]), "token": len(source["token_id"])}
+    source |= {c.name: np.zeros(sizes.get(c.level, 0) + c.is_offsets, c.dtype) for c in own}
     columns = {name: source[name] for name in spec.columns if name in source}
     write(tmp_path, {1: columns}, kind)
     step = gradtrace.open_run(tmp_path).step(kind, 1)
@@ -393,4 +396,11 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_runs_list_instruments_in_the_order_of_a_step() -> None:
-    assert list(schema.KINDS) == ["entropy_trace", "influence_trace", "tracin", "entropy_probe", "blame"]
+    assert list(schema.KINDS) == [
+        "entropy_trace",
+        "influence_trace",
+        "tracin",
+        "entropy_probe",
+        "blame",
+        "counterfactual",
+    ]

@@ -28,9 +28,18 @@ TOP_P_CANDIDATES = 1024
 """top-p looks at this many most likely tokens first; sorting a whole vocabulary is the exception."""
 
 
-def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens long[B] and their log-probs float32[B], from logits [B, V] and float64 uniforms [B] in [0, 1)."""
+def draw(
+    logits: Tensor, params: SamplingParams, uniforms: Tensor, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tokens long[B] and their log-probs float32[B], from logits [B, V] and float64 uniforms [B] in [0, 1).
+
+    `banned` long[2, K], rows and tokens: what these rows may not draw; the others share its probability.
+    """
     logits = logits.float()
+    if banned is not None and banned.numel():
+        logits = distribution(logits, params)
+        logits[banned[0], banned[1]] = -torch.inf
+        return _draw_from(logits, uniforms)
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, _at(logits, tokens) - logits.logsumexp(-1)
@@ -41,6 +50,18 @@ def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> tuple[Tens
     candidates, kept_logits = _truncate(logits, params.top_k, params.top_p)
     choice, log_probs = _draw_from(kept_logits, uniforms)
     return _at(candidates, choice), log_probs
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Log-probs [B, V] of the distribution that `draw` takes its tokens from; -inf where it never does."""
+    nowhere = torch.full_like(logits, -torch.inf)
+    if params.temperature == 0:
+        return nowhere.scatter(1, logits.argmax(-1, keepdim=True), 0.0)
+    logits = logits / params.temperature
+    if params.top_k == 0 and params.top_p == 1:
+        return logits.log_softmax(-1)
+    candidates, kept_logits = _truncate(logits, params.top_k, params.top_p)
+    return nowhere.scatter(1, candidates, kept_logits.log_softmax(-1))
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

@@ -33,6 +33,18 @@ class Responses:
     """bool[R]."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where responses begin: what stands before them, how many they are, how long they may become."""
+
+    ids: list[int]
+    n: int
+    limit: int
+    """A response without a stop token ends after this many tokens."""
+    banned: tuple[int, ...] = ()
+    """Tokens that none of its responses begins with; the first token is drawn from the others, in proportion."""
+
+
 class Sampler:
     """Samples n responses per prompt; a prompt is read once and its keys and values are shared out.
 
@@ -73,13 +85,38 @@ class Sampler:
         response and step: the same generator state gives the same responses. `progress(ended, all)` is called
         whenever responses have ended.
         """
-        self._check(prompts, params)
-        row_count = len(prompts) * params.n
-        uniforms = torch.rand(row_count, params.max_new_tokens, dtype=torch.float64, generator=generator)
+        if not prompts:
+            raise GradtraceError("no prompts to sample from: the prompt list is empty")
+        starts = [Start(list(prompt), params.n, params.max_new_tokens) for prompt in prompts]
+        responses = self.respond(starts, params, generator, progress)
+        longest = int(responses.lengths.max())
+        return RolloutBatch(
+            prompts=[list(prompt) for prompt in prompts],
+            group=torch.arange(len(prompts)).repeat_interleave(params.n),
+            responses=responses.tokens[:, :longest].clone(),
+            response_mask=torch.arange(longest) < responses.lengths[:, None],
+            finished=responses.finished,
+            sampler_log_probs=responses.log_probs[:, :longest].clone(),
+            items=list(items or []),
+        )
+
+    def respond(
+        self,
+        starts: list[Start],
+        params: SamplingParams,
+        generator: torch.Generator | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Responses:
+        """Responses to every start in order, each as many and as long as it says (`params.n` and
+        `params.max_new_tokens` do not count). Randomness and progress are as in `generate`."""
+        self._check(starts)
+        row_start = torch.tensor([index for index, start in enumerate(starts) for _ in range(start.n)])
+        row_count, longest = len(row_start), max(start.limit for start in starts)
+        uniforms = torch.rand(row_count, longest, dtype=torch.float64, generator=generator)
         # Made outside of inference mode: a loss may save these tensors for its backward pass.
         responses = Responses(
-            tokens=torch.full((row_count, params.max_new_tokens), self.pad_token_id),
-            log_probs=torch.zeros(row_count, params.max_new_tokens),
+            tokens=torch.full((row_count, longest), self.pad_token_id),
+            log_probs=torch.zeros(row_count, longest),
             lengths=torch.zeros(row_count, dtype=torch.long),
             finished=torch.zeros(row_count, dtype=torch.bool),
         )
@@ -96,36 +133,28 @@ class Sampler:
         known = llama_decoder.supports(self.model)
         make_decoder = LlamaDecoder if known else ModelDecoder
         with evaluation_mode(self.model), torch.inference_mode() if known else torch.no_grad():
-            for rows in self._chunks([len(prompt) for prompt in prompts], params):
-                self._sample_chunk(make_decoder, prompts, rows, params, uniforms, responses, report)
+            for rows in self._chunks(starts, row_start):
+                self._sample_chunk(
+                    make_decoder, starts, row_start[rows], rows, params, uniforms, responses, report
+                )
 
         if not bool(responses.log_probs.isfinite().all()):
             raise GradtraceError(
                 "the model's logits are not finite (NaN or infinite) while sampling: its weights are broken, "
                 "most likely by a step with too large a learning rate; go back to an earlier checkpoint"
             )
-        longest = int(responses.lengths.max())
-        return RolloutBatch(
-            prompts=[list(prompt) for prompt in prompts],
-            group=torch.arange(len(prompts)).repeat_interleave(params.n),
-            responses=responses.tokens[:, :longest].clone(),
-            response_mask=torch.arange(longest) < responses.lengths[:, None],
-            finished=responses.finished,
-            sampler_log_probs=responses.log_probs[:, :longest].clone(),
-            items=list(items or []),
-        )
+        return responses
 
-    def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
-        if not prompts:
-            raise GradtraceError("no prompts to sample from: the prompt list is empty")
+    def _check(self, starts: list[Start]) -> None:
         vocabulary = len(self.model.get_input_embeddings().weight)
         limit = _context_limit(self.model)
-        for index, prompt in enumerate(prompts):
+        for index, start in enumerate(starts):
+            prompt = start.ids
             if not prompt:
                 raise GradtraceError(f"prompt {index} is empty; it needs at least one token to continue from")
-            if limit is not None and len(prompt) + params.max_new_tokens > limit:
+            if limit is not None and len(prompt) + start.limit > limit:
                 raise GradtraceError(
-                    f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} that is "
+                    f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={start.limit} that is "
                     f"more than the {limit} positions of the model: shorten or filter the prompts, or lower "
                     "max_new_tokens"
                 )
@@ -135,59 +164,70 @@ class Sampler:
                     f"{vocabulary - 1}: is this the model's own tokenizer?"
                 )
 
-    def _chunks(self, prompt_lengths: list[int], params: SamplingParams) -> Iterator[list[int]]:
+    def _chunks(self, starts: list[Start], row_start: Tensor) -> Iterator[Tensor]:
         """Rows in chunks that fit `max_batch_tokens`; prompts of like length together, since a chunk pads."""
-        by_length = sorted(range(len(prompt_lengths)), key=prompt_lengths.__getitem__)
+        lengths = [len(start.ids) for start in starts]
+        first = torch.tensor([0, *(start.n for start in starts)]).cumsum(0).tolist()
         rows: list[int] = []
-        for prompt in by_length:
-            row_tokens = prompt_lengths[prompt] + params.max_new_tokens  # the longest of its chunk so far
-            for sibling in range(params.n):
-                if rows and (len(rows) + 1) * row_tokens > self.max_batch_tokens:
-                    yield rows
-                    rows = []
-                rows.append(prompt * params.n + sibling)
-        yield rows
+        longest = 0
+        for index in sorted(range(len(starts)), key=lengths.__getitem__):
+            longest = max(longest, starts[index].limit)
+            for row in range(first[index], first[index + 1]):
+                # This prompt is the longest of its chunk so far.
+                if rows and (len(rows) + 1) * (lengths[index] + longest) > self.max_batch_tokens:
+                    yield torch.tensor(rows)
+                    rows, longest = [], starts[index].limit
+                rows.append(row)
+        yield torch.tensor(rows)
 
     def _sample_chunk(
         self,
         make_decoder: type[ModelDecoder] | type[LlamaDecoder],
-        prompts: list[list[int]],
-        rows: list[int],
+        starts: list[Start],
+        row_start: Tensor,
+        rows: Tensor,
         params: SamplingParams,
         uniforms: Tensor,
         responses: Responses,
         report: Callable[[int], None],
     ) -> None:
         device = self.model.get_input_embeddings().weight.device
-        chunk_prompts = list(dict.fromkeys(row // params.n for row in rows))
-        place = {prompt: index for index, prompt in enumerate(chunk_prompts)}
-        rectangle = Prompts([list(prompts[prompt]) for prompt in chunk_prompts], device)
-        row_prompts = torch.tensor([place[row // params.n] for row in rows], device=device)
-        decoder: Decoder = make_decoder(self.model, rectangle, row_prompts, params.max_new_tokens)
+        chunk_starts, row_prompts = row_start.unique_consecutive(return_inverse=True)
+        here = [starts[index] for index in chunk_starts.tolist()]
+        rectangle = Prompts([start.ids for start in here], device)
+        limits = torch.tensor([start.limit for start in here])[row_prompts]
+        longest = int(limits.max())
+        decoder: Decoder = make_decoder(self.model, rectangle, row_prompts.to(device), longest)
 
-        alive = torch.tensor(rows)  # long[B]: the response that each row of the decoder holds
-        stop_tokens = torch.tensor(params.stop_token_ids, device=device)
+        alive, limits = rows, limits.to(device)  # long[B]: the response that each row of the decoder holds
+        stop_tokens = torch.tensor(params.stop_token_ids, device=device, dtype=torch.long)
+        banned = _banned_pairs(here, row_prompts).to(device)
         logits = decoder.first_logits
-        for step in range(params.max_new_tokens):
-            tokens, log_probs = draw(logits, params, uniforms[alive, step].to(device))
+        for step in range(longest):
+            tokens, log_probs = draw(
+                logits, params, uniforms[alive, step].to(device), banned if step == 0 else None
+            )
             responses.tokens[alive, step] = tokens.cpu()
             responses.log_probs[alive, step] = log_probs.cpu()
-            if len(stop_tokens):
-                stopped = torch.isin(tokens, stop_tokens)
-                if bool(stopped.any()):
-                    leaving = alive[stopped.cpu()]
-                    responses.finished[leaving] = True
-                    responses.lengths[leaving] = step + 1
-                    report(len(leaving))
-                    kept = _fill_holes(~stopped)
-                    alive, tokens = alive[kept.cpu()], tokens[kept]
-                    if not len(alive):
-                        return
-                    decoder.keep(kept)
-            if step + 1 < params.max_new_tokens:
-                logits = decoder.step(tokens)
-        responses.lengths[alive] = params.max_new_tokens
-        report(len(alive))
+            stopped = torch.isin(tokens, stop_tokens)
+            ended = stopped | (limits == step + 1)
+            if bool(ended.any()):
+                leaving = alive[ended.cpu()]
+                responses.finished[alive[stopped.cpu()]] = True
+                responses.lengths[leaving] = step + 1
+                report(len(leaving))
+                kept = _fill_holes(~ended)
+                if not len(kept):
+                    return
+                alive, tokens, limits = alive[kept.cpu()], tokens[kept], limits[kept]
+                decoder.keep(kept)
+            logits = decoder.step(tokens)
+
+
+def _banned_pairs(starts: list[Start], row_prompts: Tensor) -> Tensor:
+    """long[2, K]: rows, and tokens that they may not begin with."""
+    pairs = [(row, t) for row, index in enumerate(row_prompts.tolist()) for t in starts[index].banned]
+    return torch.tensor(pairs, dtype=torch.long).view(-1, 2).t()
 
 
 def _fill_holes(alive: Tensor) -> Tensor:

@@ -135,6 +135,10 @@ class ArithmeticTask(Task):
             raise GradtraceError(f"{key}={files}: no rows, so there is no validation set.")
         return prompts
 
+    def find(self, ids: list[int]) -> Item | None:
+        prompt = self.parse("".join(VOCABULARY[token] for token in ids if 0 <= token < len(VOCABULARY)))
+        return None if prompt is None else prompt.item
+
     @staticmethod
     def reward(response: str, item: Item) -> float:
         """1 if the whole chain is right."""

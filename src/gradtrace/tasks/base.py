@@ -47,6 +47,10 @@ class Task(ABC):
     def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
         """Prompts of this task from files of the user's, which the setting `key` names; no row at all is an error."""
 
+    def find(self, ids: list[int]) -> Item | None:
+        """The item whose prompt has these token ids, of training or validation; None where there is none."""
+        return None
+
     @staticmethod
     @abstractmethod
     def reward(response: str, item: Item) -> float:

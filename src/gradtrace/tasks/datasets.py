@@ -62,6 +62,15 @@ class DatasetTask(Task):
     def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
         return PromptReader(self.config, self.tokenizer).read(files, key)
 
+    def find(self, ids: list[int]) -> Item | None:
+        found = [prompt.item for prompt in (*self._train, *self._validation) if prompt.ids == ids]
+        if any(item["answer"] != found[0]["answer"] for item in found):
+            rows = ", ".join(str(item.get("row")) for item in found[:5])
+            raise GradtraceError(
+                f"rows with the same prompt have different answers: {rows}; which one is meant?"
+            )
+        return found[0] if found else None
+
     @staticmethod
     def reward(response: str, item: Item) -> float:
         """1 if the response, stripped, is the answer; a row without one is an error, or silence would be right."""

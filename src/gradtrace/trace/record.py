@@ -29,7 +29,7 @@ from gradtrace.errors import GradtraceError
 
 logger = logging.getLogger(__name__)
 
-Level = Literal["meta", "group", "response", "token", "pairwise"]
+Level = Literal["meta", "group", "response", "token", "pairwise", "continuation"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Column:
     """What the numbers stand for."""
     is_signed: bool = False
     """Positive and negative values mean opposite things: colours diverge from zero."""
+    points_at: Literal["group", "response"] | None = None
+    """Its numbers are indices of groups or responses of the same file."""
     heading: str = ""
     """A shorter name, where the column's own is wider than its numbers."""
 

@@ -6,6 +6,7 @@ step of it is one npz file of flat one-dimensional arrays. With G groups (prompt
     level group      one value per group               [G]
     level response   one value per response            [R]
     level token      one value per response token      [N], response r at token_offsets[r]:token_offsets[r+1]
+    level continuation  one value per sampled continuation  [C]
     level pairwise   effect of a token on a response   blocks [T_r, n_r], row-major, one per response
     level meta       about the file
 
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from gradtrace.trace.kinds.blame import BLAME
+from gradtrace.trace.kinds.counterfactual import COUNTERFACTUAL
 from gradtrace.trace.kinds.entropy_probe import ENTROPY_PROBE, ProbeBatch
 from gradtrace.trace.kinds.entropy_trace import ENTROPY_TRACE
 from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE, PAIRWISE
@@ -32,6 +34,7 @@ from gradtrace.trace.record import COLUMNS, KINDS, Column
 __all__ = [
     "BLAME",
     "COLUMNS",
+    "COUNTERFACTUAL",
     "ENTROPY_PROBE",
     "ENTROPY_TRACE",
     "FORMAT_VERSION",
@@ -53,6 +56,9 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+
+COUNTED_BY = {"group": "group_id", "response": "group", "continuation": "continuation_response"}
+"""For each level: the column that every file with something of that level has, one value each."""
 
 # Columns that another column of the same file decides, filled in when the caller leaves them out.
 _MADE_FROM = {"token_offsets": "length", "length": "token_offsets"}
@@ -129,7 +135,7 @@ def check_layout(kind: str, lengths: Mapping[str, int]) -> None:
         raise SchemaError(
             spec.one_of[0], f"is missing, {kind} needs at least one of {', '.join(spec.one_of)}"
         )
-    rows = {"group": lengths["group_id"], "response": lengths["group"]}
+    rows = {level: lengths[name] for level, name in COUNTED_BY.items() if name in lengths}
     for name, length in lengths.items():
         column = COLUMNS[name]
         if column.ragged_by:
@@ -158,12 +164,13 @@ def check_values(lengths: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -
             raise SchemaError(name, f"has {length} entries, {by} ends at {arrays[by][-1]}")
     if not np.array_equal(np.diff(arrays["token_offsets"]), arrays["length"]):
         raise SchemaError("length", "does not agree with token_offsets")
-    _check_index("group", arrays["group"], lengths["group_id"])
+    for name in lengths:
+        if level := COLUMNS[name].points_at:
+            _check_index(name, arrays[name], lengths[COUNTED_BY[level]])
     if any(name in lengths for name in PAIRWISE):
         for name in PAIRWISE:
             if name not in lengths:
                 raise SchemaError(name, "is missing; the pairwise columns come together")
-        _check_index("pairwise_member", arrays["pairwise_member"], lengths["group"])
         # a response without a list has no block; one with a list has a [T_r, n_r] block
         blocks = arrays["length"].astype(np.int64) * np.diff(arrays["pairwise_member_offsets"])
         if not np.array_equal(np.diff(arrays["pairwise_offsets"]), blocks):

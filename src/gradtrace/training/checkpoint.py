@@ -133,6 +133,15 @@ def checkpoint_of(path: Path) -> Path:
     raise GradtraceError(f"{path} is no checkpoint and no run with one: {there}.")
 
 
+def weights_seal(folder: Path) -> str:
+    """A checksum that changes with the weights in a checkpoint or a plain transformers folder."""
+    marker = folder / MARKER
+    if marker.is_file():
+        return hashlib.sha256(marker.read_bytes()).hexdigest()
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
 def write_marker(folder: Path) -> None:
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest(path)}

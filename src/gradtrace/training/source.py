@@ -4,7 +4,6 @@ from it. `gradtrace probe` and `gradtrace verify` begin here."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.rollouts import add_advantages
 from gradtrace.trace.atomic import unseal
-from gradtrace.training.checkpoint import MARKER, checkpoint_of
+from gradtrace.training.checkpoint import checkpoint_of, weights_seal
 from gradtrace.training.parts import Parts, build_parts, needs_reference
 from gradtrace.training.state import OPTIMIZER, STATE
 
@@ -50,12 +49,9 @@ class Source:
         checkpoint = checkpoint.resolve() if plain else checkpoint_of(checkpoint.resolve())
         if plain:
             run = load_config([*overrides, f"model.path={checkpoint}"])
-            files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(checkpoint.iterdir())]
-            seal = hashlib.sha256(repr(files).encode()).hexdigest()
         else:
             run = load_config([f"resume={checkpoint.parent.parent}", *overrides])
-            seal = hashlib.sha256((checkpoint / MARKER).read_bytes()).hexdigest()
-        return Source(checkpoint, run, plain, seal)
+        return Source(checkpoint, run, plain, weights_seal(checkpoint))
 
     def check_optimizer(self, optimizer: str, verb: str) -> None:
         """Refuse an optimizer state that is not there. `verb`: what the command does with the checkpoint."""

@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 # isort: off
-from gradtrace.trace.kinds import entropy_trace, influence_trace, tracin, entropy_probe, blame
+from gradtrace.trace.kinds import entropy_trace, influence_trace, tracin, entropy_probe, blame, counterfactual
 
 # isort: on
 from gradtrace.trace.record import KINDS, load_installed_instruments
 
 load_installed_instruments()
 
-__all__ = ["blame", "enabled_kinds", "entropy_probe", "entropy_trace", "influence_trace", "tracin"]
+__all__ = [
+    "blame",
+    "counterfactual",
+    "enabled_kinds",
+    "entropy_probe",
+    "entropy_trace",
+    "influence_trace",
+    "tracin",
+]
 
 
 def enabled_kinds(sections: Any) -> list[str]:

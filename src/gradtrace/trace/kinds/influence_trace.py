@@ -57,7 +57,7 @@ _COLUMNS = (
     Column("pairwise_member_offsets", "int64", "response",
            "where each response's list begins in pairwise_member", is_offsets=True),
     Column("pairwise_member", "int32", "pairwise", "responses that the columns of a block stand for",
-           ragged_by="pairwise_member_offsets"),
+           ragged_by="pairwise_member_offsets", points_at="response"),
     Column("pairwise_offsets", "int64", "response", "where each response's block begins in pairwise",
            is_offsets=True),
     Column("pairwise", "float32", "pairwise",

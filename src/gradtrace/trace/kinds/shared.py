@@ -50,7 +50,7 @@ register_columns((
     Column("expected_ids", "int32", "group", "token ids of the right answer, empty where it is not known",
            ragged_by="expected_offsets"),
 
-    Column("group", "int32", "response", "index of its group in this file"),
+    Column("group", "int32", "response", "index of its group in this file", points_at="group"),
     Column("row", "int32", "response", "its row in the rollout batch, -1 = unknown"),
     Column("reward", "float32", "response", "reward of the task"),
     Column("advantage", "float32", "response", "advantage (token-level ones averaged over the response)"),

@@ -1,0 +1,195 @@
+"""What was a token worth? ΔV of the tokens of a group: how much each changed the reward that could be expected.
+
+  gradtrace counterfactual runs/demo --step 20                    the first group whose rewards differ
+  gradtrace counterfactual runs/demo --step 20 --group 3 --k 64   more continuations, narrower intervals
+  gradtrace counterfactual runs/gsm8k --step 8 --tokens interesting:10 --budget 5m
+  gradtrace counterfactual runs/mine --step 8 reward.path=my_rewards.py:mine
+
+V of a prefix is the reward that the policy gets on average when it goes on from there; ΔV of a token is V with it minus
+V before it. The policy is the checkpoint nearest to the one that wrote the responses, sampled as in the run and judged
+by the run's reward. A reward in a file of its own is executed only if the command names it, as the last example does.
+
+Results go to RUN/counterfactual: `gradtrace view RUN` shows them, `gradtrace trace show RUN --kind counterfactual`
+prints them. What was interrupted goes on when the same command is given again; with a larger --k more is added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradtrace.errors import GradtraceError
+from gradtrace.program import command
+
+if TYPE_CHECKING:
+    from gradtrace.commands.resampling import Resampler
+    from gradtrace.instruments.counterfactual.columns import MeasuredGroup
+
+BARS = "▁▂▃▄▅▆▇█"
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+DECISIVE = 3
+"""Tokens of a response that the table names."""
+MOST_K = 100_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="a run, or RUN/checkpoints/step_N to sample from"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, e.g. reward.path=…"
+    )
+    parser.add_argument("--step", type=int, help="training step (default: the latest that was traced)")
+    parser.add_argument(
+        "--group", type=int, help="index of the group (default: the first whose rewards differ)"
+    )
+    parser.add_argument("--response", type=int, help="its tokens only, counted from 0 within the group")
+    parser.add_argument(
+        "--tokens",
+        default="auto",
+        help="all; interesting, entropy, influence or difference, each with :N for so many of each response; positions "
+        "such as 0,4-9; auto (default): all of a short group, else the interesting ones",
+    )
+    parser.add_argument(
+        "--k", type=int, default=16, help="continuations of a prefix, on average (default: 16)"
+    )
+    parser.add_argument(
+        "--budget", default="", help="stop after so long, e.g. 90s or 5m; the same command goes on"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a transformers folder to sample from, instead of a checkpoint"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured of this group before")
+
+
+def run(args: argparse.Namespace) -> int:
+    import transformers
+    from rich.console import Console
+
+    from gradtrace.commands.resampling import Resampler
+
+    transformers.utils.logging.disable_progress_bar()
+    if not 1 <= args.k <= MOST_K:
+        raise GradtraceError(f"--k {args.k}: it is at least 1 and at most {MOST_K}")
+    budget = seconds(args.budget)
+    console = Console(highlight=False)
+    resampler = Resampler(args.run_dir, args.overrides, args.model)
+    try:
+        step, group, complete = measure(resampler, args, budget, console)
+    except KeyboardInterrupt:
+        console.print("Interrupted. What was sampled is kept; the same command goes on.")
+        return 130
+    show(console, resampler, step, group)
+    if not complete:
+        console.print("The budget is used up. The same command goes on where it was.")
+    console.print(f"Look at it: {command()} view {resampler.run_dir}", soft_wrap=True)
+    return 0
+
+
+def seconds(text: str) -> float:
+    """`90s`, `5m`, `1.5h` or a number of seconds; 0 where nothing is given."""
+    if not text:
+        return 0.0
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)", text.strip())
+    if match is None or not float(match[1]):
+        raise GradtraceError(f"--budget {text!r}: a time, such as 90s, 5m or 1h")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def measure(
+    resampler: Resampler, args: argparse.Namespace, budget: float, console: Any
+) -> tuple[int, MeasuredGroup, bool]:
+    """(step, the group with all samples, whether all that was asked for is there)."""
+    from gradtrace.instruments.counterfactual.choose import choose
+    from gradtrace.instruments.counterfactual.columns import MeasuredGroup
+    from gradtrace.instruments.counterfactual.sampling import missing
+
+    steps = resampler.steps()
+    step = args.step if args.step is not None else (steps[-1] if steps else 0)
+    source = resampler.group(step, args.group)
+    settings = {**resampler.settings(step, source), "seed": args.seed}
+    only = None
+    if args.response is not None:
+        if not 0 <= args.response < len(source.responses):
+            raise GradtraceError(
+                f"no response {args.response}; the group has 0 to {len(source.responses) - 1}"
+            )
+        only = [args.response]
+    console.print(f"Step {step}, group {source.index}: {len(source.responses)} responses.")
+    console.print(f"Sampling from {resampler.nearest(step).described(step)}.", soft_wrap=True)
+    with resampler.writing() as writer:
+        group = None if args.fresh else resampler.stored(step, source, settings)
+        continuations = None
+        if group is None:
+            continuations = resampler.continuations(step, source, args.seed)
+            begun = continuations.begin(source.prompt, source.responses)
+            group = MeasuredGroup(source.group_id, begun, settings, source.columns)
+        group.measurement.measure(choose(args.tokens, group.measurement, source.clues, only))
+        if missing(group.measurement, args.k) > 0:
+            continuations = continuations or resampler.continuations(step, source, args.seed)
+            found = group
+
+            def save() -> None:
+                resampler.save(writer, step, found)
+
+            with sampling_bar(console) as progress:
+                complete = continuations.run(
+                    group.measurement, args.k, budget=budget, progress=progress, after_round=save
+                )
+        else:
+            complete = True
+        resampler.save(writer, step, group)
+    return step, group, complete
+
+
+class sampling_bar:
+    """A bar with the time left; its value is called with (done, all)."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("continuations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, transient=True)
+
+    def __enter__(self) -> Any:
+        self.progress.start()
+        task = self.progress.add_task("", total=None)
+        return lambda done, total: self.progress.update(task, completed=done, total=total)
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+
+def show(console: Any, resampler: Resampler, step: int, group: MeasuredGroup) -> None:
+    """A line per response: its reward, V along it, and the tokens that changed most."""
+    import numpy as np
+    from rich.table import Table
+    from rich.text import Text
+
+    from gradtrace.instruments.counterfactual.function import results
+    from gradtrace.trace.show import pieces
+
+    found = results(group.measurement)
+    of_prompt = f"{found[0].value[0]:.3f} ± {found[0].value_stderr[0]:.3f}"
+    console.print(f"{len(group.measurement.samples)} continuations; V(prompt) = {of_prompt} (standard error)")
+    table = Table("response", "reward", "V along it", "most decisive tokens: ΔV ± standard error")
+    for index, (result, ids) in enumerate(zip(found, group.measurement.responses, strict=True)):
+        shown = pieces(ids, resampler.run.token_bytes, continues=True)
+        known = np.flatnonzero(np.isfinite(result.delta_v))
+        most = known[np.argsort(-np.abs(result.delta_v[known]), kind="stable")][:DECISIVE]
+        words = [f"{shown[t]!r} at {t}: {result.delta_v[t]:+.3f} ± {result.stderr[t]:.3f}" for t in most]
+        table.add_row(str(index), f"{result.reward:g}", Text(curve(result.value)), Text("\n".join(words)))
+    console.print(table)
+
+
+def curve(values: Any, width: int = 40) -> str:
+    """V as a row of blocks, from the lowest to the highest reward that it comes to (0 to 1 at least)."""
+    import numpy as np
+
+    known = np.array([value for value in values if np.isfinite(value)])
+    low, high = min(0.0, known.min()), max(1.0, known.max())
+    picked = known[np.linspace(0, len(known) - 1, min(width, len(known))).round().astype(int)]
+    return "".join(BARS[int((value - low) / (high - low) * (len(BARS) - 1) + 0.5)] for value in picked)

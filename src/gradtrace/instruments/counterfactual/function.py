@@ -1,0 +1,97 @@
+"""`gradtrace.counterfactual`: what the tokens of a response were worth, for people with a loop of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.counterfactual.choose import Clues, choose
+from gradtrace.instruments.counterfactual.sampling import Continuations, Progress
+from gradtrace.instruments.counterfactual.tree import Measurement
+from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.tasks.datasets import stop_token_ids
+
+
+@dataclass(frozen=True, eq=False)
+class Counterfactual:
+    """One response: the expected reward V along it, and what each token changed. NaN where nothing was measured."""
+
+    value: np.ndarray
+    """float64[T + 1]: V after the prompt, and after each token."""
+    value_stderr: np.ndarray
+    delta_v: np.ndarray
+    """float64[T]: V after the token minus V before it."""
+    stderr: np.ndarray
+    """float64[T]: standard errors of `delta_v`."""
+    reward: float
+    """What the response itself got."""
+
+
+def counterfactual(
+    model: Any,
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int] | Sequence[Sequence[int]],
+    reward_fn: Callable[[str], float],
+    *,
+    k: int = 16,
+    tokens: str = "all",
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    budget: float = 0.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Any:
+    """ΔV of the tokens of a response, or of several to one prompt, whose shared beginnings are sampled once.
+
+    `reward_fn` judges the text of a whole response. `k` continuations are drawn for each prefix on average, more where
+    the interval is wide; `tokens` chooses as `gradtrace counterfactual --tokens` does. Sample as you do in training:
+    with its temperature, top-p, top-k and its limit on the length of a response. A `Counterfactual`, or a list of them.
+    """
+    several = len(response_ids) > 0 and not isinstance(response_ids[0], int | np.integer)
+    given: Any = response_ids if several else [response_ids]
+    responses = [[int(token) for token in ids] for ids in given]
+    if not responses or not all(responses):
+        raise GradtraceError("counterfactual: a response has no tokens, so there is nothing to ask about")
+    params = SamplingParams(
+        max_new_tokens=max(max_new_tokens, *map(len, responses)),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop_token_ids=stop_token_ids(tokenizer),
+    )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+
+    def judge(texts: list[str]) -> list[float]:
+        return [float(reward_fn(text)) for text in texts]
+
+    continuations = Continuations(Sampler(model, pad), tokenizer, params, judge, seed)
+    group = continuations.begin([int(i) for i in prompt_ids], responses)
+    group.measure(choose(tokens, group, Clues()))
+    continuations.run(group, k, budget=budget, progress=progress)
+    found = results(group)
+    return found if several else found[0]
+
+
+def results(group: Measurement) -> list[Counterfactual]:
+    """The estimates of a group's responses."""
+    values = group.values()
+    found = []
+    for path, reward in zip(group.tree.paths, group.rewards, strict=True):
+        along = [0, *path]
+        found.append(
+            Counterfactual(
+                value=values.value[along],
+                value_stderr=np.sqrt(values.variance[along]),
+                delta_v=values.delta[path],
+                stderr=values.delta_stderr[path],
+                reward=float(reward),
+            )
+        )
+    return found
