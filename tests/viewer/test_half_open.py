@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import uvicorn
 
+from gradtrace.trace.places import run_of_traces
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.viewer import protocol
 from gradtrace.viewer.catalog import RunCatalog
 from gradtrace.viewer.security import access_for
 from gradtrace.viewer.server import create_app
-from gradtrace.viewer.view import bind, run_of_trace
+from gradtrace.viewer.view import bind
 
 
 def status(port: int) -> int:
@@ -68,4 +69,4 @@ def test_half_open_connections_are_closed(
 
 def test_folder_of_traces_stands_for_its_run() -> None:
     for path in ("runs/demo", "runs/demo/influence_trace", "runs/demo/entropy_trace/steps"):
-        assert run_of_trace(Path(path)) == Path("runs/demo")
+        assert run_of_traces(Path(path)) == Path("runs/demo")

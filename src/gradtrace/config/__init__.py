@@ -38,6 +38,7 @@ from gradtrace.config.run import (
     Config,
     TrainerConfig,
     ValidationConfig,
+    WandbConfig,
 )
 from gradtrace.config.tasks import (
     ArithmeticConfig,
@@ -75,5 +76,6 @@ __all__ = [
     "TracinConfig",
     "TrainerConfig",
     "ValidationConfig",
+    "WandbConfig",
     "WarmStartConfig",
 ]

@@ -56,6 +56,20 @@ class ValidationConfig:
 
 
 @dataclass
+class WandbConfig:
+    """Of trainer.logger=[wandb], and of trackio as far as it knows them."""
+
+    project: str = "gradtrace"
+    """The project that the run is shown in."""
+    name: str = ""
+    """The run's name there; empty: the name of its folder."""
+    group: str = ""
+    """A group of runs that belong together: seeds, the cells of a sweep."""
+    id: str = ""
+    """The run's id; empty: a new one, kept in the run's folder, so that `resume=` goes on with the same run."""
+
+
+@dataclass
 class TrainerConfig:
     total_steps: int = number(100, minimum=1)
     """One step: a rollout, its rewards and the updates on it."""
@@ -67,6 +81,9 @@ class TrainerConfig:
     """Name of the run's folder; empty: the recipe's. A number is added if the folder exists."""
     logger: list[str] = field(default_factory=list)
     """Trackers besides metrics.jsonl: wandb, tensorboard, trackio."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    trace_dir: str = ""
+    """Traces go to TRACE_DIR/NAME instead of the run's folder, which then names that place; empty: not."""
     cpu_threads: int = number(0, minimum=0)
     """Threads of CPU tensor operations; 0 chooses by the size of the model."""
     samples_every: int = number(10, minimum=0)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import manifest, schema
+from gradtrace.trace import manifest, places, schema
 from gradtrace.trace.atomic import DamagedError, unseal
 from gradtrace.trace.config_file import load_config
 from gradtrace.trace.confined import RefusedError, read_confined, size_confined
@@ -51,7 +51,7 @@ class Problem:
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """The run in folder `path`. Cheap: files are read when asked for, and again when they have grown."""
-    root = Path(path)
+    root = places.run_of_traces(Path(path))
     if not root.is_dir():
         raise GradtraceError(f"no run at {root}: it is not a folder. `ls {root.parent}` shows what is there")
     return Run(root.resolve())
@@ -63,6 +63,19 @@ class Run:
         self._problems: dict[str, Problem] = {}
         self._token_bytes: tuple[bytes, TokenBytes] | None = None
         self._manifests: dict[str, manifest.Manifest] = {}
+
+    def place_of(self, name: str) -> Path:
+        """The folder that file `name` of the run lies under: traces may be elsewhere (`trainer.trace_dir`)."""
+        if name.split("/")[0] not in schema.KINDS:
+            return self.path
+        found = places.traces_of(self.path)
+        if found == self.path and (named := places.named_by(self.path)):
+            self._note(
+                places.POINTER,
+                f"its traces are in {named}, which is not there or does not name this run in {places.OWNER}: write "
+                f"{self.path} there if the run was moved",
+            )
+        return found
 
     @property
     def name(self) -> str:
@@ -133,7 +146,11 @@ class Run:
     def kinds(self) -> list[str]:
         """The kinds of trace this run has."""
         marks = ("manifest.jsonl", "summary.json")
-        return [kind for kind in schema.KINDS if any((self.path / kind / mark).exists() for mark in marks)]
+        return [
+            kind
+            for kind in schema.KINDS
+            if any((self.place_of(kind) / kind / mark).exists() for mark in marks)
+        ]
 
     def entries(self, kind: str) -> dict[int, manifest.Entry]:
         """Manifest entries by step, in order: bytes, counts and time of every step."""
@@ -196,7 +213,7 @@ class Run:
     def _load(self, kind: str, entry: manifest.Entry) -> Step:
         if entry.bytes > MAX_STEP_BYTES:
             raise UnsafeNpzError(f"declares {entry.bytes} bytes, more than {MAX_STEP_BYTES}")
-        data = read_confined(self.path, f"{kind}/{entry.file}", limit=entry.bytes + 1)
+        data = read_confined(self.place_of(kind), f"{kind}/{entry.file}", limit=entry.bytes + 1)
         if len(data) != entry.bytes:
             at_least = "more than " if len(data) > entry.bytes else ""
             raise DamagedError(
@@ -211,9 +228,10 @@ class Run:
     def _read_small(self, name: str) -> bytes | None:
         """The file's bytes; None if it is not there, or refused (then it is a problem)."""
         try:
-            if size_confined(self.path, name) is None:
+            root = self.place_of(name)
+            if size_confined(root, name) is None:
                 return None
-            data = read_confined(self.path, name, limit=MAX_TEXT_BYTES + 1)
+            data = read_confined(root, name, limit=MAX_TEXT_BYTES + 1)
             if len(data) > MAX_TEXT_BYTES:
                 raise RefusedError(f"is larger than {MAX_TEXT_BYTES} bytes: refused")
             return data

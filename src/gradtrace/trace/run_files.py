@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradtrace.trace import lock
+from gradtrace.trace import lock, places
 from gradtrace.trace.atomic import JsonLines, atomic_write, make_folder, remove_leftovers, seal
 from gradtrace.trace.run_log import RunLog
 from gradtrace.trace.token_text import TokenBytes
@@ -31,6 +31,8 @@ class RunFiles:
         self.path = Path(run_dir)
         self.fsync = fsync
         self.role = role
+        self.traces = self.path
+        """Where traces go; `place_traces` may say elsewhere."""
         make_folder(self.path, fsync)
         lock.acquire(self.path, role)
         remove_leftovers(self.path)
@@ -41,6 +43,10 @@ class RunFiles:
         """Logged since the last summary."""
         self._pid = os.getpid()
         _open.add(self)
+
+    def place_traces(self, trace_dir: str) -> None:
+        """Put the traces in TRACE_DIR/NAME instead of the run; empty: not."""
+        self.traces = places.place_traces(self.path, trace_dir)
 
     def __enter__(self) -> RunFiles:
         return self
@@ -87,7 +93,8 @@ def nothing_left_on_error(run_dir: Path, is_new: bool) -> Iterator[None]:
         if is_new and run_dir.is_dir():
             for files in [files for files in _open if files.path == run_dir]:
                 files.close(finished=False)
-            shutil.rmtree(run_dir, ignore_errors=True)
+            for folder in {places.traces_of(run_dir), run_dir}:
+                shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

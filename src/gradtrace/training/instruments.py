@@ -170,7 +170,7 @@ def tracin_instrument(
 
 
 def open_writer(files: RunFiles, kind: str, config: Any, report: Callable[[str], None]) -> TraceWriter:
-    return TraceWriter(files.path, kind, fsync=config.fsync, on_error=config.on_error, on_report=report)
+    return TraceWriter(files.traces, kind, fsync=config.fsync, on_error=config.on_error, on_report=report)
 
 
 def loss_traits(algorithm: AlgorithmConfig) -> TrainingPass:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
+from gradtrace.config import TrainerConfig, WandbConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.trace.atomic import atomic_write
+
+ID_FILE = "wandb_id.txt"
 
 
 class Tracker(Protocol):
@@ -19,16 +23,29 @@ class Tracker(Protocol):
 class Wandb:
     """wandb, and trackio, whose interface is the same."""
 
-    def __init__(self, package: str, run_dir: Path, config: dict[str, Any]) -> None:
+    def __init__(self, package: str, run_dir: Path, settings: WandbConfig, config: dict[str, Any]) -> None:
         self.package = _import(package)
-        options: dict[str, Any] = {"dir": str(run_dir)} if package == "wandb" else {}
-        self.package.init(project="gradtrace", name=run_dir.name, config=config, **options)
+        options: dict[str, Any] = {"group": settings.group or None, "resume": "allow"}
+        if package == "wandb":
+            options |= {"dir": str(run_dir), "id": tracker_id(run_dir, settings.id)}
+        name = settings.name or run_dir.name
+        self.package.init(project=settings.project, name=name, config=config, **options)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.package.log(metrics, step=step)
 
     def close(self) -> None:
         self.package.finish()
+
+
+def tracker_id(run_dir: Path, wanted: str = "") -> str:
+    """The id of a run at wandb: `wanted`, else the one that it has had from its start on."""
+    file = run_dir / ID_FILE
+    known = file.read_text().strip() if file.is_file() else ""
+    found = wanted or known or secrets.token_hex(4)
+    if found != known:
+        atomic_write(file, f"{found}\n".encode())
+    return found
 
 
 class Tensorboard:
@@ -45,18 +62,15 @@ class Tensorboard:
         self.writer.close()
 
 
-TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
-    "wandb": lambda run_dir, config: Wandb("wandb", run_dir, config),
-    "trackio": lambda run_dir, config: Wandb("trackio", run_dir, config),
-    "tensorboard": lambda run_dir, config: Tensorboard(run_dir),
-}
-
-
-def open_trackers(names: list[str], run_dir: Path, config: dict[str, Any]) -> list[Tracker]:
-    trackers = []
-    for name in names:
+def open_trackers(trainer: TrainerConfig, run_dir: Path, config: dict[str, Any]) -> list[Tracker]:
+    """The trackers of trainer.logger; `config` is shown there."""
+    trackers: list[Tracker] = []
+    for name in trainer.logger:
         try:
-            trackers.append(TRACKERS[name](run_dir, config))
+            if name == "tensorboard":
+                trackers.append(Tensorboard(run_dir))
+            else:
+                trackers.append(Wandb(name, run_dir, trainer.wandb, config))
         except GradtraceError:
             raise
         except (

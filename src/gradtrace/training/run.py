@@ -44,8 +44,9 @@ def train(config: Config, display: Display | None = None) -> Outcome:
 
         with nothing_left_on_error(run_dir, is_new=not config.resume):
             files = until_the_end.enter_context(RunFiles(run_dir))
+            files.place_traces(config.trainer.trace_dir)
             files.write_config(to_yaml(dataclasses.replace(config, resume="")))
-            trackers = open_trackers(config.trainer.logger, run_dir, dataclasses.asdict(config))
+            trackers = open_trackers(config.trainer, run_dir, dataclasses.asdict(config))
             observer = build_observer(parts, files, files.messages.telling(display.message))
         display.begin(last_step, config.trainer.total_steps)
         if checkpoint is not None:

@@ -80,7 +80,7 @@ class ServedRun:
 
     def _fresh(self, name: str, read: Callable[[], Any]) -> Any:
         try:
-            found = (self.run.path / name).stat()
+            found = (self.run.place_of(name) / name).stat()
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
         except OSError:
             stamp = (0, 0, 0)

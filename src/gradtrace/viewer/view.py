@@ -28,7 +28,7 @@ import webbrowser
 from pathlib import Path
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.schema import KINDS
+from gradtrace.trace.places import run_of_traces
 
 DEFAULT_PORT = 6180
 PORTS_TO_TRY = 50
@@ -131,18 +131,12 @@ def chosen_runs(names: list[str], runs_dir: Path) -> list[Path]:
         return [latest]
     paths = []
     for name in names:
-        candidates = [run_of_trace(Path(name)), run_of_trace(runs_dir / name)]
+        candidates = [run_of_traces(Path(name)), run_of_traces(runs_dir / name)]
         found = next((path for path in candidates if is_run(path)), None)
         if found is None:
             raise GradtraceError(f"no run at {candidates[0]} nor at {candidates[1]}")
         paths.append(found)
     return paths
-
-
-def run_of_trace(path: Path) -> Path:
-    """The run that a folder of traces (RUN/influence_trace, RUN/influence_trace/steps) belongs to."""
-    path = path.parent if path.name == "steps" else path
-    return path.parent if path.name in KINDS else path
 
 
 def bind(host: str, port: int) -> socket.socket:

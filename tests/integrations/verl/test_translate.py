@@ -186,6 +186,17 @@ def test_verls_own_variable_for_the_time_out_is_honoured(monkeypatch: pytest.Mon
         process_group.timeout_seconds()
 
 
+def test_places_and_names_of_a_tracked_run_reach_verl() -> None:
+    words = ("project=mine", "group=seeds", "id=abc")
+    found = translated("trainer.trace_dir=/disk", *(f"trainer.wandb.{word}" for word in words))
+    assert found.settings["+gradtrace.trace_dir"] == "/disk"
+    assert found.settings["trainer.project_name"] == "mine"
+    assert found.settings["trainer.experiment_name"] == "mine"  # the run's folder
+    names = {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow", "WANDB_RUN_GROUP": "seeds"}
+    assert names.items() <= found.environment.items()
+    assert translated("trainer.wandb.name=n").settings["trainer.experiment_name"] == "n"
+
+
 @pytest.mark.parametrize("name", ["one_node_8_gpus.sh", "archer_math_8_gpus.sh", "archer_code_8_gpus.sh"])
 def test_launch_files_translate(name: str, tmp_path: Path) -> None:
     """What the file gives to gradtrace is a configuration that verl can be told."""

@@ -21,6 +21,8 @@ class VerlOptions:
 
     run_dir: str = ""
     """Where traces and metrics go; empty: verl's trainer.default_local_dir. All nodes must see it."""
+    trace_dir: str = ""
+    """Traces go to TRACE_DIR/NAME instead of the run's folder. All nodes must see it."""
     entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
     influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
     entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)

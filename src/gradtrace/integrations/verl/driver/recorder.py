@@ -43,6 +43,7 @@ class Recorder:
     ) -> None:
         self.options = options
         self.files = RunFiles(options.run_dir, role=lock.DRIVER)
+        self.files.place_traces(options.trace_dir)
         self.ranks = ranks
         self.truth = truth
         self.report = report = self.files.messages.telling(report)
@@ -60,14 +61,14 @@ class Recorder:
         self.probe: ProbeRecorder | None = None
         if options.entropy_probe.every:
             writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
-            folder = Path(options.run_dir).absolute() / ENTROPY_PROBE / "parts"
+            folder = self.files.traces.absolute() / ENTROPY_PROBE / "parts"
             self.probe = ProbeRecorder(options.entropy_probe, writer, folder, ranks, meta, report)
         if self.entropy or self.influence or self.probe:
             self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
 
     @property
     def parts_dir(self) -> Path:
-        return Path(self.options.run_dir).absolute() / INFLUENCE_TRACE / "parts"
+        return self.files.traces.absolute() / INFLUENCE_TRACE / "parts"
 
     def start(self, last_step: int) -> None:
         """The run begins, or goes on from the checkpoint of `last_step`: what is later is void."""

@@ -25,6 +25,7 @@ from gradtrace.integrations.verl.launch.translate import TRACIN_PROMPTS, Transla
 from gradtrace.program import command
 from gradtrace.trace import lock
 from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
+from gradtrace.training.logger import tracker_id
 from gradtrace.training.parts import build_task
 from gradtrace.training.run import Outcome, new_run_dir, reward_curve
 from gradtrace.training.terminal import Display, SilentDisplay
@@ -107,6 +108,9 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
     if config.trainer.tracin.enable and not pool.is_file():
         write_prompts(pool, validation_pool(config, task, display.message), task)
     path = Path(model)
+    if "wandb" in config.trainer.logger:
+        tracker = dataclasses.replace(config.trainer.wandb, id=tracker_id(run_dir, config.trainer.wandb.id))
+        config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, wandb=tracker))
     translation = translate(
         config, run_dir, str(path.absolute()) if path.exists() else str(model), uses_cpu(config)
     )

@@ -112,6 +112,9 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
         environment[TIMEOUT_VARIABLE] = f"{config.cluster.pg_timeout_seconds:g}"
     elif os.environ.get(VERLS_TIMEOUT):  # set on this machine; the workers are to have it too
         environment[TIMEOUT_VARIABLE] = os.environ[VERLS_TIMEOUT]
+    tracker = config.trainer.wandb  # wandb reads these where verl's tracker starts it
+    environment |= {"WANDB_RUN_ID": tracker.id, "WANDB_RESUME": "allow"} if tracker.id else {}
+    environment |= {"WANDB_RUN_GROUP": tracker.group} if tracker.group else {}
     if on_cpu:
         settings = cpu.settings(workers * config.cluster.nodes) | settings
         environment |= cpu.ENVIRONMENT | {"OMP_NUM_THREADS": str(config.trainer.cpu_threads or 1)}
@@ -193,7 +196,16 @@ def is_known(key: str) -> bool:
         "trainer.entropy_probe.",
         "trainer.tracin.",
     )
-    trainer = ("total_steps", "seed", "logger", "checkpoint.every", "checkpoint.keep_last", "validation.")
+    trainer = (
+        "total_steps",
+        "seed",
+        "logger",
+        "wandb.",
+        "trace_dir",
+        "checkpoint.every",
+        "checkpoint.keep_last",
+        "validation.",
+    )
     return key.startswith((*mapped, *LAUNCHER, *LAUNCHER_TRAINER, *(f"trainer.{name}" for name in trainer)))
 
 
@@ -217,8 +229,8 @@ def trainer_settings(config: Config, run_dir: Path) -> dict[str, Any]:
         "trainer.v1.trainer_mode": "sync",
         "trainer.nnodes": config.cluster.nodes,
         "trainer.n_gpus_per_node": config.cluster.num_workers,
-        "trainer.project_name": "gradtrace",
-        "trainer.experiment_name": run_dir.name,
+        "trainer.project_name": trainer.wandb.project,
+        "trainer.experiment_name": trainer.wandb.name or run_dir.name,
         "trainer.default_local_dir": str(run_dir / "checkpoints"),
         "trainer.resume_mode": "auto",
         "trainer.total_training_steps": trainer.total_steps,
@@ -347,8 +359,10 @@ def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
     """Our own section of verl's configuration: what is not at its default."""
     from gradtrace.integrations.verl.options import VerlOptions
 
+    trace_dir = config.trainer.trace_dir
     wanted: dict[str, Any] = {
         "run_dir": str(run_dir),
+        "trace_dir": trace_dir and str(Path(trace_dir).expanduser().absolute()),
         "metrics": True,
         "task": config.task.name,
         "policy_loss_options": dict(config.algorithm.policy_loss_options),
@@ -360,7 +374,7 @@ def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
         wanted[name] = {key: value for key, value in knobs.items() if value != defaults[name][key]}
     if config.trainer.tracin.enable:
         wanted["tracin"]["val_files"] = [str(run_dir / TRACIN_PROMPTS)]
-    return {f"+gradtrace.{name}": value for name, value in wanted.items() if value != {}}
+    return {f"+gradtrace.{name}": value for name, value in wanted.items() if value not in ({}, "")}
 
 
 def pass_through(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
