@@ -5,6 +5,8 @@ A *problem* means that something was lost or failed; a *notable* finding may be 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -14,6 +16,9 @@ from typing import Any
 import numpy as np
 
 from gradtrace.instruments.tracin.diagnosis import diagnose_step
+from gradtrace.instruments.verify.agreement import difference, interval
+from gradtrace.instruments.verify.in_training import VALIDITY, VALIDITY_BASELINE
+from gradtrace.instruments.verify.verification import judgement
 from gradtrace.trace.lock import is_held
 from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import INFLUENCE_TRACE, KINDS, TRACIN, GroupStatus
@@ -230,6 +235,7 @@ def _influence(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
             "explains more than 95% of the responses' totals (influence_trace/label_r2). With hessian_mode=inverse "
             "raise reg_scale, or use hessian_mode=optimizer.",
         )
+    yield from _validity(run, rows)
     counts = {GroupStatus.NON_FINITE: 0, GroupStatus.NOT_CAPTURED: 0}
     for step in run.readable_steps(INFLUENCE_TRACE):
         for status in counts:
@@ -240,6 +246,24 @@ def _influence(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
         )
     if counts[GroupStatus.NOT_CAPTURED]:
         yield Finding(True, f"{counts[GroupStatus.NOT_CAPTURED]} groups were not captured by the hooks.")
+
+
+def _validity(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+    """Whether scores predicted real optimizer steps: checks of training (verify_every), and `gradtrace verify`."""
+    both = [row for row in rows.values() if VALIDITY in row and VALIDITY_BASELINE in row]
+    if both:
+        own, base = ([float(row[name]) for row in both] for name in (VALIDITY, VALIDITY_BASELINE))
+        said = judgement(
+            interval(own), interval(base), difference(own, base), steps="steps on half of a group's tokens"
+        )[1]
+        yield Finding(False, f"{said[0].upper()}{said[1:]} ({len(both)} checks during training).")
+    for report in sorted((run.path / "verify").glob("step_*/report.json"))[-1:]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(report.read_text())
+            said = str(found["verdict"])
+            yield Finding(
+                False, f"{said[0].upper()}{said[1:]} (`gradtrace verify`, step {int(found['step'])})."
+            )
 
 
 def _tracin(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:

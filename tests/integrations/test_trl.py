@@ -134,6 +134,33 @@ def test_tracing_changes_nothing(name: str, tmp_path: Path) -> None:
     assert [log.get("grad_norm") for log in runs[0][2]] == [log.get("grad_norm") for log in runs[1][2]]
 
 
+@pytest.mark.parametrize("name", ["accumulation", "lora", "kl"])
+def test_checks_of_the_scores_change_nothing_and_stand_in_the_metrics(name: str, tmp_path: Path) -> None:
+    runs = []
+    for every in (0, 1):
+        trainer = grpo_trainer(tmp_path / str(every), **SETUPS[name])
+        attach(trainer, tmp_path / f"run{every}", verify_every=every, on_error="raise")
+        trainer.train()
+        runs.append((weights(trainer), torch.get_rng_state()))
+    assert all(torch.equal(runs[1][0][key], value) for key, value in runs[0][0].items())
+    assert torch.equal(runs[0][1], runs[1][1])
+    rows = gradtrace.open_run(tmp_path / "run1").metrics()[0]
+    assert all(-1 <= row["influence_trace/validity"] <= 1 for row in rows)
+    assert all("influence_trace/validity_baseline" in row for row in rows)
+
+
+def test_scores_of_several_weights_and_coarse_ones_are_not_checked_and_it_is_said(tmp_path: Path) -> None:
+    trainer = grpo_trainer(tmp_path, **SETUPS["split_over_steps"])
+    attach(trainer, tmp_path / "run", verify_every=1)
+    trainer.train()
+    assert "influence_trace/validity" not in gradtrace.open_run(tmp_path / "run").metrics()[0][0]
+    assert "belong to several optimizer steps" in (tmp_path / "run" / "run.log").read_text()
+    trainer = grpo_trainer(tmp_path / "bf16", dtype=torch.bfloat16)
+    attach(trainer, tmp_path / "coarse", verify_every=1)
+    with pytest.raises(GradtraceError, match="run `gradtrace verify` on a checkpoint"):
+        trainer.train()
+
+
 def test_the_run_opens_in_the_viewer_with_the_metrics_users_know(tmp_path: Path) -> None:
     trainer = grpo_trainer(
         tmp_path,

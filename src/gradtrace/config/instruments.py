@@ -42,6 +42,9 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
     scope_pass: bool = False
     """Score the whole batch of a step at its first weights, in passes of the trace's own: then `all_selected` means all
     mini-batches. Otherwise every mini-batch is scored by itself, on its training pass, at the weights it meets."""
+    verify_every: int = number(0, minimum=0)
+    """Steps between checks of the scores, which take real optimizer steps on a few random halves of one group and put
+    everything back: influence_trace/validity, and validity_baseline of |A|(1−p) beside it; 0 is never."""
     max_prompts_per_step: int = number(0, minimum=0)
     """Trace at most this many prompts with mixed rewards; 0 is no cap."""
     pairwise_max_mb: float = number(64.0, minimum=0)
@@ -56,6 +59,11 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
             self.check()
         except AttributionError as error:
             raise GradtraceError(f"{path.rstrip('.')}: {error}.") from None
+        if self.verify_every % self.write_every:
+            raise GradtraceError(
+                f"{path}verify_every={self.verify_every}: scores are made every {self.write_every} steps "
+                "(write_every), so it must be a multiple of that."
+            )
 
 
 @dataclass

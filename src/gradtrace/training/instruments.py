@@ -59,7 +59,13 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
             record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
             record.say_scope(parts.config.data.train_batch_size, parts.config.actor.mini_batch_size)
             loss = loss_traits(parts.config.algorithm)
-            instrument = InfluenceTraceInstrument(parts.policy, record, loss, parts.optimizer.adamw)
+            instrument = InfluenceTraceInstrument(
+                parts.policy,
+                record,
+                loss,
+                parts.optimizer.adamw,
+                grad_clip=parts.config.actor.optim.grad_clip,
+            )
             observers.append(instrument)
             check_memory(parts, instrument.tracer, report)
         except AttributionError as error:

@@ -101,6 +101,7 @@ def test_selection_draws_from_prompts_that_the_launcher_writes() -> None:
         ("cluster.num_workers=5", "dealt evenly"),
         ("critic.value_clip=0.5", "critic"),
         ("trainer.influence_trace.scope_pass=true", "one mini-batch at a time"),
+        ("trainer.influence_trace.verify_every=5", "run `gradtrace verify RUN` on a checkpoint"),
     ],
 )
 def test_what_cannot_be_carried_over_is_refused_with_the_reason(override: str, reason: str) -> None:

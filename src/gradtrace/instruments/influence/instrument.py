@@ -24,6 +24,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.instruments.verify.in_training import TrainingCheck
 from gradtrace.policy.microbatch import MicroBatch, Sequences
 from gradtrace.policy.policy import Policy
 
@@ -39,6 +40,8 @@ class StepState:
     backward: Backward | None = None
     """The last pass, which tells rows' own terms of the training loss and their log-probs."""
     had_scope_pass: bool = False
+    validity: dict[str, float] | None = None
+    """What the check of this step found; None: it has not run."""
     failure: Exception | None = None
 
 
@@ -56,8 +59,10 @@ class InfluenceTraceInstrument(StepObserver):
         loss: TrainingPass,
         optimizer: Any,
         coming: Callable[[], Coming] = lambda: True,
+        grad_clip: float = 0.0,
     ) -> None:
-        """`optimizer` takes the steps; `coming` says what is known of its next gradient when a mini-batch is scored."""
+        """`optimizer` takes the steps, on gradients clipped to `grad_clip`; `coming` says what is known of its next
+        gradient when a mini-batch is scored."""
         self.policy = policy
         self.record = record
         self.config = record.config
@@ -65,6 +70,9 @@ class InfluenceTraceInstrument(StepObserver):
         self.tracer = InfluenceTracer(policy.model, self.config, defer_errors=True, optimizer=optimizer)
         self.tracer.close()  # hooks are on the model during updates only: the sampler's fast path wants it bare
         self.capture = InfluenceCapture(self.tracer, loss)
+        self.check: TrainingCheck | None = None
+        if self.config.verify_every:
+            self.check = TrainingCheck(policy.model, optimizer, policy.temperature, grad_clip)
         self._step: StepState | None = None
 
     def start(self, last_step: int) -> None:
@@ -166,7 +174,33 @@ class InfluenceTraceInstrument(StepObserver):
                     self.capture.score(terms=terms, coming=self.coming())
                 elif state.update is update:
                     self.capture.score(terms=terms, coming=self.coming())
+        if self.check is not None and state is not None and state.failure is None:
+            self._verify(self.check, state, update)
         yield
+
+    def _verify(self, check: TrainingCheck, state: StepState, update: OptimizerStep) -> None:
+        """Hold the first scores of a step against real optimizer steps, every `verify_every` steps."""
+        plan = self.capture.plan
+        if state.validity is not None or state.step % self.config.verify_every or not self.capture.scored:
+            return
+        assert plan is not None
+        state.validity = {}
+        self.tracer.close()
+        try:
+            if self.coming() is None:
+                raise AttributionError(
+                    "its passes belong to several optimizer steps, so its scores to different weights. Run "
+                    "`gradtrace verify` on a checkpoint, or gradtrace.verify() between two rollouts"
+                )
+            tokens = int(state.batch.response_lengths[update.rows].sum())
+            raised = lambda places: self._terms(places)[0]  # noqa: E731
+            state.validity = check.run(state.batch, plan, self.capture.scored[-1], raised, tokens)
+        except Exception as error:
+            if self.config.on_error == "raise":
+                raise
+            self.record.tell_once("verify_every", f"step {state.step} is not verified: {error}")
+        finally:
+            self.tracer.attach()
 
     def _terms(self, responses: list[int]) -> Tensor:
         """[2, N]: every token's own term of the step, to be raised, and its log-prob."""
@@ -200,7 +234,7 @@ class InfluenceTraceInstrument(StepObserver):
         if state.failure is None:
             capture.drop_unscored()
             try:
-                return self.record.write(batch, capture.scored, capture.status, step)
+                return self.record.write(batch, capture.scored, capture.status, step) | (state.validity or {})
             except Exception as error:
                 if self.config.on_error == "raise":
                     raise

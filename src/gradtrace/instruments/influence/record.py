@@ -74,15 +74,15 @@ class InfluenceRecord:
         if not len(columns["group"]):
             cause, sentence = why_empty(batch, torch.as_tensor(columns["group_status"]))
             meta["empty"] = sentence
-            self._tell_once(cause, f"step {step} has no rows: {sentence}.")
+            self.tell_once(cause, f"step {step} has no rows: {sentence}.")
         for warning in (warning for part in scored for warning in part.trace.warnings):
-            self._tell_once(
+            self.tell_once(
                 re.split(r"\d", warning)[0], f"step {step}: {warning}"
             )  # once, whatever its numbers
         self.writer.write(step, columns, self.meta | meta)
         return self.metrics(status, scored, columns)
 
-    def _tell_once(self, about: str, sentence: str) -> None:
+    def tell_once(self, about: str, sentence: str) -> None:
         if about not in self.told:
             self.told.add(about)
             self.report(f"influence trace: {sentence}")

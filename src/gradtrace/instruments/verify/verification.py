@@ -161,10 +161,12 @@ def in_brackets(value: Interval) -> str:
     return f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
 
 
-def judgement(own: Interval, base: Interval, gain: Interval, judged: str = OWN) -> tuple[bool | None, str]:
+def judgement(
+    own: Interval, base: Interval, gain: Interval, judged: str = OWN, steps: str = "single-token steps"
+) -> tuple[bool | None, str]:
     """Whether a score is to be trusted, and the sentence that says so. `gain`: paired over groups."""
     who = "scores of this run" if judged.startswith(("this run", "stored")) else judged
-    said = f"{who} predict single-token steps with {in_brackets(own)}, the baseline {BASELINE} has {in_brackets(base)}"
+    said = f"{who} predict {steps} with {in_brackets(own)}, the baseline {BASELINE} has {in_brackets(base)}"
     if base.count >= FEW_GROUPS and not own.count:
         return False, f"not trustworthy: {who} are the same for every token"
     if own.count < FEW_GROUPS:

@@ -120,7 +120,14 @@ class TraceSession:
             )
             try:
                 observers.append(
-                    InfluenceTraceInstrument(self._policy, record, loss, trainer.optimizer, self._coming)
+                    InfluenceTraceInstrument(
+                        self._policy,
+                        record,
+                        loss,
+                        trainer.optimizer,
+                        self._coming,
+                        trainer.args.max_grad_norm or 0.0,
+                    )
                 )
             except AttributionError as error:
                 raise GradtraceError(f"influence trace: {error}") from error
@@ -280,7 +287,10 @@ class TraceSession:
             self._generated.append((log_probs, entropies))
         elif self._slice is not None and self._rollout is not None:
             influence = self.settings.influence
-            terms = self.settings.blame or (influence is not None and influence.wants_loss_term)
+            wants_terms = influence is not None and (
+                influence.wants_loss_term or self.settings.verify_every > 0
+            )
+            terms = self.settings.blame or wants_terms
             with self._guarded():
                 self._rollout.see_statistics(self._slice, log_probs, entropies, terms)
 

@@ -29,6 +29,9 @@ class TraceSettings:
     """Write the blame trace: each completion's and token's share of the gradient's squared norm."""
     write_every: int = 1
     """Rollouts between traces."""
+    verify_every: int = 0
+    """Rollouts between checks of the scores by real optimizer steps, which are taken back; 0 is never. Where a
+    rollout is dealt over several optimizer steps there is no check."""
     max_prompts_per_step: int = 0
     """Trace at most this many prompts with mixed rewards of a rollout; 0 is no cap."""
     pairwise_max_mb: float = 64.0
@@ -47,6 +50,7 @@ class TraceSettings:
         return InfluenceTraceConfig(
             **dataclasses.asdict(self.influence),
             enable=True,
+            verify_every=self.verify_every,
             max_prompts_per_step=self.max_prompts_per_step,
             write_every=self.write_every,
             fsync=self.fsync,

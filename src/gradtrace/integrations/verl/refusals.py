@@ -8,6 +8,10 @@ from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.update_direction import update_rule
 
+NO_CHECKS = (
+    "every rank of verl holds shards of the weights and of the optimizer's state, and no step can be tried and taken "
+    "back in between; leave it out and run `gradtrace verify RUN` on a checkpoint, which is the same check"
+)
 NO_SCOPE_PASS = (
     "a rank is given one mini-batch at a time and cannot run the others at the first weights; one mini-batch a step "
     "(actor.mini_batch_size=0) has the same scope"

@@ -29,7 +29,7 @@ from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.probe_parts import PROBE
 from gradtrace.integrations.verl.rank import losses
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-from gradtrace.integrations.verl.refusals import NO_SCOPE_PASS, check_selection_settings
+from gradtrace.integrations.verl.refusals import NO_CHECKS, NO_SCOPE_PASS, check_selection_settings
 from gradtrace.integrations.verl.step_labels import LABELS, ROW
 from gradtrace.metrics import batch_metrics
 from gradtrace.tasks.base import Task
@@ -69,6 +69,8 @@ class GradtraceTrainer(PPOTrainerSync):
             raise GradtraceError("gradtrace does not trace distillation: its loss is not a policy loss")
         if self.options.influence_trace.scope_pass:
             raise GradtraceError(f"gradtrace.influence_trace.scope_pass=true: {NO_SCOPE_PASS}")
+        if self.options.influence_trace.verify_every:
+            raise GradtraceError(f"gradtrace.influence_trace.verify_every: {NO_CHECKS}.")
         if probe:
             check_probe_job(config)
         if self.options.tracin.enable:

@@ -22,7 +22,7 @@ from gradtrace.integrations.verl import cpu
 from gradtrace.integrations.verl.launch.data import TEMPLATE
 from gradtrace.integrations.verl.rank.process_group import VARIABLE as TIMEOUT_VARIABLE
 from gradtrace.integrations.verl.rank.process_group import VERLS as VERLS_TIMEOUT
-from gradtrace.integrations.verl.refusals import NO_SCOPE_PASS, check_selection_settings
+from gradtrace.integrations.verl.refusals import NO_CHECKS, NO_SCOPE_PASS, check_selection_settings
 from gradtrace.training.parts import needs_reference
 
 PACKAGE = "gradtrace.integrations.verl"
@@ -62,6 +62,7 @@ REFUSED = {
     "trainer.validation.pass_k": "verl reports mean@n and best@k itself",
     "trainer.validation.success_threshold": "verl reports mean@n and best@k itself",
     "trainer.influence_trace.scope_pass": NO_SCOPE_PASS,
+    "trainer.influence_trace.verify_every": NO_CHECKS,
     "trainer.skip_optimizer": "verl's trainer always makes its step",
     "trainer.blame.enable": "its shares are forward-mode derivatives, which do not go through FSDP's sharded weights",
     "reference.path": "verl's reference is the starting policy",

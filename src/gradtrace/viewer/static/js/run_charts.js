@@ -189,6 +189,24 @@ export const MAIN_CHARTS = [
   { ...ENTROPY_CHANGE_CHART, unit: "nats per step" },
 ];
 
+/** How well scores predicted real optimizer steps, beside the baseline that needs no gradient; of runs that checked. */
+export const VALIDITY_CHART = {
+  key: "validity",
+  title: "Do scores predict training?",
+  unit: "rank correlation with real steps",
+  includesZero: true,
+  format: (value) => fixed(value, 2),
+  lines: [
+    { label: "", points: (run) => run.series("influence_trace/validity") },
+    { label: "base", dashed: true, points: (run) => run.series("influence_trace/validity_baseline") },
+  ],
+  note: () => "solid the scores, dashed |A|(1−p)",
+  why: (run) =>
+    run.traces.influence_trace.present
+      ? "set trainer.influence_trace.verify_every=10 in training, or run gradtrace verify"
+      : run.whyNone("influence_trace"),
+};
+
 /** A chart of any metric, by its name. */
 export function metricChart(name) {
   return single(name, name, "", name);
