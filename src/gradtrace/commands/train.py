@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(to_yaml(config), end="")
         return 0
+    if config.engine == "verl":
+        print("Preparing a run on verl: configuration, model, prompts.", flush=True)  # imports take seconds
     import transformers
 
     from gradtrace.training.terminal import open_display

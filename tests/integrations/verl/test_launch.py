@@ -3,9 +3,11 @@ real deaths; here verl's process is replaced by one that writes the state it wou
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config
@@ -13,7 +15,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.driver.status import Status
 from gradtrace.integrations.verl.launch import job as launch
 from gradtrace.integrations.verl.launch.translate import Translation
-from gradtrace.training.terminal import SilentDisplay
+from gradtrace.training.terminal import PlainDisplay, SilentDisplay
 
 DEATH = Status(4, "update", "actor rank 1", "ActorDiedError", {"actor rank 1": 42})
 
@@ -68,3 +70,38 @@ def test_what_cannot_start_is_not_tried_again(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "verl.log").write_text("ValueError: no such model")
     with pytest.raises(GradtraceError, match=r"could not start(.|\n)*no such model"):
         run(tmp_path, monkeypatch, [1])
+
+
+SLOW_START = """
+import json, pathlib, sys, time
+run = pathlib.Path(next(w for w in sys.argv if w.startswith("hydra.run.dir")).split("=", 1)[1]).parent
+print("Started a local Ray instance.", flush=True)
+time.sleep(0.8)
+(run / "verl_status.json").write_text(json.dumps({"step": 1, "phase": "rollout", "workers": {"actor rank 0": 7}}))
+time.sleep(0.8)
+(run / "metrics.jsonl").write_text(json.dumps({"step": 1, "critic/rewards/mean": 0.5}) + "\\n")
+time.sleep(0.5)
+"""
+
+
+def test_a_start_is_shown_from_the_first_moment_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is named before anything runs; then what the log says, the phases, and the steps."""
+    (tmp_path / "verl" / "trainer").mkdir(parents=True)
+    for name in ("verl/__init__.py", "verl/trainer/__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "verl" / "trainer" / "main_ppo.py").write_text(SLOW_START)
+    monkeypatch.setattr(launch, "START_SECONDS", 0.1)
+    output = io.StringIO()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    translation = Translation({}, {"PYTHONPATH": str(tmp_path)})
+    assert launch.run_once(translation, run_dir, PlainDisplay(Console(file=output, width=200))) == 0
+    lines = output.getvalue().splitlines()
+    assert lines[0].startswith("verl starts") and lines[0].endswith(str(run_dir / "verl.log"))
+    ray, rollout, step = (
+        next(i for i, line in enumerate(lines) if words in line)
+        for words in ("s: Started a local Ray instance.", "s: step 1, rollout", "step 1/0  reward 0.500")
+    )
+    assert 0 < ray < rollout < step == len(lines) - 1

@@ -32,6 +32,9 @@ from gradtrace.training.terminal import Display, SilentDisplay
 
 LOG = "verl.log"
 POLL_SECONDS = 0.3
+START_SECONDS = 10.0
+"""At most so long without a line before the first step."""
+LONGEST_LINE = 160
 LOG_LINES = 15
 """Lines of verl's output that are shown when it could not even start."""
 
@@ -164,6 +167,7 @@ def run_once(translation: Translation, run_dir: Path, display: Display) -> int:
     ]
     shown = StepLines(run_dir / "metrics.jsonl", display.step)
     shown.skip()
+    start = StartUp(run_dir, display.message)
     with (run_dir / LOG).open("ab") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **translation.environment}
@@ -172,12 +176,37 @@ def run_once(translation: Translation, run_dir: Path, display: Display) -> int:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
                 shown.show()
+                start.tell(is_over=shown.has_shown)
         except BaseException:
             process.terminate()
             process.wait()
             raise
     shown.show()
     return process.returncode
+
+
+class StartUp:
+    """Says what verl is doing until its first step, which may take minutes: every phase when it begins, and in between
+    the last line of its log."""
+
+    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
+        self.run_dir = run_dir
+        self.say = say
+        self.began = self.told = time.monotonic()
+        self.phase = ""
+        say(f"verl starts: Ray, then its workers and the model. Its log is {run_dir / LOG}")
+
+    def tell(self, is_over: bool) -> None:
+        """A line, if there is something new to say. `is_over`: steps are shown, which say more."""
+        now, status = time.monotonic(), read_status(self.run_dir)
+        phase = f"step {status.step}, {status.phase}" if status.workers else ""
+        if is_over or (phase == self.phase and now - self.told < START_SECONDS):
+            return
+        self.phase, self.told = phase, now
+        doing = (
+            phase or "\n".join(tail(self.run_dir / LOG).splitlines()[-1:])[:LONGEST_LINE] or "no output yet"
+        )
+        self.say(f"verl, {now - self.began:.0f} s: {doing}")
 
 
 class StepLines:
@@ -187,6 +216,7 @@ class StepLines:
         self.path = path
         self.display = show
         self.last = 0
+        self.has_shown = False
 
     def skip(self) -> None:
         """Pass over the lines that are there: they were shown in an earlier life of this run."""
@@ -197,6 +227,7 @@ class StepLines:
         for record in self._records():
             if record["step"] > self.last and "critic/rewards/mean" in record:
                 self.last = record["step"]
+                self.has_shown = True
                 self.display(self.last, record)
 
     def _records(self) -> list[dict[str, Any]]:
