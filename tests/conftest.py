@@ -5,11 +5,15 @@ Files with slow tests come first, so that with several workers none of them ends
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from tests.browser import MISSING
+
+# Nothing is fetched from a hub. Without a network, asking takes more than a minute, also for a folder that is not there.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
