@@ -28,7 +28,8 @@ from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.verify.agreement import Interval, difference, interval
+from gradtrace.instruments.verify.agreement import interval
+from gradtrace.intervals import Interval, paired_difference
 from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
@@ -129,7 +130,7 @@ def summary(results: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any
         values = [own[rule, s]["after"] for s in seeds]
         found[rule] = {
             "accuracy": interval(values),
-            "difference": difference(values, [own["all tokens", s]["after"] for s in seeds]),
+            "difference": paired_difference(values, [own["all tokens", s]["after"] for s in seeds]),
             "share": sum(own[rule, s]["share"] for s in seeds) / len(seeds),
             "before": sum(own[rule, s]["before"] for s in seeds) / len(seeds),
         }

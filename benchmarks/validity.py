@@ -29,10 +29,10 @@ from benchmarks._validity_page import write_page
 from benchmarks._validity_states import collect, countdown_overrides, trial_of
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.instruments.verify.agreement import Interval
 from gradtrace.instruments.verify.measure import Scores, Size, planned
 from gradtrace.instruments.verify.trial import BASELINE, Trial
 from gradtrace.instruments.verify.verification import Verification, exact, gains_of, table_of, usual_scores
+from gradtrace.intervals import Interval
 
 BY_NORM = "|A|·‖g‖²"
 DEFAULT, TAIL = "optimizer, loss term", "optimizer, tail"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.browser import MISSING
 
-# Nothing is fetched from a hub. Without a network, asking takes more than a minute, also for a folder that is not there.
+# Nothing is fetched from a hub. Without a network, asking for a folder that is not there takes a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

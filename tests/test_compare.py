@@ -17,9 +17,9 @@ from gradtrace.compare.comparison import compare
 from gradtrace.compare.grouping import group_runs
 from gradtrace.compare.picture import spread_apart
 from gradtrace.compare.runs import LoadedRun, load_run
-from gradtrace.compare.statistics import mean_interval, paired_difference, t_quantile, welch_difference
 from gradtrace.compare.ticks import number_text, ticks_between
 from gradtrace.errors import GradtraceError
+from gradtrace.intervals import mean_interval, paired_difference, t_quantile, welch_difference
 from gradtrace.trace.run_files import RunFiles
 
 STEPS = 11

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.instruments.verify.agreement import difference, interval, ranks, spearman
+from gradtrace.instruments.verify.agreement import interval, ranks, spearman
 from gradtrace.instruments.verify.measure import random_halves, single_responses, single_tokens
 from gradtrace.instruments.verify.real_steps import RealSteps
 from gradtrace.instruments.verify.trial import Trial
+from gradtrace.intervals import paired_difference
 from tests.attribution.models import random_responses, tiny_model
 
 
@@ -89,6 +90,6 @@ def test_ranks_of_ties_and_correlations() -> None:
 def test_intervals_are_paired_and_pass_over_what_is_undefined() -> None:
     first, second = [0.9, 0.5, math.nan, 0.7], [0.8, 0.4, 0.1, 0.6]
     assert interval(first).count == 3 and interval(first).low < interval(first).mean < interval(first).high
-    gain = difference(first, second)
+    gain = paired_difference(first, second)
     assert gain.mean == pytest.approx(0.1) and gain.low == pytest.approx(0.1)
     assert math.isnan(interval([math.nan]).mean)

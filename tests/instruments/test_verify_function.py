@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.verify.agreement import Interval
 from gradtrace.instruments.verify.copies import working_copy
 from gradtrace.instruments.verify.measure import Effects
 from gradtrace.instruments.verify.verification import Verification, exact, judgement
+from gradtrace.intervals import Interval
 from tests.attribution.models import random_responses, tiny_model
 
 

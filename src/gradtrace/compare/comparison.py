@@ -12,8 +12,8 @@ import numpy as np
 from gradtrace.compare.grouping import RunGroup
 from gradtrace.compare.picture import Curve, line_picture
 from gradtrace.compare.runs import AXES, LoadedRun, nearest_metric
-from gradtrace.compare.statistics import Interval, mean_interval, paired_difference, welch_difference
 from gradtrace.errors import GradtraceError
+from gradtrace.intervals import Interval, mean_interval, paired_difference, welch_difference
 
 GRID = 121
 """Places at which curves of unequal x are read off by linear interpolation."""
@@ -111,7 +111,7 @@ class Comparison:
 
 def _plain(interval: Interval) -> dict[str, Any]:
     half = None if math.isnan(interval.half) else interval.half
-    return {"mean": interval.mean, "half_width": half, "n": interval.n}
+    return {"mean": interval.mean, "half_width": half, "n": interval.count}
 
 
 def compare(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from gradtrace.compare.comparison import Comparison, GroupCurve
-from gradtrace.compare.statistics import Interval, mean_interval
+from gradtrace.intervals import Interval, mean_interval
 
 _UNITS = {"steps": "steps", "trained": "trained responses", "generated": "generated responses", "time": "s"}
 

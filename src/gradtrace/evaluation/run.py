@@ -17,7 +17,8 @@ from gradtrace import __version__
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.evaluation.model import Loaded
-from gradtrace.evaluation.statistics import Estimate, scores
+from gradtrace.evaluation.statistics import scores
+from gradtrace.intervals import Interval
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.tasks.datasets import stop_token_ids
@@ -124,7 +125,7 @@ def key_of(prompt: str) -> str:
     return hashlib.sha256(prompt.encode()).hexdigest()[:16]
 
 
-def summarise(result: Result, ks: list[int]) -> tuple[dict[str, Estimate], dict[str, Any]]:
+def summarise(result: Result, ks: list[int]) -> tuple[dict[str, Interval], dict[str, Any]]:
     """Scores with intervals, and the same with all settings as JSON."""
     found = scores(list(result.rewards().values()), ks)
     lines = result.responses
@@ -135,8 +136,8 @@ def summarise(result: Result, ks: list[int]) -> tuple[dict[str, Estimate], dict[
         "settings": dataclasses.asdict(result.settings),
         "problems": len(result.rewards()),
         "responses": len(lines),
-        "scores": {name: dataclasses.asdict(value) for name, value in found.items()},
-        "interval": "95 %, percentile bootstrap over problems",
+        "scores": {k: {"value": v.mean, "low": v.low, "high": v.high} for k, v in found.items()},
+        "interval": "95 %, over problems; near 0 and 1 as Agresti and Coull do",
         "mean_length": sum(line["length"] for line in lines) / len(lines),
         "finished": sum(line["finished"] for line in lines) / len(lines),
     }

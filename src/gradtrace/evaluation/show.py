@@ -9,16 +9,16 @@ from rich.table import Table
 
 from gradtrace.evaluation.compare import compare
 from gradtrace.evaluation.run import Result
-from gradtrace.evaluation.statistics import Estimate
+from gradtrace.intervals import Interval
 
 
-def show_scores(console: Console, title: str, found: dict[str, Estimate], summary: dict[str, Any]) -> None:
+def show_scores(console: Console, title: str, found: dict[str, Interval], summary: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("score")
     table.add_column("value", justify="right")
     table.add_column("95 % interval", justify="right")
     for name, value in found.items():
-        table.add_row(name, f"{value.value:.3f}", f"{value.low:.3f} … {value.high:.3f}")
+        table.add_row(name, f"{value.mean:.3f}", f"{value.low:.3f} … {value.high:.3f}")
     table.add_row("finished", f"{summary['finished']:.3f}", "")
     table.add_row("mean length, tokens", f"{summary['mean_length']:.1f}", "")
     console.print(table)
@@ -39,7 +39,7 @@ def show_comparison(console: Console, first: Result, second: Result, ks: list[in
         change = pair.difference
         table.add_row(
             name,
-            f"{change.value:+.3f}",
+            f"{change.mean:+.3f}",
             f"{change.low:+.3f} … {change.high:+.3f}" + ("" if change.excludes_zero else "  (holds 0)"),
             str(pair.better),
             str(pair.worse),

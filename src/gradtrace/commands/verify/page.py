@@ -9,9 +9,10 @@ import torch
 from rich.table import Table
 
 from gradtrace.compare.picture import Curve, line_picture
-from gradtrace.instruments.verify.agreement import Interval, ranks
+from gradtrace.instruments.verify.agreement import ranks
 from gradtrace.instruments.verify.measure import KINDS
 from gradtrace.instruments.verify.verification import in_brackets, number
+from gradtrace.intervals import Interval
 
 Rows = list[tuple[str, list[str]]]
 

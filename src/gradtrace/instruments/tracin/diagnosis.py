@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtrace.intervals import t_quantile
 from gradtrace.trace.schema import TracinReason
 from gradtrace.trace.step import Step
 
@@ -24,22 +25,14 @@ CERTAIN = 0.5
 MIN_SCORES = 8
 """Fewer scores than this have no distribution to speak of."""
 INTERVAL = 0.9
-RESAMPLES = 500
 
 
-def bootstrap_interval(
-    parts: np.ndarray, seed: int = 0, resamples: int = RESAMPLES
-) -> tuple[np.ndarray, np.ndarray]:
+def spread_interval(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(low, high), float64[R] each: 90 % interval of scores that are the sum of `parts` [K, R], one for each part of
-    the validation set, when the parts are drawn again with replacement."""
-    count = len(parts)
-    rng = np.random.default_rng(seed)
-    draws = rng.multinomial(
-        count, np.full(count, 1 / count), size=resamples
-    )  # [B, K]: how often each part is drawn
-    sums = draws @ parts
-    tail = (1 - INTERVAL) / 2
-    return np.quantile(sums, tail, axis=0), np.quantile(sums, 1 - tail, axis=0)
+    the validation set, by Student's t: the parts are few."""
+    count, scores = len(parts), parts.sum(0)
+    half = t_quantile(count - 1, INTERVAL) * np.sqrt(count) * parts.std(0, ddof=1) if count > 1 else np.nan
+    return scores - half, scores + half
 
 
 def certain_share(scores: np.ndarray, low: np.ndarray, high: np.ndarray) -> float:
@@ -63,7 +56,7 @@ def diagnose(
 
     `val_norm`, `train_norm`: norms of the direction that scores are taken along (the validation gradient,
     preconditioned or not) and of the whole batch's gradient; `cosine`: of the two plain gradients, without it that of
-    the direction; `low`, `high`: the scores' bootstrap interval. What is None was not measured and is not judged.
+    the direction; `low`, `high`: the scores' interval. What is None was not measured and is not judged.
     """
     scores = np.asarray(scores, dtype=np.float64)
     finite = scores[np.isfinite(scores)]
@@ -96,7 +89,7 @@ def diagnose(
         if share < CERTAIN:
             size = f" of {val_prompts} prompts" if val_prompts else ""
             sentences.append(
-                f"Only {share:.0%} of the scores have a certain sign (90 % bootstrap interval over validation "
+                f"Only {share:.0%} of the scores have a certain sign (90 % interval over validation "
                 f"prompts): the validation set{size} is too small to tell helpful from harmful. Raise val_batch_size."
             )
     return sentences

@@ -23,7 +23,7 @@ from gradtrace.config import TracinConfig
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.instruments.observer import StepObserver
 from gradtrace.instruments.tracin.columns import TracinStep, describe, tracin_columns, tracin_metrics
-from gradtrace.instruments.tracin.diagnosis import bootstrap_interval, diagnose
+from gradtrace.instruments.tracin.diagnosis import diagnose, spread_interval
 from gradtrace.instruments.tracin.losses import (
     TokenWeights,
     Weighted,
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "tracin/"
 """Our names in a checkpoint begin with this."""
 VALIDATION_PARTS = 8
-"""Parts of the validation set that the bootstrap of a diagnosis draws from."""
+"""Parts of the validation set that the interval of a diagnosis comes from."""
 
 
 class Scorer(Protocol):
@@ -161,7 +161,7 @@ class TracinInstrument(StepObserver):
         losses = [validation_losses(validation, part) for part in rows]
         parts = self._scores(batch, losses, result, step, measure=True)
         result.scores = parts.sum(0)
-        low, high = bootstrap_interval(parts.nan_to_num().numpy(), step)
+        low, high = spread_interval(parts.nan_to_num().numpy())
         result.low, result.high = torch.from_numpy(low), torch.from_numpy(high)
         result.diagnosis = diagnose(
             result.scores.numpy(),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ROUNDS = 4000
+from gradtrace.intervals import Interval, mean_interval
 
 
 def ranks(values: Tensor) -> Tensor:
@@ -26,30 +26,7 @@ def spearman(predicted: Tensor, measured: Tensor) -> float:
     return float(first @ second) / length if length else math.nan
 
 
-@dataclass(frozen=True)
-class Interval:
-    mean: float
-    low: float
-    high: float
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """Mean over groups with a 95 % bootstrap interval; values that are NaN are left out."""
-    found = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
-    if not len(found):
-        return Interval(math.nan, math.nan, math.nan, 0)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(found), (ROUNDS, len(found)), generator=generator)
-    low, high = torch.quantile(
-        found[drawn].mean(1), torch.tensor([0.025, 0.975], dtype=torch.float64)
-    ).tolist()
-    return Interval(float(found.mean()), low, high, len(found))
-
-
-def difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Interval:
-    """Of two scores on the same groups: paired, so that what makes a group hard for both drops out."""
-    return interval([a - b for a, b in zip(first, second, strict=True)], seed)
+def interval(values: Sequence[float]) -> Interval:
+    """Mean of correlations over groups with a 95 % interval, Student's, within −1 and 1; NaN are left out."""
+    found = mean_interval(values)
+    return dataclasses.replace(found, low=max(found.low, -1.0), high=min(found.high, 1.0))

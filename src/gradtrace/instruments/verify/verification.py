@@ -10,9 +10,10 @@ from typing import Any
 
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.verify.agreement import Interval, difference, interval
+from gradtrace.instruments.verify.agreement import interval
 from gradtrace.instruments.verify.measure import KINDS, Effects, Scores, Size, planned
 from gradtrace.instruments.verify.trial import BASELINE, Trial
+from gradtrace.intervals import Interval, paired_difference
 from gradtrace.trace.atomic import JsonLines, unseal
 from gradtrace.trace.phases import PhaseStore
 
@@ -59,7 +60,7 @@ def gains_of(agreement: Agreement) -> dict[str, dict[str, Interval]]:
     """What each score has more than the baseline, paired over groups."""
     base = agreement[BASELINE]
     return {
-        n: {kind: difference(values, base[kind]) for kind, values in kinds.items()}
+        n: {kind: paired_difference(values, base[kind]) for kind, values in kinds.items()}
         for n, kinds in agreement.items()
     }
 
@@ -111,7 +112,7 @@ class Verification:
     def _judgement(self) -> tuple[bool | None, str]:
         agreement = self.agreement
         own, base = (interval(agreement[name]["single_token"]) for name in (self.judged, BASELINE))
-        gain = difference(agreement[self.judged]["single_token"], agreement[BASELINE]["single_token"])
+        gain = paired_difference(agreement[self.judged]["single_token"], agreement[BASELINE]["single_token"])
         return judgement(own, base, gain, self.judged)
 
     def record(self) -> dict[str, Any]:

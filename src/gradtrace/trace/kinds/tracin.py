@@ -45,7 +45,7 @@ _COLUMNS = (
     Column("kept", "bool", "response", "used by the update"),
     Column("reason", "uint8", "response", "why it was kept or dropped", values=TracinReason),
     Column("score_low", "float32", "response",
-           "lower end of the score's bootstrap interval over validation prompts; NaN = not measured", unit=_INNER),
+           "lower end of the score's 90 % interval over validation prompts; NaN = not measured", unit=_INNER),
     Column("score_high", "float32", "response", "upper end of that interval; NaN = not measured", unit=_INNER),
     Column("weight", "float32", "response", "what the update multiplies its advantage with; 0 = dropped"),
     Column("flipped", "bool", "response", "its reward was flipped on purpose (reward.flip_probability)"),
