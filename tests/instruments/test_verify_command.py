@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from benchmarks._validity_states import Keeper, trial_of
 from benchmarks.validity import Score, judge
@@ -142,6 +143,36 @@ def test_fresh_scores_at_the_latest_checkpoint_and_at_a_plain_model(run_dir: Pat
         output=tmp_path / "plain",
     )
     assert plain.verification.steps_taken == fresh.verification.steps_taken
+
+
+def test_a_checkpoint_of_verl_is_that_of_the_embedded_loop(run_dir: Path, tmp_path: Path) -> None:
+    """The same state in verl's files (here of one worker; tests/integrations/verl has those of two)."""
+    expected = verify(run_dir)
+    source, other = run_dir / "checkpoints" / "step_000001", tmp_path / "verl"
+    actor = other / "checkpoints" / "global_step_1" / "actor"
+    model = AutoModelForCausalLM.from_pretrained(source / "policy")
+    shutil.copytree(source / "policy", actor / "huggingface")
+    torch.save(model.state_dict(), actor / "model_world_size_1_rank_0.pt")
+    moments = load_file(source / "optimizer.safetensors")
+    state = {
+        index: {key: moments[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        for index, (name, _) in enumerate(model.named_parameters())
+    }
+    torch.save({"state": state, "param_groups": []}, actor / "optim_world_size_1_rank_0.pt")
+    (other / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    shutil.copy(run_dir / "config.yaml", other)
+    shutil.copytree(run_dir / "influence_trace", other / "influence_trace")
+    for path in (other, other / "checkpoints" / "global_step_1"):
+        found = verify(path, trusted(run_dir))
+        assert found.facts["scores"] == "stored by training step 2"
+        assert found.record()["table"] == expected.record()["table"]
+    with pytest.raises(GradtraceError, match=r"no complete checkpoint of step 7; it has \[1\]"):
+        verify(other / "checkpoints" / "global_step_7")
+    del state[0]
+    shutil.rmtree(other / "checkpoints" / "step_000001")
+    torch.save({"state": state, "param_groups": []}, actor / "optim_world_size_1_rank_0.pt")
+    with pytest.raises(GradtraceError, match="LoRA adapters are merged into it"):
+        verify(other)
 
 
 def test_the_run_is_not_changed(run_dir: Path) -> None:

@@ -221,6 +221,24 @@ def test_a_checkpoint_becomes_a_plain_transformers_folder(folder: Path) -> None:
     assert AutoTokenizer.from_pretrained(policy)("1+2").input_ids
 
 
+def test_a_checkpoint_becomes_one_of_the_embedded_loop(folder: Path) -> None:
+    """With the optimizer's moments under their names: what `gradtrace verify` steps from."""
+    from safetensors.torch import load_file
+
+    from gradtrace.integrations.verl.launch.checkpoints import converted, steps_of
+    from gradtrace.training.checkpoint import check_complete
+
+    assert steps_of(folder) == [1]
+    checkpoint = converted(folder, 1)
+    check_complete(checkpoint)
+    saved, moments = torch.load(folder / "checkpoint.2.0.pt"), load_file(checkpoint / "optimizer.safetensors")
+    weights = load_file(checkpoint / "policy" / "model.safetensors")
+    for index, name in enumerate(saved["parameters"]):
+        assert torch.equal(weights[name], saved["parameters"][name]), name
+        assert torch.equal(moments[f"exp_avg/{name}"], saved["moments"][index]), name
+    assert float(moments[f"step/{name}"]) == 1
+
+
 def test_ulysses_with_sdpa_is_refused(folder: Path) -> None:
     assert "wrong loss" in torch.load(folder / "refusals.pt")["ulysses"]
 

@@ -61,14 +61,14 @@ def _sortable(value: float) -> float:
 def terminal_table(record: dict[str, Any]) -> Table:
     titles, rows = cells(record)
     table = Table(
-        title=f"rank correlation with real optimizer steps, step {record['step']}: mean over {record['groups']} groups "
-        "[95 %]",
+        title=f"rank correlation with real optimizer steps, step {record['step']}: mean over "
+        f"{record['groups']} group{'s' * (record['groups'] != 1)} [95 %]",
         title_justify="left",
         caption=f"→ judged; no gradient at all: the |A| rows. {record['steps_taken']} of {record['steps_planned']} "
         "planned steps taken.",
         caption_justify="left",
     )
-    table.add_column("score")
+    table.add_column("score", no_wrap=True)
     for title in titles:
         table.add_column(title, justify="right")
     for name, values in rows:

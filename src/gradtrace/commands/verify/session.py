@@ -24,6 +24,7 @@ from gradtrace.instruments.verify.copies import in_precision
 from gradtrace.instruments.verify.measure import Scores, Size
 from gradtrace.instruments.verify.trial import Trial
 from gradtrace.instruments.verify.verification import OWN, Progress, Verification, Verifier, usual_scores
+from gradtrace.integrations.verl.launch.checkpoints import converted, steps_of
 from gradtrace.metrics import Timer
 from gradtrace.rollout import SamplingParams
 from gradtrace.rollout.sampler import evaluation_mode
@@ -120,17 +121,25 @@ def run_verify(
 
 
 def newest_with_scores(path: Path, settings: Settings) -> Path:
-    """Of a run: its newest checkpoint whose next step was traced, else the run itself, which means its latest."""
-    folder = path / "checkpoints"
-    if settings.fresh or not folder.is_dir():
-        return path
-    traced = set(open_run(path).steps(INFLUENCE_TRACE))
-    found = [
-        checkpoint
-        for checkpoint in sorted(folder.glob("step_*"))
-        if (number := checkpoint.name.removeprefix("step_")).isdigit() and int(number) + 1 in traced
-    ]
-    return found[-1] if found else path
+    """Of a run: its newest checkpoint whose next step was traced, else its latest. One of verl is converted."""
+    if path.parent.name == "checkpoints" and path.name.startswith("global_step_"):
+        return of_verl(path.parent.parent, int(path.name.removeprefix("global_step_")))
+    names = [folder.name.removeprefix("step_") for folder in path.glob("checkpoints/step_*")]
+    by_verl = steps_of(path)
+    steps = by_verl or sorted(int(name) for name in names if name.isdigit())
+    traced = set() if settings.fresh or not steps else set(open_run(path).steps(INFLUENCE_TRACE))
+    before_a_trace = [step for step in steps if step + 1 in traced]
+    if by_verl:
+        return of_verl(path, (before_a_trace or by_verl)[-1])
+    return path / "checkpoints" / f"step_{before_a_trace[-1]:06d}" if before_a_trace else path
+
+
+def of_verl(run_dir: Path, step: int) -> Path:
+    if step not in steps_of(run_dir):
+        raise GradtraceError(
+            f"{run_dir} has no complete checkpoint of step {step}; it has {steps_of(run_dir)}"
+        )
+    return converted(run_dir, step)
 
 
 def stored_step(source: Source) -> Step | None:

@@ -159,7 +159,12 @@ def number(value: float) -> str:
 
 
 def in_brackets(value: Interval) -> str:
-    return f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
+    """ ".88 [.84, .91]"; of one group there is no interval."""
+    return (
+        number(value.mean)
+        if value.count < 2
+        else f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
+    )
 
 
 def judgement(

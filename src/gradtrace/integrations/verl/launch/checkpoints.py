@@ -4,6 +4,7 @@ transformers folder."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.atomic import atomic_directory
+from gradtrace.trace.atomic import atomic_directory, seal
 
 PLAIN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -54,6 +55,9 @@ def full_states(folder: Path, kind: str) -> list[Any]:
 
     world = saved_world_size(folder)
     files = [folder / f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
+    logging.getLogger("torch.distributed.device_mesh").setLevel(
+        logging.ERROR
+    )  # no process group is needed to join
     with plain_tensors_only():
         try:
             return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
@@ -116,11 +120,19 @@ def full_model(folder: Path) -> dict[str, Any]:
 
 def export_policy(run_dir: Path) -> Path:
     """The last checkpoint as RUN/policy, a plain transformers folder, adapters merged."""
+    source, target = latest_folder(run_dir), run_dir / "policy"
+    model = plain_model(source)
+    shutil.rmtree(target, ignore_errors=True)
+    with atomic_directory(target) as folder:
+        save_plain(model, source, folder)
+    return target
+
+
+def plain_model(source: Path) -> Any:
+    """The model of a checkpoint's actor folder, in float32, adapters merged."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source = latest_folder(run_dir)
-    target = run_dir / "policy"
     weights = full_model(source)
     config = AutoConfig.from_pretrained(source / "huggingface", trust_remote_code=False)
     with torch.device("cpu"):
@@ -132,12 +144,54 @@ def export_policy(run_dir: Path) -> Path:
     if unexpected or set(missing) - tied:
         raise GradtraceError(f"{source} does not fit its own configuration: {[*missing, *unexpected][:3]}")
     model.tie_weights()
-    shutil.rmtree(target, ignore_errors=True)
+    return model
+
+
+def save_plain(model: Any, source: Path, folder: Path) -> None:
+    model.save_pretrained(folder)
+    for file in (source / "huggingface").iterdir():
+        if "token" in file.name or file.name in ("vocab.json", "merges.txt", "chat_template.jinja"):
+            shutil.copy(file, folder)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """The steps that verl has complete checkpoints of."""
+    names = (folder.parent.name for folder in run_dir.glob("checkpoints/global_step_*/actor"))
+    found = {int(number) for name in names if (number := name.removeprefix("global_step_")).isdigit()}
+    return sorted(step for step in found if step <= (latest_step(run_dir) or 0))
+
+
+def converted(run_dir: Path, step: int) -> Path:
+    """verl's checkpoint of a step as RUN/checkpoints/step_N, weights and optimizer state in the form of the embedded
+    loop's; made once."""
+    from safetensors.torch import save_file
+
+    from gradtrace.training.checkpoint import write_marker
+    from gradtrace.training.state import OPTIMIZER, STATE
+
+    target = run_dir / "checkpoints" / f"step_{step:06d}"
+    if target.is_dir():
+        return target
+    source = run_dir / "checkpoints" / f"global_step_{step}" / "actor"
+    model = plain_model(source)
+    names = [name for name, _ in model.named_parameters()]
+    parts = full_states(source, "optim")
+    states = parts[0]["state"]
+    if len(states) != len(names):
+        raise GradtraceError(
+            f"{source} has optimizer state of {len(states)} parameters, the model has {len(names)} (LoRA adapters are "
+            f"merged into it): use {run_dir / 'policy'} with optimizer=adamw"
+        )
     with atomic_directory(target) as folder:
-        model.save_pretrained(folder)
-        for file in (source / "huggingface").iterdir():
-            if "token" in file.name or file.name in ("vocab.json", "merges.txt", "chat_template.jinja"):
-                shutil.copy(file, folder)
+        save_plain(model, source, folder / "policy")
+        moments = {
+            f"{key}/{name}": joined([part["state"][index][key] for part in parts]).contiguous()
+            for index, name in enumerate(names)
+            for key in states[index]
+        }
+        save_file(moments, folder / OPTIMIZER)
+        (folder / STATE).write_bytes(seal({"step": step}))
+        write_marker(folder)
     return target
 
 
