@@ -4,6 +4,7 @@
   gradtrace verify runs/demo/checkpoints/step_000040       this one
   gradtrace verify runs/demo --fresh                       sample and score anew, at the latest checkpoint
   gradtrace verify runs/demo --budget 10m --groups 16      more groups, smaller intervals
+  gradtrace verify runs/big/checkpoints/global_step_40     one of verl's: it is joined into a plain one first
   gradtrace verify runs/demo/policy optimizer=adamw lr=1e-4    a plain model: say whose steps
   gradtrace verify runs/demo trainer.influence_trace.credit=tail --fresh     another score, without training again
 
