@@ -1,8 +1,8 @@
 """Say what the next update of a checkpoint will do to entropy, measure it, and say which responses do it.
 
-  gradtrace probe runs/demo/checkpoints/step_000040
-  gradtrace probe runs/demo/checkpoints/step_000040 evaluation_prompts=512 eta=[0.1,1,10]
-  gradtrace probe runs/demo/checkpoints/step_000040 --config probe.yaml
+  gradtrace probe runs/demo/checkpoints/step_000020
+  gradtrace probe runs/demo/checkpoints/step_000020 evaluation_prompts=512 eta=[0.1,1,10]
+  gradtrace probe runs/demo/checkpoints/step_000020 --config probe.yaml
   gradtrace probe runs/demo/policy optimizer=adamw lr=1e-4         a plain model: say whose update
   gradtrace probe models/SmolLM2-135M-Instruct optimizer=sgd lr=1e-3 recipe=grpo_gsm8k data.train=[train.jsonl]
 

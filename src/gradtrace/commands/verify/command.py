@@ -1,7 +1,7 @@
 """Say how far the scores of this model, optimizer and data can be trusted, by taking the steps that they speak of.
 
   gradtrace verify runs/demo                               the newest checkpoint whose next step was traced
-  gradtrace verify runs/demo/checkpoints/step_000040       this one
+  gradtrace verify runs/demo/checkpoints/step_000020       this one
   gradtrace verify runs/demo --fresh                       sample and score anew, at the latest checkpoint
   gradtrace verify runs/demo --budget 10m --groups 16      more groups, smaller intervals
   gradtrace verify runs/big/checkpoints/global_step_40     one of verl's: it is joined into a plain one first
