@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gradtrace.errors import install
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -85,3 +87,16 @@ def test_installed_package_is_not_the_checkout_and_finds_its_recipes(installed: 
     assert run(installed, "-c", program).strip().startswith(str(installed))
     assert "recipe: demo" in run(installed, "-m", "gradtrace.cli", "train", "--cfg")
     assert "gradtrace train" in run(installed, "-m", "gradtrace.cli", "--help")
+
+
+def test_the_version_stands_in_one_place(wheel: Path, installed: Path) -> None:
+    name = next(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("METADATA"))
+    built = message_from_bytes(zipfile.ZipFile(wheel).read(name))["Version"]
+    assert run(installed, "-c", "import gradtrace; print(gradtrace.__version__)").strip() == built
+    assert built not in (REPOSITORY / "pyproject.toml").read_text()
+
+
+def test_what_is_missing_is_said_with_a_command_that_works_here(installed: Path) -> None:
+    code = "from gradtrace.errors import install; print(install('math'))"
+    assert run(installed, "-c", code).strip() == "pip install 'gradtrace[math]'"
+    assert install("math") == f"pip install -c {REPOSITORY}/constraints.txt -e '{REPOSITORY}[math]'"

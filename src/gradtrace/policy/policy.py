@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from gradtrace.algorithms.logits import log_probs_and_entropies
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import ModelConfig
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, install
 from gradtrace.policy.cpu import accelerate
 from gradtrace.policy.microbatch import Layout, MicroBatch
 from gradtrace.policy.packed_attention import is_supported, packed_attention
@@ -130,7 +130,7 @@ def load_with_adapters(folder: str | Path, config: ModelConfig, trainable: bool,
     try:
         import peft
     except ImportError:
-        raise GradtraceError(f"{folder} holds LoRA adapters: pip install 'gradtrace[lora]'.") from None
+        raise GradtraceError(f"{folder} holds LoRA adapters: {install('lora')}") from None
     try:
         name = str(json.loads(adapter.read_text())["base_model_name_or_path"])
         base = load_model(name, config, f"base model of {folder}")
@@ -163,7 +163,7 @@ def add_adapters(model: Any, config: ModelConfig, checkpoint: Path | None) -> An
     try:
         import peft
     except ImportError:
-        raise GradtraceError("model.lora.rank > 0 needs peft: pip install 'gradtrace[lora]'.") from None
+        raise GradtraceError(f"model.lora.rank > 0 needs peft: {install('lora')}") from None
     if checkpoint is not None:
         return peft.PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
     targets = config.lora.target_modules

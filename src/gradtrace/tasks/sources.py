@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, install
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -111,7 +111,7 @@ def _datasets(key: str) -> Any:
         import datasets
     except ImportError:
         raise GradtraceError(
-            f"{key}: this source needs the package `datasets`: pip install 'gradtrace[hub]', "
+            f"{key}: this source needs the package `datasets`: {install('hub')}, "
             "or give a .jsonl, .json or .parquet file."
         ) from None
     datasets.disable_progress_bars()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradtrace.config import TrainerConfig, WandbConfig
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, install
 from gradtrace.trace.atomic import atomic_write
 
 ID_FILE = "wandb_id.txt"
@@ -87,5 +87,5 @@ def _import(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise GradtraceError(
-            f"trainer.logger names {package}, which is not installed: pip install 'gradtrace[{package}]'."
+            f"trainer.logger names {package}, which is not installed: {install(package)}"
         ) from None

@@ -9,12 +9,12 @@ or `TracedGRPOTrainer(…, run_dir="runs/mine")` in its place. Training is uncha
 
 from __future__ import annotations
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, install
 
 try:
     import trl  # noqa: F401
 except ImportError:
-    raise GradtraceError("gradtrace.integrations.trl needs TRL: pip install 'gradtrace[trl]'.") from None
+    raise GradtraceError(f"gradtrace.integrations.trl needs TRL: {install('trl')}") from None
 
 from gradtrace.integrations.trl.settings import TraceSettings
 from gradtrace.integrations.trl.tracing import TracedGRPOTrainer, attach

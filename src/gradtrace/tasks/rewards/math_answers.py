@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, install
 from gradtrace.tasks.rewards.function import batched, shorten
 from gradtrace.tasks.rewards.registry import register_reward
 from gradtrace.tasks.verification.channel import Message
@@ -43,7 +43,7 @@ def math(
             f"reward.options.require={require} is not possible. Valid: {', '.join(REQUIRE)}."
         )
     if importlib.util.find_spec("math_verify") is None:
-        raise GradtraceError("reward.name=math needs math-verify: pip install 'gradtrace[math]'.")
+        raise GradtraceError(f"reward.name=math needs math-verify: {install('math')}")
     requests: list[Message] = [
         {"response": response, "answer": str(item["answer"]), "require": require, "timeout": timeout}
         for response, item in zip(responses, items, strict=True)

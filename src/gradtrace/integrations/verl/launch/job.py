@@ -16,7 +16,7 @@ from typing import Any
 
 from gradtrace.config import Config
 from gradtrace.config_loader import run_of, to_yaml
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, install
 from gradtrace.instruments.tracin.validation import validation_pool
 from gradtrace.integrations.verl.driver.status import clear_status, describe, read_status
 from gradtrace.integrations.verl.launch.checkpoints import export_policy, latest_step
@@ -75,9 +75,7 @@ def show(config: Config) -> str:
 
 def check_installed() -> None:
     if importlib.util.find_spec("verl") is None:
-        raise GradtraceError(
-            "engine=verl needs verl: pip install -c constraints.txt 'gradtrace[verl]' (see docs/verl.md)."
-        )
+        raise GradtraceError(f"engine=verl needs verl: {install('verl')} (see docs/verl.md)")
 
 
 def uses_cpu(config: Config) -> bool:
