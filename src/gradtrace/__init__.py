@@ -9,7 +9,7 @@ _LAZY = {
     "InfluenceTracer": "gradtrace.attribution",
     "TracInSelector": "gradtrace.instruments.tracin.selector",
     "TraceWriter": "gradtrace.trace.writer",
-    "counterfactual": "gradtrace.instruments.counterfactual",
+    "counterfactual": "gradtrace.instruments.counterfactual.function",
     "open_run": "gradtrace.trace.reader",
     "show": "gradtrace.viewer.report",
     "verify": "gradtrace.instruments.verify.function",

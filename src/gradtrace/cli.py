@@ -12,7 +12,7 @@ from gradtrace import __version__
 # name: (module with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
 COMMANDS = {
     "train": ("gradtrace.commands.train", "train a policy; without arguments, the demo"),
-    "view": ("gradtrace.viewer.view", "look at runs in the browser: curves, groups, token heat maps"),
+    "view": ("gradtrace.commands.view", "look at runs in the browser: curves, groups, token heat maps"),
     "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
     "trace": ("gradtrace.trace.command", "list, show, export or import the traces of a run"),
     "compare": (

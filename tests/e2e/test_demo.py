@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradtrace import open_run
 from gradtrace.commands.resampling import Resampler
+from gradtrace.commands.view import LiveSampling
 from gradtrace.config import ArithmeticConfig
-from gradtrace.instruments.counterfactual.function import results
+from gradtrace.instruments.counterfactual.columns import stored_groups
+from gradtrace.instruments.counterfactual.results import results
 from gradtrace.tasks.arithmetic import STOP, ArithmeticTask
+from tests.viewer.serving import Watched, chromium, serving
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +128,37 @@ def test_delta_v_agrees_with_the_exact_value(demo: Path) -> None:
             within += (abs(result.delta_v - np.diff(truth)) <= 3 * result.stderr + 1e-4).tolist()
             checked += int((np.abs(np.diff(truth)) > 0.05).sum())
     assert checked >= 10 and np.mean(within) >= 0.95
+
+
+@pytest.mark.slow
+def test_resample_from_here_in_the_browser(demo: Path, tmp_path: Path) -> None:
+    """On a copy of the run, whose checkpoint is the demo's own."""
+    run_dir = Path(
+        shutil.copytree(
+            demo / "runs/demo", tmp_path / "demo", ignore=shutil.ignore_patterns("counterfactual")
+        )
+    )
+    source = Resampler(run_dir).group(41)
+    with serving([run_dir], sampling=LiveSampling([run_dir])) as origin, chromium() as browser:
+        watched = Watched(browser.new_page(), origin)
+        page = watched.open(f"#/group?step=41&group={source.index}&right=delta_v&sel=0.8")
+        page.wait_for_selector(".following")
+        assert "Not measured here yet" in page.inner_text(".following")
+        assert page.query_selector(".value-curve") is None
+        page.select_option(".resample-controls select", "32")
+        page.click("button.resample")
+        page.wait_for_selector(".following .answer")
+        assert "continuations from step_000040" in page.inner_text(".following")
+        assert page.locator(".following .side-of").count() == 2
+        shares = [
+            float(text.rstrip(" %"))
+            for text in page.locator(".side-of:first-child .percent").all_inner_texts()
+        ]
+        assert 99 < sum(shares) < 101
+        assert page.locator(".value-curve").count() == len(source.responses)
+        page.wait_for_selector(".dock dt:has-text('ΔV')")
+        page.click(".answer summary")
+        assert page.locator(".answer[open] .text").count() > 0
+        assert watched.errors == [] and watched.foreign_requests == []
+    (stored,) = stored_groups(run_dir, 41)
+    assert len(stored.measurement.samples) >= 32

@@ -13,6 +13,7 @@ import uvicorn
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from gradtrace.viewer.catalog import RunCatalog
+from gradtrace.viewer.resample import Sampling
 from gradtrace.viewer.security import Access, access_for
 from gradtrace.viewer.server import create_app
 from gradtrace.viewer.view import bind
@@ -30,11 +31,17 @@ CHROMIUM_FLAGS = [
 
 
 @contextlib.contextmanager
-def serving(runs: list[Path], runs_dir: Path | None = None, access: Access | None = None) -> Iterator[str]:
+def serving(
+    runs: list[Path],
+    runs_dir: Path | None = None,
+    access: Access | None = None,
+    sampling: Sampling | None = None,
+) -> Iterator[str]:
     """The address of a running viewer, without a slash at its end."""
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    app = create_app(RunCatalog(runs, runs_dir), access or access_for("127.0.0.1", port, None))
+    access = access or access_for("127.0.0.1", port, None, posts=sampling is not None)
+    app = create_app(RunCatalog(runs, runs_dir), access, sampling)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

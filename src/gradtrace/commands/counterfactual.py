@@ -104,13 +104,11 @@ def measure(
 ) -> tuple[int, MeasuredGroup, bool]:
     """(step, the group with all samples, whether all that was asked for is there)."""
     from gradtrace.instruments.counterfactual.choose import choose
-    from gradtrace.instruments.counterfactual.columns import MeasuredGroup
     from gradtrace.instruments.counterfactual.sampling import missing
 
     steps = resampler.steps()
     step = args.step if args.step is not None else (steps[-1] if steps else 0)
     source = resampler.group(step, args.group)
-    settings = {**resampler.settings(step, source), "seed": args.seed}
     only = None
     if args.response is not None:
         if not 0 <= args.response < len(source.responses):
@@ -121,12 +119,11 @@ def measure(
     console.print(f"Step {step}, group {source.index}: {len(source.responses)} responses.")
     console.print(f"Sampling from {resampler.nearest(step).described(step)}.", soft_wrap=True)
     with resampler.writing() as writer:
-        group = None if args.fresh else resampler.stored(step, source, settings)
+        group = None if args.fresh else resampler.stored(step, source)
         continuations = None
         if group is None:
             continuations = resampler.continuations(step, source, args.seed)
-            begun = continuations.begin(source.prompt, source.responses)
-            group = MeasuredGroup(source.group_id, begun, settings, source.columns)
+            group = resampler.begin(step, source, continuations)
         group.measurement.measure(choose(args.tokens, group.measurement, source.clues, only))
         if missing(group.measurement, args.k) > 0:
             continuations = continuations or resampler.continuations(step, source, args.seed)
@@ -169,7 +166,7 @@ def show(console: Any, resampler: Resampler, step: int, group: MeasuredGroup) ->
     from rich.table import Table
     from rich.text import Text
 
-    from gradtrace.instruments.counterfactual.function import results
+    from gradtrace.instruments.counterfactual.results import results
     from gradtrace.trace.show import pieces
 
     found = results(group.measurement)

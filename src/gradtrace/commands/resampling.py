@@ -238,8 +238,15 @@ class Resampler:
 
     # ------------------------------------------------------------ results
 
-    def stored(self, step: int, source: SourceGroup, settings: dict[str, Any]) -> MeasuredGroup | None:
+    def begin(self, step: int, source: SourceGroup, continuations: Continuations) -> MeasuredGroup:
+        """A group of which nothing was measured yet."""
+        begun = continuations.begin(source.prompt, source.responses)
+        about = {**self.settings(step, source), "seed": continuations.seed}
+        return MeasuredGroup(source.group_id, begun, about, source.columns)
+
+    def stored(self, step: int, source: SourceGroup) -> MeasuredGroup | None:
         """What was measured of a group so far, if that was of these responses; an error if in another way."""
+        settings = self.settings(step, source)
         for group in stored_groups(self.run_dir, step):
             if group.group_id != source.group_id or group.measurement.responses != source.responses:
                 continue

@@ -12,6 +12,7 @@ examples:
   gradtrace trace ls runs/demo --verify                          read every step and check its sha256
   gradtrace trace show runs/demo                                 a scored group of the latest step
   gradtrace trace show runs/demo --step 20 --group 3 --by entropy
+  gradtrace trace show runs/gsm8k --by sentence                  a number for every sentence (or line)
   gradtrace trace show runs/demo --color never | less            a line per token
   gradtrace trace export runs/demo tokens.parquet
   gradtrace trace export runs/demo late.csv --kind entropy_trace --steps 100:
@@ -36,6 +37,7 @@ from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.show import best_column, score_columns, show_group
 from gradtrace.trace.step import Step
 from gradtrace.trace.token_text import TokenBytes
+from gradtrace.trace.units import UNITS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     showing.add_argument(
         "--group", type=int, help="index of the group in the file; default: the first scored one"
     )
-    showing.add_argument("--by", metavar="COLUMN", help="the column that colours the tokens, e.g. entropy")
+    showing.add_argument(
+        "--by",
+        metavar="WHAT",
+        help="the column that colours the tokens, e.g. entropy; and by token, sentence or line: entropy,sentence",
+    )
     showing.add_argument("--color", choices=["auto", "always", "never"], default="auto")
 
     exporting = actions.add_parser("export", help="all tokens as one table")
@@ -125,13 +131,16 @@ def _show(args: argparse.Namespace) -> int:
     group = _first_scored(step) if args.group is None else args.group
     if not 0 <= group < step.n_groups:
         raise GradtraceError(f"no group {group}; step {step.step} has groups 0 to {step.n_groups - 1}")
-    by = args.by or (best_column(step, group) if columns else None)
+    words = args.by.split(",") if args.by else []
+    unit = next((word for word in words if word in UNITS), "token")
+    chosen = [word for word in words if word not in UNITS]
+    by = chosen[0] if chosen else (best_column(step, group) if columns else None)
     if by is not None and by not in columns:
         has = f"this step has {', '.join(columns)}" if columns else f"{kind} has scores of responses alone"
         raise GradtraceError(f"cannot colour by {by!r}; {has}")
     terminal = {"auto": None, "always": True, "never": False}[args.color]
     console = Console(force_terminal=terminal, highlight=False)
-    show_group(console, step, group, by, run.token_bytes, colour=console.is_terminal)
+    show_group(console, step, group, by, run.token_bytes, colour=console.is_terminal, unit=unit)
     return 0
 
 

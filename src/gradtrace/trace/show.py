@@ -15,6 +15,7 @@ from gradtrace.trace import schema
 from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.step import Response, Step
 from gradtrace.trace.token_text import TokenBytes
+from gradtrace.trace.units import aggregate, units_of
 
 
 def score_columns(step: Step) -> list[str]:
@@ -67,8 +68,10 @@ def show_group(
     column: str | None,
     token_bytes: TokenBytes | None,
     colour: bool,
+    unit: str = "token",
 ) -> None:
-    """`column`: None where tokens have no scores, as in a TracIn trace; then a response's line has its own."""
+    """`column`: None where tokens have no scores, as in a TracIn trace; then a response's line has its own. `unit`:
+    token, sentence or line, that a number is shown for."""
     group = step.group(group_index)
     status = f" · {group.status.name.lower()}" if group.status is not None else ""
     console.print(
@@ -84,10 +87,9 @@ def show_group(
         return
     if column is not None:
         console.print(Text(f"{column}: {schema.COLUMNS[column].meaning}", style="dim"))
-        scale = _scale(step, group.responses, column)
-    for r in group.responses:
-        tokens = step.tokens(r)
-        shown = pieces(tokens["token_id"], token_bytes, continues=True)
+    shown_tokens = {r: _by_unit(step.tokens(r), column, token_bytes, unit) for r in group.responses}
+    scale = _scale([tokens for _, tokens in shown_tokens.values()], column) if column else 1.0
+    for r, (shown, tokens) in shown_tokens.items():
         console.print(Text(_headline(step.response(r)), style="bold"))
         if column is None:
             console.print(Text("".join(shown)))
@@ -111,9 +113,25 @@ def _headline(response: Response) -> str:
     return " · ".join(parts)
 
 
-def _scale(step: Step, responses: list[int], column: str) -> float:
+def _by_unit(
+    tokens: dict[str, np.ndarray], column: str | None, token_bytes: TokenBytes | None, unit: str
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """The pieces of a response and their numbers: its tokens, or its sentences or lines with sums or means."""
+    shown = pieces(tokens["token_id"], token_bytes, continues=True)
+    if unit == "token" or column is None or token_bytes is None:
+        return shown, tokens
+    texts = [token.text for token in token_bytes.texts(tokens["token_id"], continues=True)]
+    units = units_of(texts, unit)
+    names = [name for name in (column, "entropy", "log_prob") if name in tokens]
+    joined = [
+        "".join(np.array(shown, object)[units == each]) for each in range(int(units.max(initial=-1)) + 1)
+    ]
+    return joined, {name: aggregate(name, tokens[name], units) for name in names}
+
+
+def _scale(responses: list[dict[str, np.ndarray]], column: str) -> float:
     """The largest finite score of the group, so that its responses can be compared by eye."""
-    values = np.abs(np.concatenate([step.tokens(r)[column] for r in responses]))
+    values = np.abs(np.concatenate([tokens[column] for tokens in responses]))
     values = values[np.isfinite(values)]
     return float(values.max()) if values.size and values.max() > 0 else 1.0
 

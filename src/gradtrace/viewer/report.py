@@ -18,11 +18,13 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.reader import StepUnreadableError
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.trace.schema import COUNTERFACTUAL, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.trace.step import Step
 from gradtrace.viewer import payload
 from gradtrace.viewer.ablation_payload import ablation_payload
 from gradtrace.viewer.bundle import single_page
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, is_run
+from gradtrace.viewer.counterfactual_payload import counterfactual_payload, measured_group
 from gradtrace.viewer.instrument_pages import navigation
 from gradtrace.viewer.news import run_news
 from gradtrace.viewer.report_scores import score_pages
@@ -215,10 +217,11 @@ def _add_step(
     if f"{base}/points?credit={(view.scores or ['position'])[0]}" not in collected.floats:
         del collected.json[f"{base}/tokens"]
         collected.remarks.append(f"step {step}: its tokens page is left out, it would be too large")
+    measured = catalog.trace_step(served, COUNTERFACTUAL, step)
     for g in groups if groups is not None else _strongest_groups(table, max_groups):
         if not 0 <= g < view.n_groups:
             raise GradtraceError(f"step {step} has groups 0 to {view.n_groups - 1}, not {g}")
-        _add_group(collected, view, served, f"{base}/groups/{g}", g)
+        _add_group(collected, view, served, f"{base}/groups/{g}", g, measured)
 
 
 def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
@@ -233,7 +236,9 @@ def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
     return sorted((scored or [group["group"] for group in ranked])[:count])
 
 
-def _add_group(collected: _Collected, view: StepView, served: ServedRun, path: str, g: int) -> None:
+def _add_group(
+    collected: _Collected, view: StepView, served: ServedRun, path: str, g: int, measured: Step | None
+) -> None:
     structure = payload.group_payload(view, g, served.vocabulary)
     blocks = {}
     if structure["pairwise"] is not None:
@@ -246,6 +251,9 @@ def _add_group(collected: _Collected, view: StepView, served: ServedRun, path: s
         collected.remarks.append(f"{path}: effects on single responses are left out, they would be too large")
     collected.pairwise_bytes += sum(len(block) for block in blocks.values())
     collected.json[path] = structure
+    values = counterfactual_payload(measured_group(view, g, measured))
+    if values is not None:
+        collected.json[f"{path}/counterfactual"] = {"measured": values, "resample": False, "run": ""}
     collected.add_floats(f"{path}/tokens", payload.group_tokens(view, g, served.vocabulary))
     for r, block in blocks.items():
         collected.add_floats(f"{path}/pairwise/{r}", block)

@@ -58,6 +58,8 @@ class Access:
     """Accept every literal IP address as Host (when bound to all interfaces)."""
     token: str | None = None
     """Required from every visitor when set."""
+    posts: bool = False
+    """Take POST requests, which start and cancel a job; a page that sends one must name its origin."""
     cookie: str = field(default="gradtrace")
     """Cookies are shared by all ports of a host, so two viewers need two names."""
 
@@ -68,11 +70,11 @@ class Access:
         return host in self.hosts or (self.any_address and is_address(host))
 
 
-def access_for(host: str, port: int, token: str | None) -> Access:
+def access_for(host: str, port: int, token: str | None, posts: bool = False) -> Access:
     """The rule for a server bound to `host`: loopback needs no token, anything else always has one."""
     cookie = f"gradtrace_{port}"
     if host in LOOPBACK_NAMES:
-        return Access(hosts=LOOPBACK_NAMES, token=token, cookie=cookie)
+        return Access(hosts=LOOPBACK_NAMES, token=token, cookie=cookie, posts=posts)
     names = {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()} | LOOPBACK_NAMES
     every_interface = is_address(host) and ipaddress.ip_address(host).is_unspecified
     return Access(
@@ -80,6 +82,7 @@ def access_for(host: str, port: int, token: str | None) -> Access:
         any_address=every_interface,
         token=token or secrets.token_urlsafe(24),
         cookie=cookie,
+        posts=posts,
     )
 
 
@@ -147,11 +150,14 @@ class Gate:
                 "this viewer answers only to the host names it was started for; "
                 "start it with `gradtrace view --host NAME` to serve another",
             )
-        if scope["method"] not in ("GET", "HEAD"):
+        is_post = self.access.posts and scope["method"] == "POST"
+        if scope["method"] not in ("GET", "HEAD") and not is_post:
             return plain(405, "the viewer only reads", {"allow": "GET, HEAD"})
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
             return plain(413, "requests to the viewer have no body")
         origin = headers.get("origin")
+        if is_post and origin is None:
+            return plain(403, "a POST request must say from which page it comes (Origin)")
         if origin is not None and origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return plain(403, "a page of another site may not read this viewer")
         navigation = headers.get("sec-fetch-mode") == "navigate"

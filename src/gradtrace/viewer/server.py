@@ -18,14 +18,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gradtrace.instruments.counterfactual.columns import MeasuredGroup
 from gradtrace.trace.reader import StepUnreadableError
-from gradtrace.trace.schema import KINDS
+from gradtrace.trace.schema import COUNTERFACTUAL, KINDS
 from gradtrace.trace.step import Step
 from gradtrace.viewer import payload
 from gradtrace.viewer.ablation_payload import AblationUnreadableError, ablation_payload
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, last_activity
+from gradtrace.viewer.counterfactual_payload import counterfactual_payload, measured_group, token_payload
 from gradtrace.viewer.instrument_pages import instrument_page, kind_of, navigation
 from gradtrace.viewer.news import run_news, state_of
+from gradtrace.viewer.resample import MOST_K, ResampleJob, Sampling
+from gradtrace.viewer.resample import Request as ResampleRequest
 from gradtrace.viewer.response_payload import response_payload
 from gradtrace.viewer.security import Access, Gate
 from gradtrace.viewer.step_view import SCORES, StepView
@@ -50,11 +54,18 @@ def static_files() -> dict[str, bytes]:
     return found
 
 
-def create_app(catalog: RunCatalog, access: Access) -> Starlette:
+def create_app(catalog: RunCatalog, access: Access, sampling: Sampling | None = None) -> Starlette:
+    """`sampling`: what "resample from here" works with; without it the viewer never writes."""
+    job = ResampleJob(sampling) if sampling is not None else None
     routes = [
         Route("/", _page),
         Route("/static/{name:path}", _static),
-        *(Route(f"/api/{path}", _answer(catalog, handler)) for path, handler in API.items()),
+        *(
+            Route(f"/api/{path}", _answer(catalog, handler, job), methods=["POST"])
+            for path, handler in POSTS.items()
+            if job is not None
+        ),
+        *(Route(f"/api/{path}", _answer(catalog, handler, job)) for path, handler in API.items()),
     ]
     return Starlette(
         routes=routes,
@@ -92,11 +103,11 @@ Answer = tuple[bytes, str]
 Handler = Callable[["Question"], Answer]
 
 
-def _answer(catalog: RunCatalog, handler: Handler) -> Callable[[Request], Any]:
+def _answer(catalog: RunCatalog, handler: Handler, job: ResampleJob | None) -> Callable[[Request], Any]:
     """Runs a handler off the event loop (it reads files) and sends what it returns with an ETag."""
 
     async def endpoint(request: Request) -> Response:
-        body, kind = await run_in_threadpool(handler, Question(catalog, request))
+        body, kind = await run_in_threadpool(handler, Question(catalog, request, job))
         return tagged(request, body, kind)
 
     return endpoint
@@ -133,8 +144,9 @@ def as_floats(body: bytes | None) -> Answer:
 class Question:
     """A request, and what the numbers in its path stand for. What is not there is a 404, what is damaged a 422."""
 
-    def __init__(self, catalog: RunCatalog, request: Request) -> None:
+    def __init__(self, catalog: RunCatalog, request: Request, job: ResampleJob | None = None) -> None:
         self.catalog = catalog
+        self.job = job
         self.query = request.query_params
         self.path: dict[str, Any] = request.path_params
 
@@ -181,6 +193,21 @@ class Question:
         if response >= len(members):
             raise HTTPException(404, f"the group has {len(members)} responses")
         return response
+
+    @property
+    def position(self) -> int:
+        """A token of the response."""
+        position: int = self.path["position"]
+        length = int(self.view.layout["length"][self.view.members[self.group][self.response]])
+        if position >= length:
+            raise HTTPException(404, f"the response has {length} tokens")
+        return position
+
+    @cached_property
+    def measured(self) -> MeasuredGroup | None:
+        """Counterfactual values of the group, where there are any."""
+        found = readable(lambda: self.catalog.trace_step(self.served, COUNTERFACTUAL, self.path["step"]))
+        return measured_group(self.view, self.group, found)
 
     @cached_property
     def trace(self) -> Step:
@@ -263,6 +290,47 @@ def instrument_response(question: Question) -> Answer:
     return as_json(response_payload(step, response, question.served.vocabulary))
 
 
+def counterfactual(question: Question) -> Answer:
+    job, path = question.job, question.served.run.path
+    return as_json(
+        {
+            "measured": counterfactual_payload(question.measured),
+            "resample": job is not None and path in job.sampling.runs(),
+            "run": str(path),
+        }
+    )
+
+
+def continuations(question: Question) -> Answer:
+    if question.measured is None:
+        raise HTTPException(404, "no counterfactual values of this group")
+    where = (question.response, question.position)
+    return as_json(token_payload(question.measured, *where, question.served.vocabulary))
+
+
+def resample(question: Question) -> Answer:
+    job, path = question.job, question.served.run.path
+    if job is None or path not in job.sampling.runs():
+        raise HTTPException(
+            403, f"start the viewer with `gradtrace view {path} --resample` to sample from this run"
+        )
+    k = int(question.number("k"))
+    if not 1 <= k <= MOST_K:
+        raise HTTPException(400, f"k is at least 1 and at most {MOST_K}")
+    wanted = ResampleRequest(
+        path, question.view.step, question.group, question.response, question.position, k
+    )
+    if why := job.start(wanted, question.served.id):
+        raise HTTPException(409, why)
+    return as_json(job.state())
+
+
+def cancel(question: Question) -> Answer:
+    assert question.job is not None
+    question.job.cancel()
+    return as_json(question.job.state())
+
+
 STEP = "runs/{run:int}/steps/{step:int}"
 GROUP = STEP + "/groups/{group:int}"
 API: dict[str, Handler] = {
@@ -281,6 +349,13 @@ API: dict[str, Handler] = {
     f"{GROUP}/pairwise/on/{{response:int}}": lambda q: as_floats(
         payload.pairwise_column(q.view, q.group, q.response)
     ),
+    f"{GROUP}/counterfactual": counterfactual,
+    f"{GROUP}/counterfactual/{{response:int}}/{{position:int}}": continuations,
+    "resample": lambda q: as_json(q.job.state() if q.job is not None else {"state": "off"}),
     f"{STEP}/{{page}}": instrument,
     f"{STEP}/{{page}}/responses/{{response:int}}": instrument_response,
+}
+POSTS: dict[str, Handler] = {
+    f"{GROUP}/resample/{{response:int}}/{{position:int}}": resample,
+    "resample/cancel": cancel,
 }

@@ -1,17 +1,4 @@
-"""Look at a run in the browser: curves, prompt groups, token heat maps of entropy and influence, and, where the run has
-them, TracIn's scores and the entropy probe.
-
-    gradtrace view                      the latest run in ./runs, live while it is still training
-    gradtrace view runs/a runs/b        compare runs; every other run in ./runs can be added on the page
-    gradtrace view ablations/demo       the table of an ablation (a probe's folder works as well)
-    gradtrace view --demo               two short recorded runs of the demo, no training needed
-    gradtrace view --no-open --port 7007
-
-Works offline and serves this machine only. On a remote machine, run it there and use the printed `ssh -L` line
-on your own. To serve other machines directly name an address; visitors then need the token in the printed link:
-
-    gradtrace view --host 0.0.0.0
-"""
+"""Serve runs to the browser; `gradtrace view` (commands/view.py) says how it is used."""
 
 from __future__ import annotations
 
@@ -26,9 +13,13 @@ import threading
 import time
 import webbrowser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.places import run_of_traces
+
+if TYPE_CHECKING:
+    from gradtrace.viewer.resample import Sampling
 
 DEFAULT_PORT = 6180
 PORTS_TO_TRY = 50
@@ -56,9 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, sampling: Sampling | None = None) -> int:
+    """`sampling`: offers "resample from here" on the runs that it may sample from."""
     if not args.demo:
-        return serve(args)
+        return serve(args, sampling)
     with tempfile.TemporaryDirectory(prefix="gradtrace-demo-") as folder:
         args.runs, args.runs_dir = [str(unpack_demo(Path(folder))[0])], folder
         return serve(args)
@@ -74,7 +66,7 @@ def unpack_demo(folder: Path) -> list[Path]:
     return runs
 
 
-def serve(args: argparse.Namespace) -> int:
+def serve(args: argparse.Namespace, sampling: Sampling | None = None) -> int:
     """Serve the runs until Ctrl-C."""
     import uvicorn
 
@@ -91,7 +83,7 @@ def serve(args: argparse.Namespace) -> int:
     port = listener.getsockname()[1]
     if port != args.port:
         print(f"port {args.port} is taken, using {port}")
-    access = access_for(args.host, port, args.token)
+    access = access_for(args.host, port, args.token, posts=sampling is not None)
     url = address(args.host, port, access.token)
     print(f"gradtrace view: {url}")
     print(
@@ -103,7 +95,7 @@ def serve(args: argparse.Namespace) -> int:
     if not args.no_open:
         threading.Thread(target=open_browser, args=(url, port), daemon=True).start()
     config = uvicorn.Config(
-        create_app(catalog, access),
+        create_app(catalog, access, sampling),
         log_level="warning",
         access_log=False,
         server_header=False,

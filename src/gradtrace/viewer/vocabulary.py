@@ -23,6 +23,11 @@ class Vocabulary:
             return " ".join(f"⟨{token_id}⟩" for token_id in ids)
         return self.token_bytes.decode(ids)
 
+    def words(self, ids: Iterable[int]) -> str:
+        """The text of a response as a reward sees it: without control tokens."""
+        known = self.token_bytes
+        return self.text([i for i in ids if known is None or not known.flags(i) & Flag.SPECIAL])
+
     def entries(self, ids: list[int]) -> dict[str, Any]:
         """{ids, bytes: hex of each (null if unknown), special: indices of control tokens}."""
         hexes: list[str | None] = [None] * len(ids)

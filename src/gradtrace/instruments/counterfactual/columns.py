@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.instruments.counterfactual.function import results
+from gradtrace.instruments.counterfactual.results import results
 from gradtrace.instruments.counterfactual.tree import Measurement, PrefixTree, Sample
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.schema import COUNTERFACTUAL, ragged

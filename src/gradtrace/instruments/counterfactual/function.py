@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.counterfactual.choose import Clues, choose
+from gradtrace.instruments.counterfactual.results import results
 from gradtrace.instruments.counterfactual.sampling import Continuations, Progress
-from gradtrace.instruments.counterfactual.tree import Measurement
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.datasets import stop_token_ids
-
-
-@dataclass(frozen=True, eq=False)
-class Counterfactual:
-    """One response: the expected reward V along it, and what each token changed. NaN where nothing was measured."""
-
-    value: np.ndarray
-    """float64[T + 1]: V after the prompt, and after each token."""
-    value_stderr: np.ndarray
-    delta_v: np.ndarray
-    """float64[T]: V after the token minus V before it."""
-    stderr: np.ndarray
-    """float64[T]: standard errors of `delta_v`."""
-    reward: float
-    """What the response itself got."""
 
 
 def counterfactual(
@@ -77,21 +61,3 @@ def counterfactual(
     continuations.run(group, k, budget=budget, progress=progress)
     found = results(group)
     return found if several else found[0]
-
-
-def results(group: Measurement) -> list[Counterfactual]:
-    """The estimates of a group's responses."""
-    values = group.values()
-    found = []
-    for path, reward in zip(group.tree.paths, group.rewards, strict=True):
-        along = [0, *path]
-        found.append(
-            Counterfactual(
-                value=values.value[along],
-                value_stderr=np.sqrt(values.variance[along]),
-                delta_v=values.delta[path],
-                stderr=values.delta_stderr[path],
-                reward=float(reward),
-            )
-        )
-    return found

@@ -50,6 +50,5 @@ register_instrument(
             **RUN_META,
             "measured": "list, one per group: group_id, checkpoint and its step, reward, sampling, seed, samples",
         },
-        page=None,
     )
 )

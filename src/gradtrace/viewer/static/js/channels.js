@@ -1,4 +1,4 @@
-// The four things a heat map can show, and how each becomes colour.
+// The five things a heat map can show, and how each becomes colour.
 
 import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "./scales.js";
 
@@ -9,6 +9,7 @@ export const CREDIT_HINT =
 export const CHANNELS = {
   entropy: { title: "Entropy", ramp: "e", signed: false, unit: "nats" },
   influence: { title: "Influence", ramp: "", signed: true, unit: "influence" },
+  delta_v: { title: "ΔV", ramp: "", signed: true, unit: "change of the expected reward" },
   log_prob: { title: "Log-prob", ramp: "l", signed: false, unit: "nats" },
   advantage: { title: "Advantage", ramp: "", signed: true, unit: "of the whole response" },
 };

@@ -27,10 +27,15 @@ export class ServerSource {
     return readFloats(await (await this.fetch(path)).arrayBuffer());
   }
 
-  async fetch(path) {
+  /** Ask the server to do something; its answer is JSON. */
+  async post(path) {
+    return (await this.fetch(path, { method: "POST" })).json();
+  }
+
+  async fetch(path, options = {}) {
     let response;
     try {
-      response = await fetch(`api/${path}`);
+      response = await fetch(`api/${path}`, options);
     } catch {
       throw new SourceError("The viewer's server does not answer. Is `gradtrace view` still running?", 0);
     }
@@ -70,7 +75,8 @@ export class EmbeddedSource {
   groupsOf(run, step) {
     const prefix = `runs/${run}/steps/${step}/groups/`;
     const names = Object.keys(this.jsonByPath).filter((path) => path.startsWith(prefix));
-    return names.map((path) => Number(path.slice(prefix.length))).sort((a, b) => a - b);
+    const numbers = names.map((path) => path.slice(prefix.length)).filter((name) => /^\d+$/.test(name));
+    return numbers.map(Number).sort((a, b) => a - b);
   }
 }
 

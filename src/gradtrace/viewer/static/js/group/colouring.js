@@ -2,13 +2,15 @@
 
 import { classOf } from "../channels.js";
 import { scaleTop } from "../scales.js";
+import { aggregated } from "./units.js";
 
 /**
  * {values, tops, levels}: float32 of every token, top of the scale for every response, class −5…6 of every token.
  * values is null where the group has no such channel.
  */
 export function colouring(group, channel, options) {
-  const values = options.targetValues ?? group.values(channel, options.credit);
+  const own = options.targetValues ?? group.values(channel, options.credit);
+  const values = aggregated(group, channel, own, options.by);
   const levels = new Int8Array(group.size);
   if (values === null) return { channel, values, tops: group.responses.map(() => NaN), levels };
   const tops = topsOf(group, channel, values, options);
@@ -21,11 +23,11 @@ export function colouring(group, channel, options) {
 }
 
 /** Advantages are few and constant along a response, so their scale is always the group's largest. */
-function topsOf(group, channel, values, { scale, credit, targetValues }) {
+function topsOf(group, channel, values, { scale, credit, targetValues, by }) {
   if (scale === "response" && channel !== "advantage") {
     return group.responses.map((response) => scaleTop(values.subarray(response.start, response.end)));
   }
-  const ofStep = scale === "step" && !targetValues ? group.stepTop(channel, credit) : null;
+  const ofStep = scale === "step" && !targetValues && by === "token" ? group.stepTop(channel, credit) : null;
   const top = ofStep ?? scaleTop(values);
   return group.responses.map(() => top);
 }

@@ -4,13 +4,14 @@ import { CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
 import { segmentedControl } from "../controls.js";
 import { stepIsLikelier } from "../meaning.js";
 import { ORDERS } from "./sheet.js";
+import { UNITS } from "./units.js";
 
 export const VIEWS = { side: "side by side", stack: "stacked", one: "one" };
 export const SCALES = ["response", "group", "step"];
 /** Two questions about a token: what its step does in training, and what a step that makes it likelier would do. */
 export const QUESTIONS = { training: "training on a token does", likelier: "making it likelier would do" };
 
-/** now: {view, scale, credit, asks, order}; on: a function for each of them that is told the new value. */
+/** now: {view, scale, by, credit, asks, order}; on: a function for each of them that is told the new value. */
 export function groupControls(group, now, on) {
   const has = (credit) => group.credits.includes(credit);
   const whyNot = (credit) =>
@@ -25,6 +26,12 @@ export function groupControls(group, now, on) {
       "scale",
       "Colour scale, 99th pct. of",
       SCALES.map((value) => ({ value, label: value })),
+    ),
+    by: make(
+      "by",
+      "By",
+      UNITS.map((value) => ({ value, label: value })),
+      "Influence and ΔV of a sentence or a line are the sums over its tokens; entropy and log-prob are the means.",
     ),
     credit: make(
       "credit",

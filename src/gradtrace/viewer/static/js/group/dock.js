@@ -20,8 +20,11 @@ export class Dock {
     return this.node.hidden ? 0 : this.node.offsetHeight;
   }
 
-  /** effects: {members, values, sum, why}; values is null where no effect was stored, and `why` says so. */
-  show(group, token, context, effects, order) {
+  /**
+   * effects: {members, values, sum, why}; values is null where no effect was stored, and `why` says so.
+   * below: a node that stands under the three parts.
+   */
+  show(group, token, context, effects, order, below) {
     const parts = [tokenPart(group, token, context)];
     if (effects.values) parts.push(this.barsPart(effects, context, order), sumPart(effects));
     else
@@ -34,7 +37,7 @@ export class Dock {
         ),
         element("div"),
       );
-    this.node.replaceChildren(...parts, this.close);
+    this.node.replaceChildren(...parts, below, this.close);
     this.node.hidden = false;
   }
 

@@ -1,6 +1,6 @@
 // The head of the group page: the prompt, the facts, and why something is missing.
 
-import { button, element, fact, passDots } from "../dom.js";
+import { button, element, emptyState, fact, passDots } from "../dom.js";
 import { fixed, MISSING, numberStyle } from "../format.js";
 import { piecesOf, rawText, visibleText } from "../token_text.js";
 import { meanOf } from "./model.js";
@@ -88,3 +88,10 @@ export const SELECTION_REMARKS = {
   non_finite: "gradient not finite",
   not_captured: "not captured",
 };
+
+export function responsesNotStored() {
+  return emptyState(
+    "The responses of this group were not stored",
+    "An influence trace holds only the responses of scored groups. With trainer.entropy_trace.enable=true every response is there.",
+  );
+}

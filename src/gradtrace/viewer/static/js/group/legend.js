@@ -60,6 +60,14 @@ export function explanation(slot, channel, target, { sign, sentence, hasClipped 
   if (channel === "entropy")
     node.append("How undecided the model was when it chose this token. Stronger colour: more undecided.");
   if (channel === "log_prob") node.append("How unlikely the token was that was sampled. Stronger colour: less likely.");
+  if (channel === "delta_v") {
+    node.append(
+      sample("p4"),
+      "Positive, bar above: the token made a high reward likelier. ",
+      sample("n4"),
+      "Negative, bar below: less likely. V after the token minus V before it, by sampled continuations.",
+    );
+  }
   if (channel === "advantage") {
     node.append(
       sample("p4"),

@@ -4,6 +4,7 @@ import { element } from "../dom.js";
 import { fixed, MISSING, signed } from "../format.js";
 import { SELECTION_REMARKS } from "./header.js";
 import { sumOver } from "./model.js";
+import { valueCurve } from "./value_curve.js";
 
 export function metaHead(group) {
   const head = element("div", "meta-head");
@@ -35,6 +36,14 @@ export function fillMetaCell(row) {
   }
   row.meta.replaceChildren(numbers, row.remarks);
   row.node.setAttribute("aria-label", describe(response, group));
+}
+
+/** V along the response, below its numbers, where it was measured. */
+export function showCurve(row, onPick) {
+  const { group, response } = row;
+  row.meta.querySelector(".value-curve")?.remove();
+  const curve = valueCurve(group, response, (position) => onPick(response.start + position));
+  if (curve) row.meta.append(curve);
 }
 
 function describe(response, group) {

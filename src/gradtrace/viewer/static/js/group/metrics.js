@@ -35,6 +35,12 @@ export function tokenMetrics(group, token, context) {
       tone: value < 0 ? "n4" : "p4",
     });
   }
+  const deltaV = group.values("delta_v")?.[token];
+  if (Number.isFinite(deltaV)) {
+    const error = fixed(group.channels.get("delta_v_stderr")[token], 3);
+    const tone = deltaV < 0 ? "n4" : "p4";
+    lines.push({ name: "ΔV", text: `${signed(deltaV, 3)} ± ${error}`, share: Math.abs(deltaV) / tops.delta_v, tone });
+  }
   if (group.isPassedOver(token)) lines.push({ name: "clipped", text: "training takes no step on it" });
   if (response.advantage !== null) lines.push({ name: "advantage", text: signed(response.advantage, 2) });
   return lines;

@@ -85,7 +85,8 @@ export class ResponseRow {
     const level = levels[token];
     let name = this.bases[position];
     if (level) name += ` ${classNameOf(channel, level)}`;
-    else if (channel === "influence" && values !== null && Number.isNaN(values[token])) name += " nc";
+    else if ((channel === "influence" || channel === "delta_v") && values !== null && Number.isNaN(values[token]))
+      name += " nc";
     const flags = this.flags.get(position);
     if (flags) name += ` ${flags}`;
     const span = this.spans[slot][position];

@@ -14,7 +14,8 @@ const STRONGEST_TINT = 3;
 const TINT_REACH = 1.67;
 
 export class TokenSelection {
-  constructor(sheet, pairwise, dock, rail) {
+  constructor(sheet, pairwise, dock, rail, continuations) {
+    this.continuations = continuations;
     this.sheet = sheet;
     this.group = sheet.group;
     this.pairwise = pairwise;
@@ -35,7 +36,8 @@ export class TokenSelection {
     row.flag(position, "sel", true);
     const effects = await this.effectsOf(token, context);
     if (this.token !== token) return null;
-    this.dock.show(this.group, token, context, effects, this.sheet.responses);
+    this.dock.show(this.group, token, context, effects, this.sheet.responses, this.continuations.node);
+    this.continuations.show(response.index, position).catch(this.continuations.on.fail);
     this.makeRoom(this.dock.height);
     if (effects.values) this.tintRows(effects, response);
     this.sheet.reveal(row, position, this.dock.height);

@@ -2,7 +2,7 @@
 
 import { CHANNELS } from "../channels.js";
 import { nextOf } from "../controls.js";
-import { element, emptyState } from "../dom.js";
+import { element } from "../dom.js";
 import { numberStyle } from "../format.js";
 import { LIKELIER, scoreSentence, signWords, unitWords } from "../meaning.js";
 import { Page } from "../page.js";
@@ -10,16 +10,19 @@ import { scaleTop } from "../scales.js";
 import { colouring, largestTop } from "../group/colouring.js";
 import { groupControls, QUESTIONS, SCALES, VIEWS } from "../group/controls.js";
 import { copiedText, slotOf } from "../group/copy.js";
+import { Continuations } from "../group/continuations.js";
+import { Counterfactual } from "../group/counterfactual.js";
 import { Dock } from "../group/dock.js";
 import { FindBar } from "../group/find_bar.js";
-import { promptSection, whyNoInfluence } from "../group/header.js";
-import { showSums } from "../group/meta_cell.js";
+import { promptSection, responsesNotStored, whyNoInfluence } from "../group/header.js";
+import { showCurve, showSums } from "../group/meta_cell.js";
 import { Group, sumOver } from "../group/model.js";
 import { PairwiseInfluence } from "../group/pairwise.js";
 import { Rail } from "../group/rail.js";
 import { Readout } from "../group/readout.js";
 import { TokenSelection } from "../group/selection.js";
 import { fitsSideBySide, ORDERS, Sheet } from "../group/sheet.js";
+import { UNITS } from "../group/units.js";
 
 const NARROW = 1100;
 const HINTS = [
@@ -28,6 +31,7 @@ const HINTS = [
   ["[ ]", "step"],
   ["v", "view"],
   ["s", "scale"],
+  ["b", "by token, sentence, line"],
   ["c", "credit"],
   ["x", "training or likelier"],
   ["o", "order"],
@@ -42,14 +46,16 @@ export async function openGroupPage(context) {
   const path = `runs/${run.id}/steps/${context.step}/groups/${context.group}`;
   const [structure, floats] = await Promise.all([source.json(path), source.floats(`${path}/tokens`)]);
   const group = new Group(structure, floats);
-  return () => new GroupPage(context, group, new PairwiseInfluence(source, path, group));
+  const counterfactual = await new Counterfactual(source, path, group).load();
+  return () => new GroupPage(context, group, new PairwiseInfluence(source, path, group), counterfactual);
 }
 
 class GroupPage extends Page {
-  constructor(context, group, pairwise) {
+  constructor(context, group, pairwise, counterfactual) {
     super(context, `group ${group.structure.group}, step ${group.structure.step}`, HINTS);
     this.group = group;
     this.pairwise = pairwise;
+    this.counterfactual = counterfactual;
     this.tail = group.pairwise ? "Click a token or r0 to see what influences what." : "";
     this.abort = new AbortController();
     this.readState();
@@ -67,6 +73,7 @@ class GroupPage extends Page {
     this.view = url.choice("view", Object.keys(VIEWS), this.defaultView());
     this.scale = url.choice("scale", SCALES, "group");
     this.order = url.choice("order", ORDERS);
+    this.by = url.choice("by", UNITS);
     this.credit = url.choice("credit", group.credits.length ? group.credits : ["position"]);
     this.asks = group.structure.likelier ? url.choice("asks", Object.keys(QUESTIONS)) : "training";
     const second = group.credits.length ? "influence" : "entropy";
@@ -103,7 +110,15 @@ class GroupPage extends Page {
     this.readout = new Readout();
     this.dock = new Dock({ onClose: () => this.clearSelection(), onJump: (index) => this.jumpTo(index) });
     this.rail = group.isChain ? null : new Rail(group, (index) => this.jumpTo(index));
-    this.selection = new TokenSelection(this.sheet, this.pairwise, this.dock, this.rail);
+    const continuations = new Continuations(this.counterfactual, {
+      measured: () => {
+        this.recolour();
+        return this.selection.token === null ? null : this.select(this.selection.token);
+      },
+      resized: () => this.selection.token !== null && this.selection.makeRoom(this.dock.height),
+      fail: this.context.fail,
+    });
+    this.selection = new TokenSelection(this.sheet, this.pairwise, this.dock, this.rail, continuations);
     this.listen();
   }
 
@@ -112,6 +127,7 @@ class GroupPage extends Page {
     this.controls = groupControls(this.group, this, {
       view: (value) => this.setView(value),
       scale: (value) => this.setScale(value),
+      by: (value) => this.setUnit(value),
       credit: fail(this.setCredit),
       asks: fail(this.setQuestion),
       order: (value) => this.setOrder(value),
@@ -157,6 +173,13 @@ class GroupPage extends Page {
     this.scale = scale;
     this.controls.scale.select(scale);
     this.url.update({ scale });
+    this.recolour();
+  }
+
+  setUnit(by) {
+    this.by = by;
+    this.controls.by.select(by);
+    this.url.update({ by: by === "token" ? null : by });
     this.recolour();
   }
 
@@ -209,11 +232,12 @@ class GroupPage extends Page {
   }
 
   recolour() {
-    const { group, scale, score: credit } = this;
+    const { group, scale, by, score: credit } = this;
     const valuesFor = (channel) => (channel === "influence" ? this.targetValues : null);
-    const make = (channel) => colouring(group, channel, { scale, credit, targetValues: valuesFor(channel) });
+    const make = (channel) => colouring(group, channel, { scale, by, credit, targetValues: valuesFor(channel) });
     this.sheet.paint(this.channels.map(make));
     this.showLegends();
+    for (const row of this.sheet.rows) showCurve(row, (token) => this.select(token).catch(this.context.fail));
     this.tops = this.metricTops();
     const values = group.values("influence", credit);
     const sums = values ? group.responses.map((response) => Math.abs(sumOver(values, response))) : [1];
@@ -242,7 +266,8 @@ class GroupPage extends Page {
 
   /** Tops for the small bars of readout and dock: always the group's. */
   metricTops() {
-    const tops = { entropy: scaleTop(this.group.values("entropy") ?? new Float32Array(0)) };
+    const topOf = (channel) => scaleTop(this.group.values(channel) ?? new Float32Array(0));
+    const tops = { entropy: topOf("entropy"), delta_v: topOf("delta_v") };
     for (const credit of this.group.scores) {
       tops[`influence_${credit}`] = scaleTop(this.group.values("influence", credit));
     }
@@ -388,6 +413,7 @@ class GroupPage extends Page {
       k: () => this.moveRow(-1),
       v: () => this.setView(nextOf(Object.keys(VIEWS), this.view)),
       s: () => this.setScale(nextOf(SCALES, this.scale)),
+      b: () => this.setUnit(nextOf(UNITS, this.by)),
       c: () => this.setCredit(nextOf(group.credits, this.credit)),
       x: () => group.structure.likelier && this.setQuestion(nextOf(Object.keys(QUESTIONS), this.asks)),
       o: () => this.setOrder(nextOf(ORDERS, this.order)),
@@ -417,11 +443,4 @@ function focusedRow() {
 function tokenOf(node) {
   const span = node.closest?.(".t");
   return span && span.token !== undefined ? span.token : null;
-}
-
-function responsesNotStored() {
-  return emptyState(
-    "The responses of this group were not stored",
-    "An influence trace holds only the responses of scored groups. With trainer.entropy_trace.enable=true every response is there.",
-  );
 }

@@ -1,0 +1,89 @@
+// Counterfactual values of a group: V and ΔV of its tokens, what follows before and after one, and live resampling.
+
+const POLL = 300;
+const CHANNELS = ["delta_v", "delta_v_stderr", "value", "value_stderr"];
+
+/**
+ * @typedef {{answer: string, reward: number, share: number, texts: number,
+ *   examples: {text: string, share: number, response: number | null}[]}} Answer
+ * @typedef {{value: number, stderr: number, answers: Answer[]} | null} Side
+ */
+
+export class Counterfactual {
+  constructor(source, path, group) {
+    this.source = source;
+    this.path = path;
+    this.group = group;
+    this.measured = null;
+    this.canResample = false;
+    this.run = "";
+  }
+
+  /** Read what is stored. A report, or an older server, has nothing. */
+  async load() {
+    let answer;
+    try {
+      answer = await this.source.json(`${this.path}/counterfactual`);
+    } catch (error) {
+      if (error.status === 404) return this;
+      throw error;
+    }
+    this.run = answer.run;
+    this.canResample = answer.resample;
+    this.measured = answer.measured;
+    for (const name of CHANNELS) {
+      if (this.measured)
+        this.group.channels.set(
+          name,
+          Float32Array.from(this.measured[name], (value) => value ?? NaN),
+        );
+    }
+    this.group.promptValue = this.measured?.prompt_value ?? NaN;
+    this.group.promptValueError = this.measured?.prompt_value_stderr ?? NaN;
+    this.group.rewardBounds = this.measured?.bounds ?? [0, 1];
+    return this;
+  }
+
+  /** Where the samples came from, in words. */
+  get origin() {
+    const { about, samples } = this.measured;
+    const away = about.steps_away;
+    const distance = away
+      ? `, ${Math.abs(away)} steps ${away > 0 ? "after" : "before"} the weights that wrote this`
+      : "";
+    return `${samples.toLocaleString("en-US")} continuations from ${about.checkpoint}${distance}`;
+  }
+
+  /** What to type where no model is at hand. */
+  command(response, position) {
+    const { step, group } = this.group.structure;
+    return `gradtrace counterfactual ${this.run} --step ${step} --group ${group} --response ${response} --tokens ${position}`;
+  }
+
+  /** @returns {Promise<{before: Side, after: Side}>} What the policy writes from before a token, and from after it. */
+  async ofToken(response, position) {
+    if (!this.measured) return { before: null, after: null };
+    try {
+      return await this.source.json(`${this.path}/counterfactual/${response}/${position}`);
+    } catch (error) {
+      if (error.status === 404) return { before: null, after: null };
+      throw error;
+    }
+  }
+
+  /** Sample k continuations from before and after a token. `onState` hears how far it is; resolves to its last state. */
+  async resample(response, position, k, onState) {
+    let state = await this.source.post(`${this.path}/resample/${response}/${position}?k=${k}`);
+    while (state.state === "running") {
+      onState(state);
+      await new Promise((resolve) => setTimeout(resolve, POLL));
+      state = await this.source.json("resample");
+    }
+    await this.load();
+    return state;
+  }
+
+  cancel() {
+    return this.source.post("resample/cancel");
+  }
+}

@@ -1,0 +1,42 @@
+// Sentences and lines: long answers are read in them, so numbers can be shown for them instead of single tokens.
+
+export const UNITS = ["token", "sentence", "line"];
+const SUMMED = ["influence", "delta_v"];
+/** A sentence ends with its mark and the space after it, a line with its break; as in gradtrace/trace/units.py. */
+const ENDS = { sentence: /[.!?…。！？]+["'”’)\]]*(?=\s|$)|\n+/g, line: /\n+/g };
+
+/** Int32Array: the number of the sentence or line that each token of a response is in. */
+export function unitsOf(response, by) {
+  const texts = response.pieces.map((piece) => piece.text);
+  const whole = texts.join("");
+  const ends = Array.from(whole.matchAll(ENDS[by]), (match) => match.index + match[0].length);
+  const units = new Int32Array(texts.length);
+  let at = 0;
+  let unit = 0;
+  for (const [index, text] of texts.entries()) {
+    while (unit < ends.length && at >= ends[unit]) unit += 1;
+    units[index] = unit;
+    at += text.length;
+  }
+  return units;
+}
+
+/** The values of a channel with each token's replaced by that of its unit: the sum of what adds up, else the mean. */
+export function aggregated(group, channel, values, by) {
+  if (by === "token" || values === null) return values;
+  const found = new Float32Array(values.length).fill(NaN);
+  for (const response of group.responses) {
+    const units = unitsOf(response, by);
+    const sums = new Map();
+    for (const [index, unit] of units.entries()) {
+      const value = values[response.start + index];
+      const [sum, count] = sums.get(unit) ?? [0, 0];
+      if (Number.isFinite(value)) sums.set(unit, [sum + value, count + 1]);
+    }
+    for (const [index, unit] of units.entries()) {
+      const [sum, count] = sums.get(unit) ?? [NaN, 1];
+      found[response.start + index] = SUMMED.includes(channel) ? sum : sum / count;
+    }
+  }
+  return found;
+}
