@@ -156,7 +156,7 @@ def test_cfg_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_every_setting_is_documented() -> None:
     """A docstring stands under each field that is not a section."""
-    sections = ("policy", "tasks", "algorithm", "instruments", "run")
+    sections = ("policy", "tasks", "algorithm", "instruments", "findings", "run")
     modules = [importlib.import_module(f"gradtrace.config.{name}") for name in sections]
     nodes = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]
     assert {node.name for node in nodes if isinstance(node, ast.ClassDef)} == set(schema.__all__)

@@ -52,6 +52,7 @@ def examine(run: Run) -> list[Finding]:
     findings = [
         *_metrics_findings(rows),
         *_instrument_findings(run, rows),
+        *_told(run),
     ]
     traced = any(run.steps(kind) for kind in run.kinds())
     if not rows and not traced and not is_held(run.path) and not (run.path / "ablation.json").exists():
@@ -59,6 +60,20 @@ def examine(run: Run) -> list[Finding]:
     damaged = [Finding(True, f"{problem} (left out when reading)") for problem in run.verify()]
     every = [*damaged, *findings]
     return [*(f for f in every if f.is_problem), *(f for f in every if not f.is_problem)]
+
+
+def _told(run: Run) -> Iterator[Finding]:
+    """What the detectors said while it ran, each detector's surest finding."""
+    surest: dict[str, dict[str, Any]] = {}
+    for told in run.findings():
+        name, known = str(told.get("detector")), surest.get(str(told.get("detector")))
+        if known is None or float(told.get("confidence", 0)) > float(known.get("confidence", 0)):
+            surest[name] = told
+    for name, told in surest.items():
+        yield Finding(
+            False,
+            f"step {told.get('step')}, {name} ({float(told.get('confidence', 0)):.0%} sure): {told.get('sentence')}",
+        )
 
 
 def _rows(run: Run) -> dict[int, dict[str, Any]]:

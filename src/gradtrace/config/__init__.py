@@ -14,6 +14,7 @@ from gradtrace.config.algorithm import (
     LengthShapingConfig,
     OverlongConfig,
 )
+from gradtrace.config.findings import FindingsConfig
 from gradtrace.config.instruments import (
     BlameConfig,
     EntropyProbeConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "EntropyProbeConfig",
     "EntropyTraceConfig",
     "FilesConfig",
+    "FindingsConfig",
     "InfluenceTraceConfig",
     "LengthShapingConfig",
     "LoraConfig",

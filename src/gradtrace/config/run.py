@@ -7,6 +7,7 @@ from typing import Any
 
 from gradtrace.attribution.config import choice, number
 from gradtrace.config.algorithm import AlgorithmConfig
+from gradtrace.config.findings import FindingsConfig
 from gradtrace.config.instruments import (
     BlameConfig,
     EntropyProbeConfig,
@@ -99,6 +100,7 @@ class TrainerConfig:
     tracin: TracinConfig = field(default_factory=TracinConfig)
     entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
     blame: BlameConfig = field(default_factory=BlameConfig)
+    findings: FindingsConfig = field(default_factory=FindingsConfig)
 
     def validate(self, path: str) -> None:
         if unknown := set(self.logger) - TRACKERS:

@@ -32,6 +32,7 @@ from gradtrace.trace.token_text import TokenBytes
 logger = logging.getLogger(__name__)
 
 MAX_STEP_BYTES = 4 << 30
+FINDINGS = "findings.jsonl"
 MAX_TEXT_BYTES = 64 << 20
 
 
@@ -142,6 +143,16 @@ class Run:
             except DamagedError as error:
                 self._note(name, f"a line was left out: {error}")
         return records, start + whole
+
+    def findings(self) -> list[dict[str, Any]]:
+        """What the detectors said while the run went on, in order: findings.jsonl."""
+        found = []
+        for line in (self._read_small(FINDINGS) or b"").splitlines():
+            try:
+                found.append(unseal(line, strict=False))
+            except DamagedError as error:
+                self._note(FINDINGS, f"a line was left out: {error}")
+        return found
 
     def kinds(self) -> list[str]:
         """The kinds of trace this run has."""

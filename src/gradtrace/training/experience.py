@@ -122,6 +122,7 @@ class Experience:
             "rollout/groups_mixed": counts.mixed / counts.total,
             "rollout/groups_constant": counts.constant / counts.total,
             "rollout/batches": float(batches),
+            **{f"reward_part/{name}": mean for name, mean in self.reward.parts.items()},
         }
 
 

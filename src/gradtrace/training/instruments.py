@@ -17,6 +17,7 @@ from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
+from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Observers, StepObserver
@@ -80,6 +81,20 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
         writer = open_writer(files, ENTROPY_PROBE, trainer.entropy_probe, report)
         observers.append(entropy_probe(parts, writer, meta, report))
     return Observers(observers)
+
+
+def build_findings(
+    parts: Parts, files: RunFiles, report: Callable[[str], None], observer: StepObserver
+) -> Findings:
+    """The detectors, which read the blame of a step where the run has it."""
+    own = [o for o in getattr(observer, "observers", []) if isinstance(o, BlameInstrument)]
+    return Findings(
+        parts.config.trainer.findings,
+        files.path,
+        lambda ids: str(parts.task.tokenizer.decode(ids)),
+        report,
+        lambda: own[0].last if own else None,
+    )
 
 
 def blame_instrument(

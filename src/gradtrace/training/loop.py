@@ -10,6 +10,7 @@ import torch
 from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.observer import OptimizerStep, StepObserver
 from gradtrace.metrics import GENERATED, Timer, batch_metrics
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
@@ -43,6 +44,7 @@ class Trainer:
         observer: StepObserver,
         display: Display,
         trackers: list[Tracker] | None = None,
+        findings: Findings | None = None,
     ) -> None:
         config = parts.config
         self.parts = parts
@@ -51,6 +53,7 @@ class Trainer:
         self.observer = observer
         self.display = display
         self.trackers = trackers or []
+        self.findings = findings
         self.checkpoints = Checkpoints(files.path, config.trainer.checkpoint.keep_last)
         self.estimator = advantage(config.algorithm.advantage, **config.algorithm.advantage_options)
         self.experience = Experience(
@@ -70,8 +73,13 @@ class Trainer:
         settings = self.config.trainer
         self.files.truncate_after(last_step)
         self.observer.start(last_step)
+        if self.findings is not None:
+            self.findings.start(last_step)
         if last_step == 0 and settings.validation.every and settings.validation.before_training:
-            self._log(0, self._validate(Timer()))
+            metrics = self._validate(Timer())
+            self._log(0, metrics)
+            if self.findings is not None:
+                self.findings.remember(0, metrics)
         step = last_step
         try:
             with Interrupt(self.display.message) as interrupt:
@@ -108,6 +116,8 @@ class Trainer:
         validation = self.config.trainer.validation
         if validation.every and step % validation.every == 0:
             metrics.update(self._validate(timer))
+        if self.findings is not None:
+            metrics.update(self.findings.see(step, batch, metrics))
         tokens = float((batch.prompt_lengths + batch.response_lengths).sum())
         metrics.update(timer.metrics())
         metrics["perf/total_num_tokens"] = tokens

@@ -14,7 +14,7 @@ from gradtrace.trace import lock
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
 from gradtrace.training.checkpoint import Checkpoints
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.instruments import build_findings, build_observer
 from gradtrace.training.logger import open_trackers
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import build_parts
@@ -47,11 +47,13 @@ def train(config: Config, display: Display | None = None) -> Outcome:
             files.place_traces(config.trainer.trace_dir)
             files.write_config(to_yaml(dataclasses.replace(config, resume="")))
             trackers = open_trackers(config.trainer, run_dir, dataclasses.asdict(config))
-            observer = build_observer(parts, files, files.messages.telling(display.message))
+            report = files.messages.telling(display.message)
+            observer = build_observer(parts, files, report)
+            findings = build_findings(parts, files, report, observer)
         display.begin(last_step, config.trainer.total_steps)
         if checkpoint is not None:
             observer.load_state(load_observer_state(checkpoint))
-        trainer = Trainer(parts, files, observer, display, trackers)
+        trainer = Trainer(parts, files, observer, display, trackers, findings)
         reached = trainer.fit(last_step)
         outcome = Outcome(run_dir, reached, reached == config.trainer.total_steps)
 

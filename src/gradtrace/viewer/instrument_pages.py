@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gradtrace.instruments.blame.report import gradient_report
 from gradtrace.trace.record import KINDS, InstrumentRecord
-from gradtrace.trace.schema import COLUMNS, ENTROPY_PROBE, TRACIN, Column
+from gradtrace.trace.schema import BLAME, COLUMNS, ENTROPY_PROBE, TRACIN, Column
 from gradtrace.trace.step import Step
 from gradtrace.viewer.payload import LONGEST_PROMPT_PREVIEW
 from gradtrace.viewer.probe_payload import probe_payload
@@ -21,6 +22,9 @@ from gradtrace.viewer.vocabulary import Vocabulary
 
 RESPONSES = 24
 """Responses that a report holds in full on either side: most and least helpful, raising and lowering entropy."""
+
+SHOWN_BLAMED = 6
+"""Rows of each list of blame."""
 
 Rows = list[dict[str, Any]]
 
@@ -73,6 +77,12 @@ def any_payload(step: Step, vocabulary: Vocabulary, _: Mapping[int, int]) -> dic
     }
 
 
+def blame_payload(step: Step, vocabulary: Vocabulary, groups: Mapping[int, int]) -> dict[str, Any]:
+    """As any instrument's page, with who made the gradient above it."""
+    report = gradient_report(step, vocabulary.token_bytes, SHOWN_BLAMED)
+    return {**any_payload(step, vocabulary, groups), "report": report.as_json()}
+
+
 def _described(column: Column) -> dict[str, Any]:
     return {
         "name": column.name,
@@ -105,6 +115,7 @@ def _strongest_changes(page: dict[str, Any]) -> Rows:
 
 
 _PAGES = {
+    BLAME: InstrumentPage(blame_payload, lambda page: page["responses"][: 2 * RESPONSES]),
     TRACIN: InstrumentPage(tracin_payload, _ends_of_scores),
     ENTROPY_PROBE: InstrumentPage(lambda step, words, _: probe_payload(step, words), _strongest_changes),
 }

@@ -36,6 +36,7 @@ def run_news(
         "traces": {kind: _trace_news(served, kind, newest.get(kind, 0.0)) for kind in KINDS},
         "description": describe(served.config),
         "enabled": {kind: _enabled(served.config, kind) for kind in KINDS},
+        "findings": len(run.findings()),
         "ablation": _changed(run.path / ABLATION),
         "problems": [str(problem) for problem in run.problems],
         "vocabulary_problem": served.vocabulary.problem,

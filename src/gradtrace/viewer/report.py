@@ -130,6 +130,7 @@ def make_report(
             kept = [entry for entry in trace["steps"] if entry["step"] in held]
             trace["present"] = bool(kept)
             trace["steps"], trace["count"] = kept, len(kept)
+        collected.json[f"runs/{each.id}/findings"] = {"findings": each.run.findings()}
         table = ablation_payload(each.run.path)
         if table is not None:
             collected.json[f"runs/{each.id}/ablation"] = table

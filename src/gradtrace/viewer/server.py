@@ -337,6 +337,7 @@ API: dict[str, Handler] = {
     "runs": runs,
     "runs/{run:int}/news": news,
     "runs/{run:int}/ablation": ablation,
+    "runs/{run:int}/findings": lambda q: as_json({"findings": q.served.run.findings()}),
     STEP: lambda q: as_json(payload.step_payload(q.view, q.served.vocabulary)),
     f"{STEP}/miniatures": lambda q: as_floats(payload.miniatures(q.view, q.credit)),
     f"{STEP}/tokens": lambda q: as_json(payload.points_payload(q.view, q.served.vocabulary)),

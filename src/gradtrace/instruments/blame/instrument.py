@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gradtrace.attribution import directional_derivative
 from gradtrace.attribution.response_gradients import ResponseGradients
@@ -107,14 +108,21 @@ class BlameInstrument(StepObserver):
         square = sum(float(part.double().square().sum()) for part in gradient.values())
         if not square:
             return
-        terms = self._terms
+        terms, values = self._terms, []
+
+        def run() -> Tensor:
+            made = terms(rows)
+            values.append(forward_ad.unpack_dual(made).primal)
+            return made
+
         with padding_row_is_constant(self.policy.model):
-            changes = directional_derivative(self.policy.model, lambda: terms(rows), gradient).double().cpu()
+            changes = directional_derivative(self.policy.model, run, gradient).double().cpu()
         mask = torch.zeros_like(self._mask)
         mask[rows] = self._mask[rows]
         owner = rows.repeat_interleave(self._mask[rows].sum(1))
         blame.share[mask] = changes[0] * self._weights[owner] / square * clip_factor
         blame.push[mask] = -changes[1] / clip_factor
+        blame.log_probs[mask] = values[0][1].double().cpu()
         parameters = dict(self.policy.model.named_parameters())
         covered = sum(
             float(gradient[block.parameter_name].double().square().sum())

@@ -22,6 +22,7 @@ from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import BLAME, ENTROPY_PROBE, ENTROPY_TRACE, ProbeBatch
 from gradtrace.trace.show import pieces
 from gradtrace.trace.step import Step
+from gradtrace.trace.token_text import TokenBytes
 
 WHAT = ("grad_norm", "entropy", "reward", "length", "kl")
 METRIC = {
@@ -72,7 +73,7 @@ def blame(run: Run, what: str, step: int | None = None, top: int = 10) -> Report
         raise GradtraceError(f"--what {what}: it is one of {', '.join(WHAT)}")
     step = _most_eventful(run, what) if step is None else step
     if what == "grad_norm":
-        return _gradient(run, run.step(BLAME, step), top)
+        return gradient_report(run.step(BLAME, step), run.token_bytes, top)
     if what == "entropy" and step in run.steps(ENTROPY_PROBE):
         return _probe(run, run.step(ENTROPY_PROBE, step), top)
     return _difference(run, what, step, top)
@@ -107,9 +108,9 @@ def _most_eventful(run: Run, what: str) -> int:
 class _Batch:
     """Texts and places of one stored step."""
 
-    def __init__(self, run: Run, step: Step) -> None:
+    def __init__(self, token_bytes: TokenBytes | None, step: Step) -> None:
         self.step = step
-        self.token_bytes = run.token_bytes
+        self.token_bytes = token_bytes
         self.group = step["group"]
         seen: dict[int, int] = {}
         self.place = np.empty(len(self.group), np.int64)
@@ -168,8 +169,9 @@ def _largest(values: np.ndarray, top: int) -> list[int]:
 # ---------------------------------------------------------------- the gradient
 
 
-def _gradient(run: Run, step: Step, top: int) -> Report:
-    batch = _Batch(run, step)
+def gradient_report(step: Step, token_bytes: TokenBytes | None, top: int) -> Report:
+    """Of one step of a blame trace."""
+    batch = _Batch(token_bytes, step)
     updates = [u for u in step.meta.get("updates", []) if isinstance(u, dict)]
     broken = step.meta.get("skipped") or []
     if not updates:
@@ -270,7 +272,7 @@ def _outweighed(batch: _Batch, r: int) -> str:
 
 
 def _probe(run: Run, step: Step, top: int) -> Report:
-    batch = _Batch(run, step)
+    batch = _Batch(run.token_bytes, step)
     is_update = step["batch"] == int(ProbeBatch.UPDATE)
     shares = np.where(is_update, step["share"], 0.0)
     predicted = float(step.meta.get("delta_h_predicted", shares.sum()))
@@ -308,7 +310,7 @@ def _difference(run: Run, what: str, number: int, top: int) -> Report:
             f"--what kl: step {number} has no reference log-probs; train with algorithm.kl_coef above 0"
         )
     earlier = [other for other in run.steps(kind) if other < number]
-    batch = _Batch(run, step)
+    batch = _Batch(run.token_bytes, step)
     before = _values(run.step(kind, earlier[-1]), what).mean() if earlier else 0.0
     values = _values(step, what).astype(np.float64)
     shares = (values - before) / max(1, len(values))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class StepBlame:
     """float64[R, T]: −⟨∇ℓ_t, g⟩, the change of a token's log-prob by a plain gradient step of rate 1."""
     norm: Tensor
     """float64[R]: ‖g_r‖ in the linear layers; NaN where no pass was seen."""
+    log_probs: Tensor
+    """float64[R, T]: of the tokens, at the weights before their optimizer step."""
     optimizer_step: Tensor
     """long[R]: which optimizer step of this rollout; −1 where the response had none."""
     sketch: dict[int, Tensor] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class StepBlame:
             zeros,
             zeros.clone(),
             torch.full((rows,), torch.nan, dtype=torch.float64),
+            zeros.clone(),
             torch.full((rows,), -1),
         )
 
@@ -55,6 +58,13 @@ class StepBlame:
     def response_share(self) -> Tensor:
         """float64[R]"""
         return self.share.sum(1)
+
+    def of_the_step(self) -> StepBlame:
+        """The same with shares of Σ‖g‖² over all optimizer steps of the step, which add up to 1."""
+        square = {int(update["number"]): update["grad_norm"] ** 2 for update in self.updates}
+        total = sum(square.values()) or 1.0
+        weight = [square.get(number, 0.0) / total for number in self.optimizer_step.tolist()]
+        return replace(self, share=self.share * torch.tensor(weight, dtype=torch.float64)[:, None])
 
     def group_share(self, group: Tensor) -> Tensor:
         """float64[G]: of its optimizer step, by each prompt's responses together."""
@@ -142,5 +152,6 @@ def blame_metrics(batch: RolloutBatch, blame: StepBlame) -> dict[str, float]:
         "blame/top_response": float(blame.response_share[rows].max()),
         "blame/top_prompt": float(blame.group_share(batch.group).max()),
         "blame/cancelled_tokens": float(against.sum() / trained.sum().clamp(min=1)),
+        "blame/largest_grad_norm": max(update["grad_norm"] for update in blame.updates),
         "blame/residual": max(abs(update["residual"]) for update in blame.updates),
     }

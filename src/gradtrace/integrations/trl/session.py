@@ -25,6 +25,7 @@ from gradtrace.config import BlameConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
+from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, StepObserver
@@ -67,12 +68,15 @@ class TraceSession:
         """Rollouts that could not be traced; each was reported."""
         self._policy = policy_of(trainer, log_probs_and_entropies)
         self._observer: StepObserver | None = None
+        self._blame: BlameInstrument | None = None
         self._rollout: TracedRollout | None = None
         self._rewards: Tensor | None = None
         self._generated: list[tuple[Tensor, Tensor]] | None = None
         self._slice: LeftPadded | None = None
         self._around_slice = ExitStack()
         self._line: dict[str, float] = {}
+        self._batch: RolloutBatch | None = None
+        """The rollout that the line of metrics is about."""
         self._timer = Timer()
 
     # ------------------------------------------------------------ the run
@@ -95,6 +99,14 @@ class TraceSession:
             files.write_token_bytes(TokenBytes.from_tokenizer(self.trainer._tokenizer))
             self._observer = self._instruments()
             self._observer.start(self.step)
+            self._findings = Findings(
+                self.settings.findings,
+                files.path,
+                self.trainer._tokenizer.decode,
+                files.messages.telling(logger.warning),
+                lambda: self._blame.last if self._blame is not None else None,
+            )
+            self._findings.start(self.step)
         print(f"gradtrace: this run is traced in {files.path}; look at it with: gradtrace view {files.path}")
 
     def _instruments(self) -> StepObserver:
@@ -135,18 +147,11 @@ class TraceSession:
             config = BlameConfig(enable=True, write_every=settings.write_every, on_error=settings.on_error)
             told = self._files.messages.telling(logger.warning)
             writer, optimizer = self._writer(BLAME), unwrapped(trainer.optimizer)
-            observers.append(
-                BlameInstrument(
-                    self._policy,
-                    config,
-                    writer,
-                    optimizer,
-                    self._coming_and_factor,
-                    meta,
-                    told,
-                    settings.truth,
-                )
+            coming = self._coming_and_factor
+            self._blame = BlameInstrument(
+                self._policy, config, writer, optimizer, coming, meta, told, settings.truth
             )
+            observers.append(self._blame)
         return Observers(observers)
 
     def _one_update_per_rollout(self) -> bool:
@@ -336,6 +341,7 @@ class TraceSession:
                 pass  # scores are made on entering; TRL makes the step itself
             metrics = observer.after_update(rollout.batch, self.step)
             metrics |= batch_metrics(rollout.batch) | _entropy(rollout.batch)
+            self._batch = rollout.batch
             self._line |= metrics | {"trl/global_step": float(self.trainer.state.global_step)}
         self._rollout = None
 
@@ -354,6 +360,9 @@ class TraceSession:
         if self.step and "critic/rewards/mean" in self._line:
             self._line["timing_s/step"] = self._timer.total
             self._line["influence_trace/debug_untraced_rollouts"] = float(self.errors)
+            if self._batch is not None:
+                self._line |= self._findings.see(self.step, self._batch, self._line)
+                self._batch = None
             self._files.log(self.step, self._line)
         self._line = {}
 

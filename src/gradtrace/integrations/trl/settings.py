@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.config import InfluenceTraceConfig, TracinConfig
+from gradtrace.config import FindingsConfig, InfluenceTraceConfig, TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.integrations.trl.batches import LOSS_TYPES
@@ -27,6 +27,8 @@ class TraceSettings:
     """Write the entropy trace: entropy and log-prob of every completion token."""
     blame: bool = True
     """Write the blame trace: each completion's and token's share of the gradient's squared norm."""
+    findings: FindingsConfig = field(default_factory=FindingsConfig)
+    """Thresholds of the detectors that say what is wrong with the run; `FindingsConfig(enable=False)`: none."""
     write_every: int = 1
     """Rollouts between traces."""
     verify_every: int = 0

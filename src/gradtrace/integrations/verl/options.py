@@ -9,7 +9,13 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gradtrace.config import EntropyProbeConfig, EntropyTraceConfig, InfluenceTraceConfig, TracinConfig
+from gradtrace.config import (
+    EntropyProbeConfig,
+    EntropyTraceConfig,
+    FindingsConfig,
+    InfluenceTraceConfig,
+    TracinConfig,
+)
 from gradtrace.config.keys import check_fields, check_key, content_keys, schema_keys
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.kinds import enabled_kinds
@@ -29,6 +35,8 @@ class VerlOptions:
     """Its held-out prompts are the first of data.val_files."""
     tracin: TracinConfig = field(default_factory=TracinConfig)
     """Its `val_files` are parquet files as verl reads them; without any, prompts are those of data.val_files."""
+    findings: FindingsConfig = field(default_factory=FindingsConfig)
+    """Thresholds of the detectors, which read the driver's batch and metrics."""
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of one of our losses (actor.policy_loss.loss_mode=archer), by their names in gradtrace.algorithms."""
     advantage_options: dict[str, Any] = field(default_factory=dict)

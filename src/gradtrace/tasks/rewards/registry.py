@@ -58,15 +58,21 @@ def add_rewards(main: RewardFunction, extra: dict[str, float]) -> RewardFunction
         return main
     others = [(named_reward(name), weight) for name, weight in extra.items()]
 
+    parts: dict[str, float] = {}
+
     @batched
     def total(responses: list[str], items: list[dict[str, Any]]) -> list[float]:
         values = main(responses, items)
+        parts[main.name] = sum(values) / max(1, len(values))
         for other, weight in others:
-            added = zip(values, other(responses, items), strict=True)
-            values = [value + weight * more for value, more in added]
+            own = other(responses, items)
+            parts[other.name] = sum(own) / max(1, len(own))
+            values = [value + weight * more for value, more in zip(values, own, strict=True)]
         return values
 
-    return RewardFunction(" + ".join([main.name, *(f"{w:g}·{name}" for name, w in extra.items())]), total)
+    combined = RewardFunction(" + ".join([main.name, *(f"{w:g}·{n}" for n, w in extra.items())]), total)
+    combined.parts = parts
+    return combined
 
 
 def reward_names() -> list[str]:

@@ -14,6 +14,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
+from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
 from gradtrace.integrations.verl.influence_parts import join_parts
@@ -66,6 +67,10 @@ class Recorder:
         if self.entropy or self.influence or self.probe:
             self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
 
+        self.findings = Findings(options.findings, Path(options.run_dir), tokenizer.decode, report)
+        self._batch: RolloutBatch | None = None
+        """The rollout of the step whose metrics come next."""
+
     @property
     def parts_dir(self) -> Path:
         return self.files.traces.absolute() / INFLUENCE_TRACE / "parts"
@@ -74,6 +79,7 @@ class Recorder:
         """The run begins, or goes on from the checkpoint of `last_step`: what is later is void."""
         self.files.truncate_after(last_step)
         self._recover_metrics(last_step)
+        self.findings.start(last_step)
         for writer in self._writers():
             writer.truncate_after(last_step)
         if self.probe is not None:
@@ -113,6 +119,7 @@ class Recorder:
     def record(self, batch: RolloutBatch, step: int, labels: StepLabels | None) -> dict[str, float]:
         """Write one file per trace after the update, from what the driver has and the ranks' parts. Returns metrics."""
         metrics: dict[str, float] = {}
+        self._batch = batch
         if self.entropy is not None:
             metrics |= self.entropy.after_update(batch, step)
         if labels is not None:
@@ -136,7 +143,13 @@ class Recorder:
     # ------------------------------------------------------------ metrics
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        self.files.log(step, numbers(metrics))
+        line = numbers(metrics)
+        batch, self._batch = self._batch, None
+        if batch is None:
+            self.findings.remember(step, line)
+        else:
+            line |= self.findings.see(step, batch, line)
+        self.files.log(step, line)
 
     def before_checkpoint(self, step: int, metrics: dict[str, Any]) -> None:
         """verl saves a step before it logs it. Should the run die in between, it goes on after this step, whose

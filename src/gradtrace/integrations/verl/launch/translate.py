@@ -196,6 +196,7 @@ def is_known(key: str) -> bool:
         "trainer.influence_trace.",
         "trainer.entropy_probe.",
         "trainer.tracin.",
+        "trainer.findings.",
     )
     trainer = (
         "total_steps",
@@ -370,7 +371,7 @@ def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
         "advantage_options": dict(config.algorithm.advantage_options),
     }
     defaults = dataclasses.asdict(VerlOptions())
-    for name in ("entropy_trace", "influence_trace", "entropy_probe", "tracin"):
+    for name in ("entropy_trace", "influence_trace", "entropy_probe", "tracin", "findings"):
         knobs = dataclasses.asdict(getattr(config.trainer, name))
         wanted[name] = {key: value for key, value in knobs.items() if value != defaults[name][key]}
     if config.trainer.tracin.enable:

@@ -3,6 +3,7 @@
 import { Chrome } from "./chrome.js";
 import { element } from "./dom.js";
 import { openAblationPage } from "./pages/ablation.js";
+import { openFindingsPage } from "./pages/findings.js";
 import { openGroupPage } from "./pages/group.js";
 import { openInstrumentPage } from "./pages/instrument.js";
 import { failurePage, noInstrumentPage, noRunPage, noTracePage, untracedStepPage } from "./pages/nothing.js";
@@ -23,7 +24,10 @@ const PAGES = {
   tracin: openTracinPage,
   probe: openProbePage,
   ablation: openAblationPage,
+  findings: openFindingsPage,
 };
+/** Pages of the whole run, which need no traced step. */
+const OF_THE_RUN = ["run", "ablation", "findings"];
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
 const CARRIED = [
   "run",
@@ -212,7 +216,7 @@ export class App {
   async makePage(context) {
     if (!context.run) return noRunPage(context.named);
     const { page, run, step } = context;
-    if (page !== "run" && page !== "ablation") {
+    if (!OF_THE_RUN.includes(page)) {
       const steps = run.stepsOf(this.kindsOf(page));
       const instrument = this.instrumentOf(page);
       if (!steps.length) return instrument ? noInstrumentPage(run, instrument) : noTracePage(run);
@@ -263,6 +267,8 @@ export class App {
       if (own !== null && (run.traces[kind].present || page === own))
         tabs.push({ page: own, label, href: href(own), stepper: this.neighbours("step", context) });
     }
+    if (run.findings > 0 || page === "findings")
+      tabs.push({ page: "findings", label: `Findings ${run.findings}`, href: href("findings") });
     if (run.ablation > 0) tabs.push({ page: "ablation", label: "Ablation", href: href("ablation") });
     for (const tab of tabs) tab.current = tab.page === page;
     this.chrome.showBar(

@@ -27,6 +27,7 @@ export class RunHistory {
     /** @type {Record<string, boolean | null>} what the configuration says about each instrument; null: nothing */
     this.enabled = {};
     this.ablation = 0;
+    this.findings = 0;
     /** @type {string[]} */
     this.problems = [];
     this.vocabularyProblem = "";
@@ -39,13 +40,15 @@ export class RunHistory {
     const news = await this.source.json(`runs/${this.id}/news?${query}`);
     const changed = this.takeMetrics(news.metrics);
     const traced = this.kinds.map((kind) => this.takeTrace(this.traces[kind], news.traces[kind]));
-    const stateChanged = this.state !== news.state || this.ablation !== news.ablation;
+    const stateChanged =
+      this.state !== news.state || this.ablation !== news.ablation || this.findings !== news.findings;
     this.state = news.state;
     this.totalSteps = news.total_steps;
     this.written = news.written;
     this.description = news.description;
     this.enabled = news.enabled;
     this.ablation = news.ablation;
+    this.findings = news.findings;
     this.problems = news.problems;
     this.vocabularyProblem = news.vocabulary_problem;
     this.columns.clear(); // series are made again from what is known now

@@ -6,6 +6,7 @@ import { segmentedControl } from "../controls.js";
 import { element, fact, setAttributes } from "../dom.js";
 import { general, MISSING, numberStyle, plural } from "../format.js";
 import { Page, pageHead } from "../page.js";
+import { blameReport } from "../scores/blame_report.js";
 import { ResponseList } from "../scores/response_list.js";
 import { readTokens, ResponseTexts } from "../scores/response_text.js";
 import { Sorting } from "../sorting.js";
@@ -49,6 +50,7 @@ class InstrumentPage extends Page {
       .slice(0, MOST_FACTS))
       facts.append(setAttributes(fact(general(value), name.replaceAll("_", " ")), { title: words || null }));
     this.node.append(pageHead(`${label}, step ${step}`, sentence, facts));
+    if (this.structure.report) this.node.append(blameReport(this.structure.report));
     this.sorting = new Sorting(
       this.url,
       [

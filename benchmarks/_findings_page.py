@@ -1,0 +1,58 @@
+"""Writes the fault bench's table into docs/findings.md, between its marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "findings.md"
+BEGIN, END = "<!-- fault bench begins -->", "<!-- fault bench ends -->"
+
+
+def wilson(found: int, runs: int) -> str:
+    """found/runs with a 95 % Wilson interval."""
+    if not runs:
+        return "–"
+    share, z = found / runs, 1.96
+    middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
+    half = z * ((share * (1 - share) / runs + z * z / (4 * runs * runs)) ** 0.5) / (1 + z * z / runs)
+    return f"{found}/{runs} = {share:.2f} [{max(0.0, middle - half):.2f}, {min(1.0, middle + half):.2f}]"
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        "| fault | found and rightly named | steps until found | culprit among the first three | by |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, row in found["kinds"].items():
+        delay = "–" if row["median_delay"] is None else f"{row['median_delay']:g}"
+        culprit = "nobody did it" if row["culprit"] is None else f"{row['culprit']}/{row['runs']}"
+        lines.append(
+            f"| {kind} | {row['found']}/{row['runs']} | {delay} | {culprit} | {', '.join(row['by'])} |"
+        )
+    alarms = ", ".join(f"{name} {count}" for name, count in found["alarms"].items()) or "none"
+    lines += [
+        "",
+        f"- recall {wilson(found['found'], found['runs'])} (to reach: 0.9)",
+        f"- culprit among the first three {wilson(found['culprit'], found['culprit_runs'])} (to reach: 0.8)",
+        f"- false alarms in {found['clean_runs']} clean runs of {found['clean_steps']} steps: "
+        f"{found['alarms_per_100']:.2f} per 100 steps ({alarms}; to reach: at most 1)",
+    ]
+    if found["auroc"]:
+        lines += [
+            f"- hacked against honest accepted responses, mean AUROC over {found['auroc_steps']} steps [95 % bootstrap "
+            "over steps; to reach: 0.9 and above the best baseline]. Baselines choose their direction in every step:",
+            "",
+            "| score | AUROC |",
+            "|---|---|",
+        ]
+        order = sorted(found["auroc"].items(), key=lambda item: -item[1][0])
+        lines += [f"| {name} | {mean:.3f} [{low:.3f}, {high:.3f}] |" for name, (mean, low, high) in order]
+    return "\n".join(lines)
+
+
+def write_table(found: dict[str, Any]) -> None:
+    text = PAGE.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")

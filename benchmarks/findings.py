@@ -1,0 +1,304 @@
+"""The fault bench: are planted faults found, rightly named, soon, and is a clean run left in peace?
+
+Short runs of the demo into which a fault with a known truth is planted (`_findings_faults.py`), several seeds of each,
+and clean runs. Reported: recall (found by a detector that names it rightly), the planted culprit among the first three
+that are named, steps until found, false alarms per 100 clean steps, and how well gradients tell hacked responses from
+honest ones (AUROC) beside statistics that need no gradient. Thresholds were tuned on seeds from 100 on; the reported
+ones are 0 to 4 (clean runs: 0 to 19). Results stay in --folder: what is there is not run again.
+`--write-docs` rewrites the table of docs/findings.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks._findings_faults import FAULTS, GAE, Fault
+from benchmarks._findings_page import write_table
+from benchmarks.common import REPOSITORY, emit, parse_arguments
+from gradtrace.batch import RolloutBatch
+from gradtrace.config_loader import load_config
+from gradtrace.instruments.findings.statistics import repeated_share
+from gradtrace.trace.reader import open_run
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.instruments import build_findings, build_observer
+from gradtrace.training.loop import Trainer
+from gradtrace.training.parts import build_parts
+from gradtrace.training.terminal import SilentDisplay
+
+STEPS = 18
+SETTINGS = (
+    *("data.train_batch_size=12", "rollout.n=6", "rollout.max_new_tokens=26", "actor.mini_batch_size=3"),
+    *(
+        "trainer.influence_trace.enable=false",
+        "trainer.entropy_trace.enable=false",
+        "trainer.blame.enable=true",
+    ),
+    *("trainer.validation.every=3", "trainer.validation.prompts=48", "trainer.validation.n=2"),
+    *("trainer.validation.pass_k=[1]", "trainer.checkpoint.every=0", "trainer.cpu_threads=1"),
+)
+CLEAN = "clean"
+
+
+def run_one(kind: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
+    """A run with that fault, or none; what was found in it."""
+    fault = FAULTS.get(kind, Fault(()))
+    clean_with_critic = kind == CLEAN and seed % 5 == 4
+    overrides = [*SETTINGS, *fault.overrides, *(GAE if clean_with_critic else ())]
+    config = load_config(
+        [*overrides, f"trainer.runs_dir={folder}", f"trainer.seed={seed}", f"trainer.total_steps={steps}"]
+    )
+    parts = build_parts(config)
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    began = time.perf_counter()
+    try:
+        with RunFiles(run_dir) as files:
+            observer = build_observer(parts, files, lambda text: None)
+            findings = build_findings(parts, files, lambda text: None, observer)
+            trainer = Trainer(parts, files, observer, SilentDisplay(), findings=findings)
+            trainer.save = lambda step: run_dir  # type: ignore[method-assign]
+            trainer.export = lambda: None  # type: ignore[method-assign]
+            hacked = plant(trainer, fault, kind)
+            trainer.fit()
+        run = open_run(run_dir)
+        metrics = run.metrics()[0]
+        return {
+            "kind": kind,
+            "seed": seed,
+            "steps": steps,
+            "findings": run.findings(),
+            "hacking": hacked,
+            "seconds": round(time.perf_counter() - began, 1),
+            "metrics": [
+                {k: v for k, v in row.items() if not k.startswith(("timing", "perf", "findings/"))}
+                for row in metrics
+            ],
+        }
+    finally:
+        shutil.rmtree(run_dir)
+
+
+def plant(trainer: Trainer, fault: Fault, kind: str) -> list[dict[str, float]]:
+    """Let the fault into the trainer's steps. Returns a list that fills with AUROCs where rewards are hacked."""
+    collect, state, hacked = trainer.experience.collect, {"step": 0}, []
+
+    def collect_with_fault(*args: Any) -> tuple[RolloutBatch, dict[str, float]]:
+        state["step"] += 1
+        step = state["step"]
+        if fault.begin is not None and step == fault.first_step:
+            fault.begin(trainer)
+        batch, metrics = collect(*args)
+        if fault.spoil is not None and (
+            step == fault.first_step or (step > fault.first_step and not fault.once)
+        ):
+            batch = fault.spoil(trainer, batch)
+        return batch, metrics
+
+    trainer.experience.collect = collect_with_fault  # type: ignore[method-assign]
+    if kind == "loophole":
+        findings = trainer.findings
+        assert findings is not None
+        see = findings.see
+
+        def see_and_compare(step: int, batch: RolloutBatch, metrics: Any) -> dict[str, float]:
+            own = see(step, batch, metrics)
+            found = compare_scores(trainer, batch)
+            if found:
+                hacked.append({"step": step, **found})
+            return own
+
+        findings.see = see_and_compare  # type: ignore[method-assign]
+    return hacked
+
+
+# ---------------------------------------------------------------- reward hacking against statistics
+
+
+def compare_scores(trainer: Trainer, batch: RolloutBatch) -> dict[str, float]:
+    """AUROC of telling hacked from honest accepted responses, by gradients and by statistics; empty without both."""
+    assert trainer.findings is not None and batch.texts is not None
+    found = trainer.findings.gradients.last
+    if found is None or not found.is_settled:
+        return {}
+    rows, scores = found.rows, found.score
+    honest = [batch.texts[row] == batch.items[int(batch.group[row])]["expected"] for row in rows.tolist()]
+    label = ~np.array(honest, dtype=bool)
+    if min(label.sum(), (~label).sum()) < 3:
+        return {}
+    lengths, log_probs = (
+        batch.response_lengths.float(),
+        (batch.need("old_log_probs") * batch.response_mask).sum(1),
+    )
+    areas = {
+        "gradient": auroc(scores.numpy(), label),
+        "length": either(lengths[rows].numpy(), label),
+        "repetition": either(repeated_share(batch)[rows].numpy(), label),
+        "reward of the group": either(group_mean(batch)[rows].numpy(), label),
+        "surprisal": either((-log_probs / lengths.clamp(min=1))[rows].numpy(), label),
+        "embedding clusters": either(embedding_oddness(trainer, batch, rows), label),
+    }
+    return {**areas, "hacked": float(label.sum()), "honest": float((~label).sum())}
+
+
+def group_mean(batch: RolloutBatch) -> torch.Tensor:
+    sums = torch.zeros(len(batch.prompts)).index_add(0, batch.group, batch.need("rewards"))
+    return (sums / torch.bincount(batch.group, minlength=len(batch.prompts)).clamp(min=1))[batch.group]
+
+
+@torch.no_grad()
+def embedding_oddness(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor) -> np.ndarray:
+    """Likeness across prompts of mean last hidden states, the three nearest: what needs a model and no gradient."""
+    states = []
+    for row in rows.tolist():
+        prompt = batch.prompts[int(batch.group[row])]
+        ids = batch.responses[row][batch.response_mask[row]].tolist()
+        model: Any = trainer.parts.policy.model
+        hidden = model.model(torch.tensor([[*prompt, *ids]])).last_hidden_state[0, len(prompt) :]
+        states.append(hidden.mean(0))
+    vectors = torch.stack(states)
+    vectors = torch.nn.functional.normalize(vectors - vectors.mean(0), dim=1)
+    group = batch.group[rows]
+    cosine = (vectors @ vectors.T).masked_fill(group[:, None] == group, -torch.inf)
+    nearest = cosine.topk(min(3, len(rows) - 1), dim=1).values
+    return torch.where(nearest.isfinite(), nearest, 0.0).mean(1).numpy()
+
+
+def auroc(scores: np.ndarray, label: np.ndarray) -> float:
+    """Probability that a positive has the larger score; ties count half."""
+    positive, negative = scores[label][:, None], scores[~label][None]
+    return float((positive > negative).mean() + 0.5 * (positive == negative).mean())
+
+
+def either(scores: np.ndarray, label: np.ndarray) -> float:
+    """A baseline may use its score in whichever direction is better in this very step, which favours it."""
+    found = auroc(scores, label)
+    return max(found, 1.0 - found)
+
+
+# ---------------------------------------------------------------- what it comes to
+
+
+def judged(result: dict[str, Any]) -> dict[str, Any]:
+    """Whether the fault was found, named rightly, when, and with the planted culprit."""
+    fault = FAULTS[result["kind"]]
+    since = [f for f in result["findings"] if f["step"] >= fault.first_step]
+    right = [f for f in since if f["detector"] in fault.expected]
+    named = None
+    if fault.is_culprit is not None:
+        named = any(fault.is_culprit(c) for f in right for c in f["culprits"][:3])
+    return {
+        "found": bool(right),
+        "any": bool(since),
+        "delay": right[0]["step"] - fault.first_step if right else None,
+        "culprit": named,
+        "by": sorted({f["detector"] for f in right}),
+    }
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    kinds = {}
+    for kind in FAULTS:
+        own = [judged(r) for r in results if r["kind"] == kind]
+        if own:
+            delays = [o["delay"] for o in own if o["delay"] is not None]
+            culprits = [o["culprit"] for o in own if o["culprit"] is not None]
+            kinds[kind] = {
+                "runs": len(own),
+                "found": sum(o["found"] for o in own),
+                "culprit": sum(culprits) if culprits else None,
+                "median_delay": float(np.median(delays)) if delays else None,
+                "by": sorted({name for o in own for name in o["by"]}),
+            }
+    clean = [r for r in results if r["kind"] == CLEAN]
+    alarms = [f["detector"] for r in clean for f in r["findings"]]
+    steps = sum(r["steps"] for r in clean)
+    with_culprit = [k for k in kinds.values() if k["culprit"] is not None]
+    hacking = [row for r in results for row in r["hacking"]]
+    names = [name for name in (hacking[0] if hacking else {}) if name not in ("step", "hacked", "honest")]
+    return {
+        "kinds": kinds,
+        "runs": sum(k["runs"] for k in kinds.values()),
+        "found": sum(k["found"] for k in kinds.values()),
+        "culprit_runs": sum(k["runs"] for k in with_culprit),
+        "culprit": sum(k["culprit"] for k in with_culprit),
+        "clean_runs": len(clean),
+        "clean_steps": steps,
+        "alarms": {name: alarms.count(name) for name in sorted(set(alarms))},
+        "alarms_per_100": 100 * len(alarms) / steps if steps else None,
+        "auroc": {name: spread([row[name] for row in hacking], results) for name in names},
+        "auroc_steps": len(hacking),
+    }
+
+
+def spread(values: list[float], results: list[dict[str, Any]]) -> list[float]:
+    """Mean, and a 95 % bootstrap interval over steps."""
+    generator = np.random.default_rng(0)
+    means = [np.mean(generator.choice(values, len(values))) for _ in range(1000)]
+    return [round(float(v), 3) for v in (np.mean(values), *np.quantile(means, (0.025, 0.975)))]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--folder", type=Path, default=REPOSITORY / "runs" / "findings_bench", help="where results stay"
+    )
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4], help="of faulty runs")
+    parser.add_argument("--clean", type=int, default=20, help="clean runs, of seeds 0, 1 …")
+    parser.add_argument("--first-clean", type=int, default=0, help="seed of the first clean run")
+    parser.add_argument("--only", nargs="*", help="these kinds of faults (and `clean`)")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="begin no further run after this long; 0: no limit"
+    )
+    parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/findings.md")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(__doc__, arguments, add_options)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    steps = 12 if args.quick else STEPS
+    seeds, clean = ([0], 1) if args.quick else (args.seeds, args.clean)
+    kinds = (
+        ("untrained token", "end token not trained", "duplicated prompts") if args.quick else tuple(FAULTS)
+    )
+    plan = []
+    for place, seed in enumerate(seeds):  # clean runs in between, so that a part of it is a fair part
+        own = range(place * clean // len(seeds), (place + 1) * clean // len(seeds))
+        plan += [*((kind, seed) for kind in kinds), *((CLEAN, args.first_clean + number) for number in own)]
+    plan = [(kind, seed) for kind, seed in plan if not args.only or kind in args.only]
+    began, results, left = time.perf_counter(), [], 0
+    for kind, seed in plan:
+        file = args.folder / f"{kind.replace(' ', '_')}_{seed}{'_quick' if args.quick else ''}.json"
+        if not file.is_file():
+            if args.minutes and time.perf_counter() - began > 60 * args.minutes:
+                left += 1
+                continue
+            result = run_one(kind, seed, args.folder, steps)
+            file.write_text(json.dumps(result))
+            said = [(f["step"], f["detector"]) for f in result["findings"]]
+            print(f"{kind}, seed {seed}: {result['seconds']} s, {said}", flush=True)
+        results.append(json.loads(file.read_text()))
+    if left:
+        print(f"{left} of {len(plan)} runs are left: run it again", flush=True)
+    found = summary(results)
+    if args.write_docs and not left:
+        write_table(found)
+    ratios = {
+        "findings_recall": found["found"] / max(1, found["runs"]),
+        "findings_culprit": found["culprit"] / max(1, found["culprit_runs"]),
+    }
+    if found["alarms_per_100"] is not None:
+        ratios["findings_false_alarms_per_100_steps"] = found["alarms_per_100"]
+    if "gradient" in found["auroc"]:
+        ratios["findings_hacking_auroc"] = found["auroc"]["gradient"][0]
+    emit("findings", ratios, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The trainer's log-probs are not those of the sampler: temperature, mask, precision, or a token nobody sampled."""
+
+from __future__ import annotations
+
+import torch
+
+from gradtrace.instruments.findings.base import Finding, Moment, named, sure
+from gradtrace.instruments.findings.statistics import sampler_gap
+
+MEAN, LARGEST = "mismatch/mean_gap", "mismatch/max_gap"
+
+
+def detect(moment: Moment) -> Finding | None:
+    mean, largest = moment.now(MEAN), moment.now(LARGEST)
+    if mean is None or largest is None:
+        return None
+    if mean < moment.knobs.mismatch_mean and largest < moment.knobs.mismatch_token:
+        return None
+    gap = sampler_gap(moment.batch, moment.blame)
+    assert gap is not None
+    culprits = moment.tokens_by(gap.abs())
+    few = mean < moment.knobs.mismatch_mean
+    off_by_one = not few and _better_shifted(moment)
+    why = (
+        "Single tokens are not what the policy would sample: was something forced into the response?"
+        if few
+        else "Shifted by one token they agree: a mask or a target is off by one."
+        if off_by_one
+        else "Do both use the same temperature, weights and precision?"
+    )
+    return Finding(
+        f"Sampler and trainer disagree about the sampled tokens, by {mean:.3g} nats on average and "
+        f"{largest:.3g} at most. {why} "
+        f"Most: {named(culprits)}.",
+        sure(largest, moment.knobs.mismatch_token) if few else sure(mean, moment.knobs.mismatch_mean),
+        {"mean_gap": mean, "max_gap": largest, "off_by_one": float(off_by_one)},
+        culprits,
+    )
+
+
+def _better_shifted(moment: Moment) -> bool:
+    """Whether the trainer's log-probs fit the sampler's of the token before or after much better."""
+    batch = moment.batch
+    old, sampled, mask = batch.need("old_log_probs"), batch.sampler_log_probs, batch.response_mask
+    differs = ((old - sampled).abs() * mask).sum(1) > 0
+    both = mask[:, 1:] & differs[:, None]
+    straight = float((old - sampled)[:, 1:][both].abs().mean())
+    shifted = [(old[:, 1:] - sampled[:, :-1])[both], (old[:, :-1] - sampled[:, 1:])[both]]
+    return min(float(torch.nan_to_num(gap.abs().mean(), nan=torch.inf)) for gap in shifted) < 0.3 * straight

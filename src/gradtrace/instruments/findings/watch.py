@@ -1,0 +1,150 @@
+"""Runs the detectors after every step, in every host: one call with the batch and the metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.config import FindingsConfig
+from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.findings import (
+    clip_saturation,
+    constant_groups,
+    critic_diverges,
+    dominating_prompt,
+    end_token,
+    entropy,
+    gradient_spike,
+    kl_runaway,
+    length_drift,
+    mismatch,
+    repetition,
+    reward_hacking,
+    reward_jump,
+    reward_parts,
+    validation_falls,
+)
+from gradtrace.instruments.findings.base import Finding, Moment
+from gradtrace.instruments.findings.statistics import batch_statistics
+from gradtrace.trace.atomic import JsonLines
+from gradtrace.trace.reader import FINDINGS, open_run
+
+logger = logging.getLogger(__name__)
+
+Detector = Callable[[Moment], Finding | None]
+DETECTORS: dict[str, Detector] = {
+    module.__name__.rsplit(".", 1)[-1]: module.detect
+    for module in (
+        gradient_spike,
+        entropy,
+        length_drift,
+        reward_parts,
+        constant_groups,
+        repetition,
+        kl_runaway,
+        dominating_prompt,
+        clip_saturation,
+        mismatch,
+        validation_falls,
+        reward_jump,
+        end_token,
+        critic_diverges,
+        reward_hacking,
+    )
+}
+
+
+class Findings:
+    """`see(step, batch, metrics)` after a step; what it returns belongs to the step's metrics."""
+
+    def __init__(
+        self,
+        knobs: FindingsConfig,
+        run_dir: Path,
+        decode: Callable[[list[int]], str],
+        report: Callable[[str], None] = logger.warning,
+        blame: Callable[[], StepBlame | None] = lambda: None,
+    ) -> None:
+        self.knobs = knobs
+        self.run_dir = run_dir
+        self.decode = decode
+        self.report = report
+        self.blame = blame
+        self.gradients = reward_hacking.AcceptedGradients()
+        self.history: list[Mapping[str, float]] = []
+        self._last_seen: dict[str, int] = {}
+        """Detector → the last step in which it found something, told or not."""
+        self._counts: dict[str, int] = {}
+        self._broken: set[str] = set()
+        self._file: JsonLines | None = None
+
+    def start(self, last_step: int) -> None:
+        """The run begins, or goes on after `last_step`: what it said later is void."""
+        if not self.knobs.enable:
+            return
+        self._file = JsonLines(self.run_dir / FINDINGS)
+        self._file.keep(lambda record: int(record.get("step", 0)) <= last_step)
+        run = open_run(self.run_dir)
+        self.history = [row for row in run.metrics()[0] if int(row.get("step", 0)) <= last_step]
+        for told in run.findings():
+            name = str(told.get("detector"))
+            self._counts[name] = self._counts.get(name, 0) + 1
+        for row in self.history:
+            for name in DETECTORS:
+                if row.get(f"findings/{name}"):
+                    self._last_seen[name] = int(row["step"])
+
+    def remember(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics without a batch, such as the validation before the first step."""
+        self.history.append({"step": step, **metrics})
+
+    def see(self, step: int, batch: RolloutBatch, metrics: Mapping[str, float]) -> dict[str, float]:
+        if not self.knobs.enable or self._file is None:
+            return {}
+        blame = self.blame()
+        try:
+            own = batch_statistics(batch, blame)
+            found_cluster = None if blame is None or not blame.updates else self.gradients.see(batch, blame)
+            own |= {} if found_cluster is None else found_cluster.statistics()
+        except Exception as error:
+            self._fails("batch statistics", step, error)
+            return {}
+        everything = {**metrics, **own}
+        moment = Moment(step, batch, everything, self.history, self.knobs, blame, self.decode, found_cluster)
+        for name, detect in DETECTORS.items():
+            if name in self.knobs.off:
+                continue
+            try:
+                found = detect(moment)
+            except Exception as error:
+                self._fails(name, step, error)
+                continue
+            own[f"findings/{name}"] = float(found is not None)
+            if found is not None:
+                self._tell(replace(found, detector=name, step=step))
+        own["findings/total"] = float(sum(self._counts.values()))
+        self.history.append({"step": step, **metrics, **own})
+        return own
+
+    def _tell(self, finding: Finding) -> None:
+        """In the terminal, run.log and findings.jsonl; once, and again only after it was gone for `quiet_steps`."""
+        last = self._last_seen.get(finding.detector)
+        self._last_seen[finding.detector] = finding.step
+        if last is not None and finding.step - last <= self.knobs.quiet_steps:
+            return
+        self._counts[finding.detector] = self._counts.get(finding.detector, 0) + 1
+        assert self._file is not None
+        self._file.append(finding.as_json())
+        self.report(
+            f"finding, step {finding.step}, {finding.detector} ({finding.confidence:.0%} sure): {finding.sentence}"
+        )
+
+    def _fails(self, name: str, step: int, error: Exception) -> None:
+        """A detector that fails is said once and costs the run nothing."""
+        if name not in self._broken:
+            self._broken.add(name)
+            self.report(f"findings: {name} failed in step {step} and is not shown again: {error}")
