@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from gradtrace.instruments.tracin.diagnosis import diagnose_step
-from gradtrace.instruments.verify.agreement import interval
 from gradtrace.instruments.verify.in_training import VALIDITY, VALIDITY_BASELINE
+from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import judgement
-from gradtrace.intervals import paired_difference
 from gradtrace.trace.lock import is_held
 from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import INFLUENCE_TRACE, KINDS, TRACIN, GroupStatus
@@ -269,12 +268,7 @@ def _validity(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     both = [row for row in rows.values() if VALIDITY in row and VALIDITY_BASELINE in row]
     if both:
         own, base = ([float(row[name]) for row in both] for name in (VALIDITY, VALIDITY_BASELINE))
-        said = judgement(
-            interval(own),
-            interval(base),
-            paired_difference(own, base),
-            steps="steps on half of a group's tokens",
-        )[1]
+        said = judgement(own, {BASELINE: base}, steps="steps on half of a group's tokens")[1]
         yield Finding(False, f"{said[0].upper()}{said[1:]} ({len(both)} checks during training).")
     for report in sorted((run.path / "verify").glob("step_*/report.json"))[-1:]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks._validity_states import Keeper, trial_of
 from benchmarks.validity import Score, judge
 from gradtrace.cli import main
+from gradtrace.commands.verify.page import better_score
 from gradtrace.commands.verify.session import STORED, Outcome, Settings, run_verify
-from gradtrace.config_loader import to_yaml
+from gradtrace.config_loader import load_config, to_yaml
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.observer import Observers
 from gradtrace.instruments.verify.agreement import spearman
@@ -101,7 +102,7 @@ def test_the_command_prints_a_table_and_writes_a_report(
     assert "verdict" in printed and "|A|(1−p)" in printed and "stored by training step 2" in printed
     folder = run_dir / "verify" / "step_000001"  # step 2 was traced; nothing comes after checkpoint 2
     record = json.loads((folder / "report.json").read_text())
-    assert code == {True: 0, False: 1}[record["trustworthy"]]
+    assert code == {True: 0, False: 1, None: 3}[record["trustworthy"]]
     assert record["judged"] == STORED and record["precision"] == "float64" and record["step"] == 1
     assert record["steps_taken"] == record["steps_planned"] == 3 * (8 + 4 + 6)
     assert (folder / "report.html").read_text().count("<svg") == 4
@@ -125,6 +126,18 @@ def test_a_planted_wrong_score_of_a_run_is_reported(run_dir: Path) -> None:
         writer.truncate_after(1)
         writer.write(2, columns, step.meta)
     assert verify(run_dir).verification.is_trustworthy is False
+
+
+def test_where_another_score_is_clearly_better_the_command_says_how_to_have_it() -> None:
+    table = {"stored scores": 0.6, "optimizer, loss term": 0.93, "identity, position": 0.3, BASELINE: 0.2}
+    record = {"judged": STORED, "table": {name: {"single_token": [v, v, v, 8]} for name, v in table.items()}}
+    said = better_score(record)
+    assert said.startswith(
+        "A better score here is 'optimizer, loss term' (.93): trainer.influence_trace.hessian_mode=optimizer"
+    )
+    load_config(said.split(": ")[1].split())  # the words are settings
+    record["judged"] = "optimizer, loss term"
+    assert better_score(record) == ""
 
 
 def test_fresh_scores_at_the_latest_checkpoint_and_at_a_plain_model(run_dir: Path, tmp_path: Path) -> None:

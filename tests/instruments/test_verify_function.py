@@ -15,8 +15,8 @@ from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.verify.copies import working_copy
 from gradtrace.instruments.verify.measure import Effects
+from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import Verification, exact, judgement
-from gradtrace.intervals import Interval
 from tests.attribution.models import random_responses, tiny_model
 
 
@@ -175,18 +175,29 @@ def test_a_spent_budget_keeps_what_it_has_and_says_so(tmp_path: Path) -> None:
 
 
 def test_the_verdict_in_words() -> None:
-    def interval(mean: float, width: float = 0.03, count: int = 8) -> Interval:
-        return Interval(mean, mean - width, mean + width, count)
+    def groups(mean: float, width: float = 0.03, count: int = 8) -> list[float]:
+        return [mean + (width if place % 2 else -width) for place in range(count)]
 
-    base = interval(0.21)
-    assert judgement(interval(0.88), base, interval(0.67)) == (
+    free = {BASELINE: groups(0.21), "|A|": groups(0.1, 0.05)}
+    assert judgement(groups(0.88), free) == (
         True,
         "scores of this run predict single-token steps with .88 [.85, .91], the baseline |A|(1−p) has .21 [.18, .24]",
     )
-    assert judgement(interval(0.2), base, interval(-0.01))[0] is False
-    assert judgement(interval(0.3), base, interval(0.09, 0.1))[0] is False  # it may be chance
-    assert judgement(interval(0.95), interval(0.95), interval(0.0))[0] is True  # good, if not better
-    assert judgement(interval(0.9, count=2), base, interval(0.7, count=2))[0] is None
+    assert judgement(groups(0.2, 0.2), free)[0] is False
+    assert judgement(groups(0.25, 0.2), free)[0] is False  # it may be chance
+    assert judgement(groups(-0.3), free)[1].startswith("not trustworthy, they point the wrong way")
+    assert judgement(groups(0.5, 0.6), free)[1].startswith("undecided, 8 groups are too few")
+    assert judgement(groups(0.95), {BASELINE: groups(0.95)})[1].endswith(
+        "which is as good and needs no gradient"
+    )
+    assert judgement(groups(0.9, count=2), {BASELINE: groups(0.2, count=2)})[0] is None
+    strong, said = judgement(groups(0.6, 0.1), {BASELINE: groups(0.2), "|A|": groups(0.6, 0.05)})
+    assert strong is False and said.endswith("|A| .60 [.56, .64]")  # the labels alone are as good
+
+
+def test_the_older_default_repeats_the_labels_and_is_not_trusted() -> None:
+    verification = Loop(groups=8).verify(config=InfluenceConfig.older(projection_dim_factor=0), tokens=12)
+    assert verification.is_trustworthy is False and "no better than the baseline" in verification.verdict
 
 
 def test_what_cannot_be_verified_is_refused_in_words() -> None:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.program import command
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 EXIT = {True: 0, False: 1, None: 3}
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     import transformers
     from rich.console import Console
 
-    from gradtrace.commands.verify.page import terminal_table
+    from gradtrace.commands.verify.page import better_score, terminal_table
     from gradtrace.commands.verify.session import run_verify, write
 
     transformers.utils.logging.disable_progress_bar()
@@ -124,13 +123,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"[{colour}]verdict[/{colour}]  ", end="")
     console.print(record["verdict"], markup=False, highlight=False, soft_wrap=True)
     console.print(f"Scores: {record['scores']}. Pictures: {outcome.folder / 'report.html'}", soft_wrap=True)
-    if record["trustworthy"] is False:
-        console.print(
-            f"Try another score without training again: {command()} verify {args.checkpoint} "
-            "trainer.influence_trace.credit=loss_term trainer.influence_trace.hessian_mode=optimizer --fresh",
-            soft_wrap=True,
-            highlight=False,
-        )
+    if better := better_score(record):
+        console.print(better, soft_wrap=True, highlight=False)
     return EXIT[record["trustworthy"]]
 
 
@@ -185,7 +179,7 @@ class Display:
             TextColumn("{task.fields[left]}"),
         )
         self.progress = Progress(*columns, console=console, transient=True)
-        self.ends = time.monotonic() + budget
+        self.budget, self.ends = budget, math.inf
         self.task = self.progress.add_task("", total=None, left="")
         self.what, self.begun, self.first = "", 0.0, 0
 
@@ -197,6 +191,8 @@ class Display:
 
     def show(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
+        if what == "scoring" and self.ends == math.inf:
+            self.ends = now + self.budget
         if what != self.what:
             self.what, self.begun, self.first = what, now, done
         left = ""

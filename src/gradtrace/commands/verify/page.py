@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rich.table import Table
 from gradtrace.compare.picture import Curve, line_picture
 from gradtrace.instruments.verify.agreement import ranks
 from gradtrace.instruments.verify.measure import KINDS
-from gradtrace.instruments.verify.verification import in_brackets, number
+from gradtrace.instruments.verify.verification import CLEAR, in_brackets, number, usual_scores
 from gradtrace.intervals import Interval
 
 Rows = list[tuple[str, list[str]]]
@@ -28,9 +29,10 @@ def rank_picture(record: dict[str, Any], key: str, kind: str = "single_token") -
             x += (ranks(torch.tensor(steps[key])) / last).tolist()
             y += (ranks(torch.tensor(steps["measured"])) / last).tolist()
     name = record["judged"] if key == "predicted" else record["baseline"]
-    value = record["table"][name].get(kind, [float("nan")])[0]
+    value = record["table"][name].get(kind, [None])[0]
+    label = "–" if value is None else f"Spearman {number(value)}"
     return line_picture(
-        [Curve(f"Spearman {number(value)}", x, y, marks=True)],
+        [Curve(label, x, y, marks=True)],
         f"{name}: real steps on {KINDS[kind]}",
         "rank in its group by prediction (0 = hurts most, 1 = helps most)",
         "rank by what the step really did; on the line: predicted exactly",
@@ -43,19 +45,37 @@ def cells(record: dict[str, Any]) -> tuple[list[str], Rows]:
     """Column titles, and for each score its name and its cells; the best on single tokens first."""
     table = record["table"]
     kinds = [kind for kind in KINDS if any(kind in found for found in table.values())]
-    order = sorted(table, key=lambda name: -_sortable(table[name]["single_token"][0]))
+    order = sorted(table, key=lambda name: _sortable(table[name]["single_token"][0]))
     rows = [(name, [_cell(table[name].get(kind)) for kind in kinds]) for name in order]
     return [KINDS[kind] for kind in kinds], rows
 
 
-def _cell(value: list[float] | None) -> str:
-    if value is None or value[0] != value[0]:
+def _cell(value: list[float | None] | None) -> str:
+    if value is None or value[0] is None:
         return "–"
-    return in_brackets(Interval(value[0], value[1], value[2], int(value[3])))
+    mean, low, high, count = (math.nan if number is None else number for number in value)
+    return in_brackets(Interval(mean, low, high, int(count)))
 
 
-def _sortable(value: float) -> float:
-    return value if value == value else -2.0
+def _sortable(value: float | None) -> float:
+    return 2.0 if value is None else -value
+
+
+def better_score(record: dict[str, Any]) -> str:
+    """How to set the best score of the table, where it is clearly better than the one that is judged; else empty."""
+    scores = {name: found["single_token"][0] for name, found in record["table"].items() if ", " in name}
+    known = {name: value for name, value in scores.items() if value is not None and name in usual_scores()}
+    if not known:
+        return ""
+    best = max(known, key=lambda name: known[name])
+    if known[best] < (record["table"][record["judged"]]["single_token"][0] or 0.0) + CLEAR:
+        return ""
+    config, prefix = usual_scores()[best], "trainer.influence_trace."
+    knobs = {"hessian_mode": config.hessian_mode, "credit": config.credit, "projection_dim_factor": 0}
+    if config.credit == "loss_term":
+        knobs["loss_term_prompts"] = 0
+    words = " ".join(f"{prefix}{name}={value}" for name, value in knobs.items())
+    return f"A better score here is '{best}' ({number(known[best])}): {words}"
 
 
 def terminal_table(record: dict[str, Any]) -> Table:
@@ -115,7 +135,7 @@ th:first-child {{ text-align: left; }}
 {record["steps_planned"]} planned steps of the real optimizer (learning rate {record["learning_rate"]:.3g}) were taken
 on parts of {record["groups"]} groups, each from the same state, in {html.escape(record["precision"])}. What a step does
 to the contrast of accepted and rejected responses, minus what momentum does by itself, is compared with the sum of the
-scores of the tokens it was taken on: Spearman's rank correlation, mean over groups, 95 % bootstrap interval.</p>
+scores of the tokens it was taken on: Spearman's rank correlation, mean over groups, 95 % interval (Student's t).</p>
 <div class="pictures">{pictures}</div>
 <table><tr>{head}</tr>{body}</table>
 </body></html>

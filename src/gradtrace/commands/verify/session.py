@@ -64,6 +64,8 @@ class Material:
     advantages: Tensor
     given: dict[str, Scores]
     """Stored scores; empty where there are none."""
+    origin: str
+    """Where the scores that are judged come from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +100,11 @@ def run_verify(
     progress("loading the model", 0, 1)
     loaded = source.load(settings.optimizer, settings.lr, settings.precision)
     store = PhaseStore(folder, "verification", identity)
-    material = of_trace(stored) if stored is not None else sampled(loaded, settings, store, progress)
+    material = (
+        of_trace(stored, settings.size.groups)
+        if stored is not None
+        else sampled(loaded, settings, store, progress)
+    )
     trial = trial_of(source.run, loaded, material)
     scores = {OWN: own} if (own := own_score(source.run, message)) is not None else {}
     with evaluation_mode(trial.model):
@@ -109,7 +115,7 @@ def run_verify(
     facts = {
         "checkpoint": str(source.checkpoint),
         "step": loaded.step,
-        "scores": f"stored by training step {stored.step}" if stored is not None else "fresh",
+        "scores": material.origin,
         "optimizer": settings.optimizer,
         "learning_rate": loaded.rate,
         "precision": str(loaded.dtype).removeprefix("torch."),
@@ -158,30 +164,36 @@ def stored_step(source: Source) -> Step | None:
     return step if usable else None
 
 
-def of_trace(step: Step) -> Material:
-    """The responses of a stored step that were scored at the weights of the checkpoint: those of its first optimizer
-    step. Groups with loss-term scores come first."""
-    at_checkpoint = np.flatnonzero(step["optimizer_step"] == 0)
+def of_trace(step: Step, groups: int) -> Material:
+    """The first so many groups of a stored step, which the checkpoint's weights sampled. Those that were scored
+    at these weights come first, then those of later mini-batches; of both, groups with loss-term scores."""
     credit = step["credit"] if "credit" in step else np.zeros(step.n_responses, dtype=np.uint8)
-    rows = sorted(at_checkpoint.tolist(), key=lambda r: (int(credit[r]), int(step["group"][r]), r))
-    places = {int(step["group"][r]): 0 for r in rows}
-    order = {group: place for place, group in enumerate(places)}
-    prompts = [torch.from_numpy(step.group(int(step["group"][r])).prompt_ids.astype(np.int64)) for r in rows]
+    number, late = step["group"], step["optimizer_step"]
+    order = sorted(
+        set(number.tolist()), key=lambda g: (late[number == g].max(), credit[number == g].max(), g)
+    )
+    rows = [r for g in order[:groups] for r in np.flatnonzero(number == g).tolist()]
+    prompts = [torch.from_numpy(step.group(int(number[r])).prompt_ids.astype(np.int64)) for r in rows]
     tokens = [torch.from_numpy(step.tokens(r)["token_id"].astype(np.int64)) for r in rows]
     scores = {place: torch.from_numpy(np.array(step.influence(r))).double() for place, r in enumerate(rows)}
     given: dict[str, Scores] = {STORED: scores}
-    found = {int(credit[r]) for r in rows}
-    if len(found) > 1:
-        for kind in sorted(found):
-            own = {place: scores[place] for place, r in enumerate(rows) if credit[r] == kind}
-            given[f"{STORED}, {Credit(kind).name.lower().replace('_', ' ')} only"] = own
+    kinds = sorted({int(credit[r]) for r in rows})
+    for kind in kinds if len(kinds) > 1 else ():
+        own = {place: scores[place] for place, r in enumerate(rows) if credit[r] == kind}
+        given[f"{STORED}, {Credit(kind).name.lower().replace('_', ' ')}"] = own
+    later = {int(number[r]) for r in rows if late[r]}
+    origin = f"stored by training step {step.step}"
+    if later:
+        most = int(late[rows].max())
+        origin += f", {len(later)} of {len(order[:groups])} groups up to {most} optimizer step{'s' * (most > 1)} later"
     return Material(
         [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)],
         [len(prompt) for prompt in prompts],
-        torch.tensor([order[int(step["group"][r])] for r in rows]),
+        torch.tensor([order.index(int(number[r])) for r in rows]),
         torch.from_numpy(step["accepted"][rows]),
         torch.from_numpy(step["advantage"][rows].astype(np.float64)),
         given,
+        origin,
     )
 
 
@@ -218,6 +230,7 @@ def sampled(loaded: Loaded, settings: Settings, store: PhaseStore, progress: Pro
         accepted(rewards, batch.group, run.trainer.influence_trace.accepted_threshold),
         response_advantages(batch).double(),
         {},
+        "fresh",
     )
 
 
@@ -264,6 +277,6 @@ def write(outcome: Outcome) -> None:
     from gradtrace.trace.atomic import atomic_write
 
     record = outcome.record()
-    atomic_write(outcome.folder / "report.json", json.dumps(record, indent=1).encode())
+    atomic_write(outcome.folder / "report.json", json.dumps(record, indent=1, allow_nan=False).encode())
     atomic_write(outcome.folder / "predicted_vs_measured.svg", rank_picture(record, "predicted").encode())
     atomic_write(outcome.folder / "report.html", page(record).encode())

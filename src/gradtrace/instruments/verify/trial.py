@@ -22,7 +22,8 @@ from gradtrace.instruments.entropy_probe.passes import KeepDouble
 from gradtrace.instruments.verify.real_steps import Original, RealSteps
 
 Gradient = dict[str, Tensor]
-BASELINE = "|A|(1−p)"
+FREE = (BASELINE := "|A|(1−p)", "|A|·surprisal", "|A|")
+"""Scores that need no gradient."""
 
 
 @dataclass(eq=False)
@@ -193,8 +194,9 @@ class Trial:
                 for r, found in zip(members, self.log_probs(members), strict=True)
             }
         size = {r: float(self.advantages[r].abs()) for r in responses}
-        return {
-            BASELINE: {r: size[r] * (1 - values[r].exp()) for r in responses},
-            "|A|·surprisal": {r: size[r] * -values[r] for r in responses},
-            "|A|": {r: torch.full_like(values[r], size[r]) for r in responses},
-        }
+        found = (
+            {r: size[r] * (1 - values[r].exp()) for r in responses},
+            {r: size[r] * -values[r] for r in responses},
+            {r: torch.full_like(values[r], size[r]) for r in responses},
+        )
+        return dict(zip(FREE, found, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.verify.agreement import interval
 from gradtrace.instruments.verify.measure import KINDS, Effects, Scores, Size, planned
-from gradtrace.instruments.verify.trial import BASELINE, Trial
+from gradtrace.instruments.verify.trial import BASELINE, FREE, Trial
 from gradtrace.intervals import Interval, paired_difference
 from gradtrace.trace.atomic import JsonLines, unseal
 from gradtrace.trace.phases import PhaseStore
@@ -32,6 +32,8 @@ FOR_SCORES = 1 / 3
 """Share of the budget after which no further score is begun; that of the verdict always is."""
 FEW_GROUPS = 3
 """With fewer groups there is no verdict."""
+CLEAR = 0.1
+"""A mean that is so much above the baseline's may be real, even if the interval does not say so yet."""
 GOOD = 0.7
 """A score whose interval begins here is trusted, even where the baseline is as good."""
 
@@ -110,10 +112,8 @@ class Verification:
         return self._judgement()[1]
 
     def _judgement(self) -> tuple[bool | None, str]:
-        agreement = self.agreement
-        own, base = (interval(agreement[name]["single_token"]) for name in (self.judged, BASELINE))
-        gain = paired_difference(agreement[self.judged]["single_token"], agreement[BASELINE]["single_token"])
-        return judgement(own, base, gain, self.judged)
+        found = {name: kinds["single_token"] for name, kinds in self.agreement.items()}
+        return judgement(found[self.judged], {name: found[name] for name in FREE}, self.judged)
 
     def record(self) -> dict[str, Any]:
         """Everything that is shown, for report.json."""
@@ -121,7 +121,8 @@ class Verification:
         def plain(table: dict[str, dict[str, Interval]]) -> dict[str, Any]:
             return {
                 name: {
-                    kind: [value.mean, value.low, value.high, value.count] for kind, value in kinds.items()
+                    kind: [finite(value.mean), finite(value.low), finite(value.high), value.count]
+                    for kind, value in kinds.items()
                 }
                 for name, kinds in table.items()
             }
@@ -136,7 +137,7 @@ class Verification:
             "steps_taken": self.steps_taken,
             "steps_planned": self.steps_planned,
             "left_out": self.left_out,
-            "columns": "mean, low and high end of a 95 % bootstrap interval over groups, groups",
+            "columns": "mean, low and high end of a 95 % interval over groups, groups",
             "table": plain(table_of(agreement)),
             "gain_over_baseline": plain(gains_of(agreement)),
             "steps": [
@@ -151,6 +152,11 @@ class Verification:
                 if effects.measured
             ],
         }
+
+
+def finite(value: float) -> float | None:
+    """The value for JSON, which has no NaN."""
+    return value if math.isfinite(value) else None
 
 
 def number(value: float) -> str:
@@ -168,11 +174,21 @@ def in_brackets(value: Interval) -> str:
 
 
 def judgement(
-    own: Interval, base: Interval, gain: Interval, judged: str = OWN, steps: str = "single-token steps"
+    values: Sequence[float],
+    free: Mapping[str, Sequence[float]],
+    judged: str = OWN,
+    steps: str = "single-token steps",
 ) -> tuple[bool | None, str]:
-    """Whether a score is to be trusted, and the sentence that says so. `gain`: paired over groups."""
+    """Whether a score is to be trusted, and the sentence that says so. `values`: its correlation in each group; `free`:
+    the same of baselines without a gradient, the strongest of which it has to beat."""
+    own, base = interval(values), interval(free[BASELINE])
+    known = {name: found for name, some in free.items() if (found := interval(some)).count >= FEW_GROUPS}
+    rival = max(known, key=lambda name: known[name].mean, default=BASELINE)
+    gain = paired_difference(values, free[rival])
     who = "scores of this run" if judged.startswith(("this run", "stored")) else judged
     said = f"{who} predict {steps} with {in_brackets(own)}, the baseline {BASELINE} has {in_brackets(base)}"
+    if rival != BASELINE and number(known[rival].mean) != number(base.mean):
+        said += f", {rival} {in_brackets(known[rival])}"
     if base.count >= FEW_GROUPS and not own.count:
         return False, f"not trustworthy: {who} are the same for every token"
     if own.count < FEW_GROUPS:
@@ -185,6 +201,8 @@ def judgement(
         return True, said
     if own.low >= GOOD:
         return True, f"{said}, which is as good and needs no gradient"
+    if gain.mean > CLEAR:
+        return None, f"undecided, {own.count} groups are too few to tell them from a baseline: {said}"
     return False, f"not trustworthy, no better than the baseline: {said}"
 
 
