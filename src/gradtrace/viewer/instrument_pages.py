@@ -78,9 +78,15 @@ def any_payload(step: Step, vocabulary: Vocabulary, _: Mapping[int, int]) -> dic
 
 
 def blame_payload(step: Step, vocabulary: Vocabulary, groups: Mapping[int, int]) -> dict[str, Any]:
-    """As any instrument's page, with who made the gradient above it."""
-    report = gradient_report(step, vocabulary.token_bytes, SHOWN_BLAMED)
-    return {**any_payload(step, vocabulary, groups), "report": report.as_json()}
+    """As any instrument's page, the largest shares first, with who made the gradient above it."""
+    page = any_payload(step, vocabulary, groups)
+    page["columns"].sort(key=lambda column: column["name"] not in ("grad_share", "grad_norm"))
+    for row in page["responses"]:
+        opponent = row["opponent"]
+        row["opponent"] = (
+            f"response {opponent} (prompt {step['group'][opponent]})" if opponent >= 0 else "nobody"
+        )
+    return {**page, "report": gradient_report(step, vocabulary.token_bytes, SHOWN_BLAMED).as_json()}
 
 
 def _described(column: Column) -> dict[str, Any]:

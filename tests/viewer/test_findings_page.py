@@ -1,0 +1,73 @@
+"""The findings page and the blame page of a real run: sentences, culprits that lead to their group, shares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from gradtrace.trace.atomic import JsonLines
+from gradtrace.trace.reader import open_run
+from gradtrace.training.run import train
+from gradtrace.viewer.report import make_report
+from tests.training import small
+from tests.viewer.serving import Watched, serving
+
+FINDING = {
+    "detector": "gradient_spike",
+    "step": 2,
+    "sentence": "The gradient norm jumped <b>to 50</b>.",
+    "confidence": 0.8,
+    "evidence": {"grad_norm": 50.0},
+    "culprits": [{"text": "7", "group": 1, "row": 4, "position": 2, "share": 0.9}],
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("found")
+    more = ("trainer.blame.enable=true", "trainer.entropy_trace.enable=true", "trainer.validation.every=0")
+    path = train(
+        small.config(folder, "trainer.total_steps=2", "trainer.findings.enable=false", *more)
+    ).run_dir
+    JsonLines(path / "findings.jsonl").append(FINDING)
+    return path
+
+
+def test_findings_are_listed_with_links_to_their_culprits(run_dir: Path, browser: Browser) -> None:
+    with serving([run_dir]) as address:
+        watched = Watched(browser.new_page(viewport={"width": 1440, "height": 900}), address)
+        page = watched.open("#/run")
+        page.get_by_role("link", name="Findings 1").click()
+        expect(page.locator("h1")).to_have_text("Findings")
+        expect(page.locator(".finding p")).to_have_text(FINDING["sentence"])  # as text, whatever it holds
+        expect(page.locator(".sure")).to_have_text("80% sure")
+        page.get_by_role("link", name="prompt 1, row 4, token 2").click()
+        page.wait_for_url("**/#/group?**step=2**group=1**")
+        assert watched.errors == [] and watched.foreign_requests == []
+        page.close()
+
+
+def test_the_blame_page_says_who_made_the_gradient_largest_share_first(
+    run_dir: Path, browser: Browser
+) -> None:
+    step = open_run(run_dir).step("blame", 2)
+    with serving([run_dir]) as address:
+        watched = Watched(browser.new_page(viewport={"width": 1440, "height": 900}), address)
+        page = watched.open("#/blame?step=2")
+        expect(page.locator(".blame-report > p")).to_contain_text(
+            "Step 2: the gradient of 2 optimizer step(s)"
+        )
+        expect(page.locator(".blame-prompts tr")).to_have_count(4)
+        first = page.locator("tr.opens").first
+        assert first.get_attribute("data-response") == str(int(step["grad_share"].argmax()))
+        assert watched.errors == [] and watched.foreign_requests == []
+        page.close()
+
+
+def test_a_report_holds_findings(run_dir: Path) -> None:
+    page = make_report([run_dir]).page
+    data = json.loads(page.split('id="gradtrace-report">')[1].split("</script>")[0])
+    assert data["json"]["runs/0/findings"]["findings"][0]["detector"] == "gradient_spike"
