@@ -13,7 +13,9 @@ from gradtrace.run_health import examine
 from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
+from gradtrace.training.run import train
 from tests.attribution.models import tiny_model
+from tests.training import small
 from tests.viewer.sample import SampleRun
 
 
@@ -33,6 +35,41 @@ def test_a_healthy_model(saved_model: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["doctor", "--model", saved_model]) == 0
     shown = capsys.readouterr().out
     assert "healthy" in shown and "14 selected layers" in shown and "memory" in shown
+
+
+def test_every_knob_of_the_trace_counts_in_the_estimate(
+    saved_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def estimate(*knobs: str) -> str:
+        small_batch = ("--responses", "2", "--tokens", "4")
+        assert main(["doctor", "--model", saved_model, *small_batch, *knobs]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
+
+    inverse = ("hessian_mode=inverse", "credit=position", "projection_dim_factor=1")
+    dense = estimate(*inverse, "trainer.influence_trace.solver=dense")
+    assert (
+        len({estimate(), estimate(*inverse), dense, estimate(*inverse, "solver=dense", "max_hessian_dim=16")})
+        == 4
+    )
+    assert estimate("max_modules=2") != estimate() != estimate("max_tokens_per_response=3")
+    assert main(["doctor", "--model", saved_model, "max_module=2"]) == 2
+    assert "max_modules" in capsys.readouterr().err
+    assert main(["doctor", "--model", saved_model, "max_modules=many"]) == 2
+    assert main(["doctor", "max_modules=2"]) == 2
+
+
+def test_captures_are_shown_module_by_module(
+    saved_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", saved_model, "max_modules=2"]) == 0
+    assert "1 fw, 1 bw" in capsys.readouterr().out
+    traced = ("trainer.influence_trace.enable=true", "trainer.total_steps=1", "trainer.validation.every=0")
+    run_dir = train(small.config(tmp_path, *traced)).run_dir
+    found = open_run(run_dir).step("influence_trace", 1).meta["captures"]
+    assert found and all(forward == backward > 0 for forward, backward in found.values())
+    main(["doctor", str(run_dir)])
+    shown = capsys.readouterr().out
+    assert f"in each of {len(found)} modules (step 1): {next(iter(found))}" in shown
 
 
 def test_a_filter_that_matches_nothing_is_a_problem(

@@ -21,6 +21,8 @@ class LayerFlow:
     projected: tuple[int, int]
     ran: bool = False
     """Its forward was called."""
+    captures: tuple[int, int] = (0, 0)
+    """How often its hook kept an input in the forward pass, and received a gradient in the backward pass."""
     rows: int = 0
     """Positions at which its hook received a gradient."""
     gradient_norm: float = 0.0
@@ -74,6 +76,8 @@ def check_gradient_flow(
             weights = [block.sites[0].module.weight for block in blocks]
             torch.autograd.grad(loss, weights, allow_unused=True)  # type: ignore[arg-type]
     finally:
+        for name, counts in hooks.captures().items():
+            next(flow for flow in report.layers if flow.name == name).captures = counts
         hooks.close()
         for handle in handles:
             handle.remove()

@@ -98,6 +98,10 @@ class FactorHooks:
         for block in self.calls:
             self.calls[block] = 0
 
+    def captures(self) -> dict[str, tuple[int, int]]:
+        """Module → how often its hooks captured something, forward and backward."""
+        return {b.name: (self.forward_captures[b.name], self.backward_captures[b.name]) for b in self.calls}
+
     def forget_counts(self) -> None:
         self.forward_captures.clear()
         self.backward_captures.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class InfluenceTrace:
     """Groups that have no scores: id → constant_reward, not_captured, non_finite or other_rank."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Counters and timings, named as in the logs."""
-    meta: dict[str, str] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
     """What the scores are: step, target, geometry, credit, and where the optimizer's second moment came from."""
     warnings: list[str] = field(default_factory=list)
     """What a reader of the scores should be told."""
@@ -65,7 +66,7 @@ class InfluenceTrace:
         if not len(self.token_scores[response]):
             return ""
         if self.token_scores[response] is self.position_scores[response]:
-            return self.meta.get("backward_credit", "position")
+            return str(self.meta.get("backward_credit", "position"))
         return "loss_term"
 
     def without_step(self, response: int) -> Tensor:

@@ -399,7 +399,8 @@ class InfluenceTracer:
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
         elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
         trace.skipped = dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
-        trace.meta = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
+        said = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
+        trace.meta = {**said, "captures": self._hooks.captures()}
         with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)
         trace.metrics |= self._ledger.counters(self._batches, labels, self._skipped, with_terms)
         trace.metrics |= self._phases.seconds | {

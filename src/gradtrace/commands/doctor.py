@@ -7,6 +7,8 @@ examples:
   gradtrace doctor --model runs/demo/policy            one small forward and backward pass through the model
   gradtrace doctor --model Qwen/Qwen2.5-0.5B --filter down_proj --projection-dim-factor 64
                                                        which layers match, and the memory a batch would need
+  gradtrace doctor --model runs/demo/policy hessian_mode=inverse solver=dense max_hessian_dim=4096
+                                                       the same with any knob of trainer.influence_trace
 
 Exit code 0: everything is in order, or merely notable. 1: something failed or was lost, and its cause is printed.
 """
@@ -29,10 +31,16 @@ PACKAGES = (
     ("peft", "trl", "verl", "ray", "math-verify", "pandas", "wandb", "tensorboard", "trackio"),
 )
 SHOWN_LAYERS = 12
+PREFIX = "trainer.influence_trace."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="a run folder, or a name in --runs-dir")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN|KEY=VALUE",
+        help="a run folder, or a name in --runs-dir; with --model: knobs of trainer.influence_trace (max_modules=8)",
+    )
     parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
     parser.add_argument("--model", help="a transformers model: a folder, or a name on the hub")
     parser.add_argument(
@@ -41,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="module_name_filter: a regular expression; may be repeated",
     )
-    parser.add_argument("--projection-dim-factor", type=int, default=32, help="0 = exact (default: 32)")
+    parser.add_argument("--projection-dim-factor", type=int, help="0 = exact (default: 32)")
     parser.add_argument("--responses", type=int, default=64, help="for the memory estimate (default: 64)")
     parser.add_argument(
         "--tokens", type=int, default=512, help="tokens per response, for the estimate (default: 512)"
@@ -52,12 +60,43 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
-    if args.run_dir is not None:
-        return _check_run(console, args)
+    knobs = [word for word in args.words if "=" in word]
+    runs = [word for word in args.words if "=" not in word]
+    if len(runs) > 1 or (runs and args.model) or (knobs and args.model is None):
+        raise GradtraceError(
+            "doctor looks at one run (`gradtrace doctor RUN`), or at a model with knobs of the trace "
+            "(`gradtrace doctor --model MODEL max_modules=8`)."
+        )
+    if runs:
+        return _check_run(console, runs[0], Path(args.runs_dir))
     _show_installation(console)
     if args.model is None:
         return 0
-    return _check_model(console, args)
+    return _check_model(console, args, trace_config(knobs, args.filter, args.projection_dim_factor))
+
+
+def trace_config(knobs: list[str], patterns: list[str], factor: int | None) -> Any:
+    """The settings of an influence trace with these knobs, each by its name or by its whole path in a run."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from gradtrace.config import InfluenceTraceConfig
+    from gradtrace.config.keys import check_fields, check_key, schema_keys
+
+    words = [knob.removeprefix(PREFIX) for knob in knobs]
+    for word in words:
+        check_key(word.split("=")[0], list(schema_keys(InfluenceTraceConfig)), word, prefix=PREFIX)
+    given: dict[str, Any] = {"module_name_filter": patterns} if patterns else {}
+    given |= {} if factor is None else {"projection_dim_factor": factor}
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(InfluenceTraceConfig), given, OmegaConf.from_dotlist(words)
+        )
+        config: Any = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise GradtraceError(f"{PREFIX}{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
+    check_fields(config, PREFIX)
+    return config
 
 
 def _show_installation(console: Any) -> None:
@@ -99,13 +138,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _check_run(console: Any, args: argparse.Namespace) -> int:
+def _check_run(console: Any, name: str, runs_dir: Path) -> int:
     from gradtrace.run_health import examine
     from gradtrace.trace.reader import open_run
     from gradtrace.viewer.news import state_of
     from gradtrace.viewer.view import chosen_runs
 
-    run = open_run(chosen_runs([args.run_dir], Path(args.runs_dir))[0])
+    run = open_run(chosen_runs([name], runs_dir)[0])
     with console.status(f"reading {run.path} …"):
         findings = examine(run)
         steps = {kind: len(run.steps(kind)) for kind in run.kinds()}
@@ -114,6 +153,8 @@ def _check_run(console: Any, args: argparse.Namespace) -> int:
     console.print(
         f"run      {run.name}: {state_of(run)}, last step {last}; traced steps: {traces}", highlight=False
     )
+    for line in captures(run):
+        console.print(f"captures {line}", markup=False, highlight=False, soft_wrap=True)
     for finding in findings:
         word = "[red]problem[/red]" if finding.is_problem else "[yellow]notable[/yellow]"
         console.print(word, end="  ")
@@ -123,23 +164,33 @@ def _check_run(console: Any, args: argparse.Namespace) -> int:
     return int(any(finding.is_problem for finding in findings))
 
 
-def _check_model(console: Any, args: argparse.Namespace) -> int:
+def captures(run: Any) -> list[str]:
+    """How often the hooks of each module captured something in the last traced step, modules of one count together."""
+    for step in run.readable_steps("influence_trace", run.steps("influence_trace")[-1:]):
+        counted: dict[str, list[str]] = {}
+        for module, (forward, backward) in step.meta.get("captures", {}).items():
+            counted.setdefault(f"{forward} forward, {backward} backward", []).append(module)
+        return [
+            f"{count} in each of {len(names)} modules (step {step.step}): {', '.join(names[:SHOWN_LAYERS])}"
+            + (" …" if len(names) > SHOWN_LAYERS else "")
+            for count, names in counted.items()
+        ]
+    return []
+
+
+def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
     from rich.table import Table
 
-    from gradtrace.attribution.config import InfluenceConfig
     from gradtrace.attribution.diagnose import check_gradient_flow
     from gradtrace.attribution.memory import estimate_memory
     from gradtrace.attribution.modules import select_blocks
 
     model = _load(args.model)
-    config = InfluenceConfig(
-        module_name_filter=tuple(args.filter), projection_dim_factor=args.projection_dim_factor
-    )
     with console.status("one small forward and backward pass …"):
         report = check_gradient_flow(model, lambda: _small_loss(model), config)
     if report.layers:
         table = Table(title=f"gradient flow of {args.model}", title_justify="left")
-        for column in ("layer", "weight", "traced as", "rows", "|output gradient|"):
+        for column in ("layer", "weight", "traced as", "captures", "rows", "|output gradient|"):
             table.add_column(column, justify="left" if column == "layer" else "right", overflow="fold")
         for layer in report.layers[:SHOWN_LAYERS]:
             state = f"{layer.rows}" if layer.rows else "[red]0[/red]"
@@ -147,11 +198,12 @@ def _check_model(console: Any, args: argparse.Namespace) -> int:
                 layer.name,
                 "{} × {}".format(*layer.shape),
                 "{} × {}".format(*layer.projected),
+                "{} fw, {} bw".format(*layer.captures),
                 state,
                 f"{layer.gradient_norm:.2e}",
             )
         if len(report.layers) > SHOWN_LAYERS:
-            table.add_row(f"… and {len(report.layers) - SHOWN_LAYERS} more", "", "", "", "")
+            table.add_row(f"… and {len(report.layers) - SHOWN_LAYERS} more", "", "", "", "", "")
         console.print(table)
     for problem in report.problems:
         console.print(f"[red]problem[/red]  {problem}", highlight=False, soft_wrap=True)
@@ -162,7 +214,8 @@ def _check_model(console: Any, args: argparse.Namespace) -> int:
     console.print(
         f"memory   {args.responses} responses × {args.tokens} tokens: {_size(memory.stored_factors)} of stored factors"
         f" (none where micro-batches hold whole groups), {_size(memory.scores)} of scores,"
-        f" {_size(memory.projections)} of projections, {_size(memory.working)} while scoring",
+        f" {_size(memory.directions)} of directions for loss terms, {_size(memory.projections)} of projections,"
+        f" {_size(memory.working)} while scoring; at most {_size(memory.total)}",
         highlight=False,
         soft_wrap=True,
     )

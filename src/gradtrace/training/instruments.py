@@ -113,7 +113,8 @@ def blame_instrument(
 def check_memory(parts: Parts, tracer: InfluenceTracer, report: Callable[[str], None]) -> None:
     """Say what the trace may need at most, and refuse what cannot fit before anything is allocated."""
     config = parts.config
-    responses = config.data.train_batch_size * config.rollout.n
+    most = config.trainer.influence_trace.max_prompts_per_step or config.data.train_batch_size
+    responses = min(most, config.data.train_batch_size) * config.rollout.n
     tokens = responses * config.rollout.max_new_tokens
     needed = tracer.memory_estimate(responses, tokens).total
     device = parts.policy.device

@@ -97,6 +97,7 @@ register_instrument(
             "scope_pass": "the whole step was scored at its first weights, in passes of its own",
             "output_function": "the objective whose gradients are traced",
             "exclude_self_response": "a token's own response is left out of its score",
+            "captures": "module → how often its hooks captured, forward and backward, in the last mini-batch",
             "empty": "why the file has no responses, where it has none",
             "sign": SIGN_STATEMENT,
         },
