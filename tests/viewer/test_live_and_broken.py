@@ -53,6 +53,19 @@ def test_pages_follow_a_run_that_is_still_writing(page: Page, tmp_path: Path) ->
         assert any("metrics=0" not in url for url in polls)
 
 
+def test_checks_of_the_scores_share_one_chart_from_the_first_of_them_on(page: Page, tmp_path: Path) -> None:
+    with RunFiles(tmp_path / "run") as files, serving([tmp_path / "run"]) as origin:
+        files.log(1, {"critic/rewards/mean": 0.1})
+        page.goto(f"{origin}/#/run?smooth=0")
+        expect(page.locator(".recent tbody tr")).to_have_count(1)
+        expect(page.locator("[data-chart=validity]")).to_have_count(0)
+        for step in (2, 3):
+            files.log(step, {"influence_trace/validity": 0.9, "influence_trace/validity_baseline": 0.2})
+        chart = page.locator("[data-chart=validity]")
+        expect(chart.locator("path.line")).to_have_count(2)
+        expect(chart).to_contain_text("solid the scores, dashed |A|(1−p)")
+
+
 def test_a_run_that_starts_after_the_viewer_appears(page: Page, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "config.yaml").write_text("trainer: {total_steps: 3}\n")

@@ -193,7 +193,7 @@ export const MAIN_CHARTS = [
 export const VALIDITY_CHART = {
   key: "validity",
   title: "Do scores predict training?",
-  unit: "rank correlation with real steps",
+  unit: "Spearman",
   includesZero: true,
   format: (value) => fixed(value, 2),
   lines: [
