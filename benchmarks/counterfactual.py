@@ -1,4 +1,4 @@
-"""Continuations per second of `gradtrace counterfactual` against transformers' `generate` on one prefix after the other.
+"""Continuations per second of `gradtrace counterfactual` against transformers' `generate`, one prefix after the other.
 
 Both draw k continuations of every prefix of a group's responses, at temperature 1 from the whole vocabulary, up to the
 same length; nothing may stop early, and the prefixes that siblings share are counted once on both sides. Ours includes

@@ -38,6 +38,7 @@ class Prompts:
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         """long[P]."""
         self.longest = longest
+        self._prompts = prompts
 
     def mask(self) -> Tensor | None:
         """bool[P, L], True for real tokens; None when nothing is padded, which spares the model its masks."""
@@ -50,6 +51,22 @@ class Prompts:
         """long[P, L]: 0 for the first real token (and for the padding before it)."""
         slots = torch.arange(self.longest, device=self.ids.device)
         return (slots - (self.longest - self.lengths)[:, None]).clamp_(min=0)
+
+    def readers(self) -> tuple[Prompts, Tensor]:
+        """The prompts that no other one goes on from, and for each of ours the one of them that it begins (long[P]):
+        reading these reads all."""
+        chosen: list[int] = []
+        reader = [0] * len(self._prompts)
+        # In this order a prompt comes just before those that go on from it.
+        for index in sorted(range(len(reader)), key=self._prompts.__getitem__, reverse=True):
+            own = self._prompts[index]
+            if not chosen or self._prompts[chosen[-1]][: len(own)] != own:
+                chosen.append(index)
+            reader[index] = chosen[-1]
+        place = {index: number for number, index in enumerate(sorted(chosen))}
+        device = self.ids.device
+        found = torch.tensor([place[index] for index in reader], device=device)
+        return Prompts([self._prompts[index] for index in place], device), found
 
 
 def without_adapters(model: Any) -> Any:

@@ -4,6 +4,7 @@ The same mathematics as the model's own forward, from the same parameters. What 
 - matrix products are taken as W·xᵀ rather than x·Wᵀ: see `Linear`;
 - keys and values go into one preallocated tensor, in place, instead of a growing concatenation;
 - query heads that share a key head are treated as query positions, so keys are never repeated;
+- a prompt that is the beginning of another one in the batch is not read again;
 - no masks are built, rotary angles are looked up, and only rows that move are copied when others leave.
 `supports` says which models qualify, and tests compare the logits.
 """
@@ -108,7 +109,12 @@ class LlamaDecoder:
 
     def _read(self, prompts: Prompts, row_prompts: Tensor) -> Tensor:
         """Fill the cache with the prompts, each read once; the logits [B, V] of the rows' first tokens."""
+        everyone = prompts
+        prompts, reader = everyone.readers()
         count, length = prompts.ids.shape
+        # long[P, L]: where the reader of each prompt has what belongs into a slot of the prompt (or into its padding)
+        shift = prompts.longest - prompts.lengths[reader] - (everyone.longest - everyone.lengths)
+        source = (torch.arange(length) + shift[:, None]).clamp_(min=0)
         mask = prompts.mask()
         allowed: Tensor | None = None
         if mask is not None:
@@ -120,7 +126,10 @@ class LlamaDecoder:
             heads = heads.view(count, length, -1, self.head_dim).transpose(1, 2)  # [P, heads, L, head_dim]
             keys_values = heads[:, self.query_heads :].unflatten(1, (2, -1)).transpose(0, 1)
             # In order first: copied out of its strides for every row it would take as long as several steps.
-            cache[:, :, :, :length] = keys_values.contiguous().index_select(1, row_prompts)
+            own = keys_values.contiguous()
+            if count < len(reader):
+                own = own[:, reader[:, None], :, source].permute(2, 0, 3, 1, 4).contiguous()
+            cache[:, :, :, :length] = own.index_select(1, row_prompts)
             keys, values = keys_values
             attended = F.scaled_dot_product_attention(
                 heads[:, : self.query_heads],
@@ -134,7 +143,7 @@ class LlamaDecoder:
             return attended.transpose(1, 2).reshape(count * length, -1)
 
         x = self._forward(prompts.ids.flatten(), self.rotary[prompts.positions().flatten()], attend)
-        return self._logits(x.view(count, length, -1)[:, -1])[row_prompts]
+        return self._logits(x.view(count, length, -1)[reader, source[:, -1]])[row_prompts]
 
     def step(self, tokens: Tensor) -> Tensor:
         rows, slots = len(tokens), self.filled + 1
