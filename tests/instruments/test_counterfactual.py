@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 import gradtrace
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.counterfactual.choose import Clues, choose, first_difference
-from gradtrace.instruments.counterfactual.columns import MeasuredGroup, from_step, write_groups
+from gradtrace.instruments.counterfactual.columns import MeasuredGroup, from_step, to_columns, write_groups
 from gradtrace.instruments.counterfactual.sampling import Continuations, missing
 from gradtrace.instruments.counterfactual.tree import Measurement, PrefixTree
 from gradtrace.rollout import Sampler, SamplingParams
@@ -138,16 +140,16 @@ def test_siblings_share_their_beginnings() -> None:
     assert tree.leaves_at(tree.node(2, 0), [4, 9, 9]) == (tree.node(0, 1), 1)
 
 
-def test_a_file_holds_enough_to_go_on(tmp_path: pytest.TempPathFactory) -> None:
+def test_a_file_holds_enough_to_go_on(tmp_path: Path) -> None:
     groups = [measured(seed, tokens) for seed, tokens in ((4, "all"), (5, "0-1"))]
     stored = [MeasuredGroup(g, group, {"max_new_tokens": LIMIT}) for g, group in enumerate(groups)]
     for group in stored:
         rows = len(group.measurement.responses)
         finished = np.array([response[-1] == STOP for response in group.measurement.responses])
         group.columns = {"row": np.arange(rows), "finished": finished}
-    with TraceWriter(tmp_path, COUNTERFACTUAL, on_error="raise") as writer:  # type: ignore[arg-type]
+    with TraceWriter(tmp_path, COUNTERFACTUAL, on_error="raise") as writer:
         write_groups(writer, 7, stored, {"task": "arithmetic"})
-    read = from_step(gradtrace.open_run(tmp_path).step(COUNTERFACTUAL, 7))  # type: ignore[arg-type]
+    read = from_step(gradtrace.open_run(tmp_path).step(COUNTERFACTUAL, 7))
     for before, after in zip(groups, read, strict=True):
         assert after.measurement.samples == before.samples
         np.testing.assert_array_equal(after.measurement.measured, before.measured)
@@ -198,3 +200,21 @@ def test_choosing_tokens() -> None:
             tokens(words)
     with pytest.raises(GradtraceError, match="no influence"):
         tokens("influence")
+
+
+def test_a_file_from_elsewhere_cannot_mislead(tmp_path: Path) -> None:
+    """Samples that do not fit their response are left out, and notes of the wrong kind are none."""
+    group = measured(4)
+    rows = len(group.responses)
+    finished = np.array([response[-1] == STOP for response in group.responses])
+    columns = to_columns([MeasuredGroup(0, group, {}, {"row": np.arange(rows), "finished": finished})])
+    starts = columns["continuation_start"]
+    starts[:3] = [-1, 10**6, len(group.responses[int(columns["continuation_response"][2])])]
+    with TraceWriter(tmp_path, COUNTERFACTUAL, on_error="raise") as writer:
+        writer.write(1, columns, {"measured": [7, {"group_id": [1]}, {"group_id": 0, "max_new_tokens": "x"}]})
+        columns["continuation_response"][0] = rows
+        with pytest.raises(GradtraceError, match="continuation_response"):
+            writer.write(2, columns)
+    (read,) = from_step(gradtrace.open_run(tmp_path).step(COUNTERFACTUAL, 1))
+    assert len(group.samples) - 3 <= len(read.measurement.samples) < len(group.samples)
+    read.measurement.values()

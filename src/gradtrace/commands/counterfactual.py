@@ -32,6 +32,7 @@ UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 DECISIVE = 3
 """Tokens of a response that the table names."""
 MOST_K = 100_000
+REWARD_ROUNDING = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +125,12 @@ def measure(
         if group is None:
             continuations = resampler.continuations(step, source, args.seed)
             group = resampler.begin(step, source, continuations)
+            other = int((abs(group.measurement.rewards - source.rewards) > REWARD_ROUNDING).sum())
+            if other:
+                console.print(
+                    f"{other} responses have another reward now than in training (flipped, shaped, or another reward "
+                    "function); V is about the reward as it judges now."
+                )
         group.measurement.measure(choose(args.tokens, group.measurement, source.clues, only))
         if missing(group.measurement, args.k) > 0:
             continuations = continuations or resampler.continuations(step, source, args.seed)

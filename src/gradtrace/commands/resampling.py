@@ -45,21 +45,21 @@ SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
 
 @dataclass(frozen=True)
 class Weights:
-    """A policy of the run, and how many training steps are behind it."""
+    """A policy of the run, and how many training steps are behind it (None: not known)."""
 
     folder: Path
     name: str
-    step: int
+    step: int | None
 
-    def away(self, step: int) -> int:
+    def away(self, step: int) -> int | None:
         """Training steps between these weights and those that wrote the responses of `step`."""
-        return self.step - (step - 1)
+        return None if self.step is None else self.step - (step - 1)
 
     def described(self, step: int) -> str:
         away = self.away(step)
         wrote = f"those that wrote the responses of step {step}"
-        if away == 0:
-            return f"{self.name}: {wrote}"
+        if not away:
+            return self.name if away is None else f"{self.name}: {wrote}"
         return f"{self.name}, {abs(away)} steps {'after' if away > 0 else 'before'} {wrote}"
 
 
@@ -81,6 +81,7 @@ class SourceGroup:
     group_id: int
     prompt: list[int]
     responses: list[list[int]]
+    rewards: np.ndarray
     columns: dict[str, np.ndarray]
     clues: Clues
 
@@ -109,7 +110,7 @@ class Resampler:
                 raise GradtraceError(
                     f"{self._fixed} is no checkpoint and no transformers folder (no config.json)"
                 )
-            return [Weights(self._fixed, str(self._fixed), 0)]
+            return [Weights(self._fixed, str(self._fixed), None)]
         found = [
             _checkpoint(file.parent) for file in sorted(self.run_dir.glob(f"checkpoints/step_*/{MARKER}"))
         ]
@@ -124,7 +125,7 @@ class Resampler:
         return found
 
     def nearest(self, step: int) -> Weights:
-        return min(self.weights, key=lambda each: (abs(each.away(step)), each.step))
+        return min(self.weights, key=lambda each: (abs(each.away(step) or 0), each.step or 0))
 
     def steps(self) -> list[int]:
         return sorted({step for kind in SOURCES for step in self.run.steps(kind)})
@@ -161,6 +162,7 @@ class Resampler:
             group_id=group.group_id,
             prompt=group.prompt_ids.tolist(),
             responses=[own["token_id"].tolist() for own in tokens],
+            rewards=source["reward"][group.responses],
             columns=columns,
             clues=Clues(
                 [own["entropy"] for own in tokens] if "entropy" in source else None,

@@ -69,8 +69,8 @@ def from_step(step: Step) -> list[MeasuredGroup]:
     """Inverse of `to_columns`. Samples that do not fit the responses, in a file from elsewhere, are left out."""
     about = step.meta.get("measured")
     about = about if isinstance(about, list) else []
-    told = {entry.get("group_id"): entry for entry in about if isinstance(entry, dict)}
-    return [_group(step, g, told.get(int(step["group_id"][g]), {})) for g in range(step.n_groups)]
+    told = {str(entry.get("group_id")): entry for entry in about if isinstance(entry, dict)}
+    return [_group(step, g, told.get(str(step["group_id"][g]), {})) for g in range(step.n_groups)]
 
 
 def _group(step: Step, g: int, about: dict[str, Any]) -> MeasuredGroup:
