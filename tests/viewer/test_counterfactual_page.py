@@ -136,4 +136,6 @@ def test_colours_by_line_stay_in_the_address(page: Watched) -> None:
     assert "by=line" in shown.evaluate("location.hash")
     tokens = shown.locator(".row[aria-label^='Response r0,'] .slot-1 .t")
     classes = {(tokens.nth(i).get_attribute("class") or "").split()[-1] for i in range(tokens.count() - 1)}
+    tokens.first.hover()
+    expect(shown.locator(".readout")).to_contain_text("line: Entropy")
     assert len(classes) == 1, "a chain is one line, so that all its tokens have its colour"

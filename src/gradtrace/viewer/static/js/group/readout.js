@@ -22,6 +22,7 @@ export class Readout {
       readoutItem("bytes", tokenBytes(group, token)),
       ...tokenMetrics(group, token, context).map(({ name, text }) => readoutItem(name, text)),
     );
+    for (const { name, text } of context.units) this.node.append(readoutItem(name, text));
     if (targetEffect) this.node.append(readoutItem(targetEffect.name, targetEffect.text));
     if (position === response.first_wrong) {
       const right = group.expectedAt(position);

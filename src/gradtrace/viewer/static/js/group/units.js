@@ -1,5 +1,8 @@
 // Sentences and lines: long answers are read in them, so numbers can be shown for them instead of single tokens.
 
+import { CHANNELS } from "../channels.js";
+import { numberStyle } from "../format.js";
+
 export const UNITS = ["token", "sentence", "line"];
 const SUMMED = ["influence", "delta_v"];
 /** A sentence ends with its mark and the space after it, a line with its break; as in gradtrace/trace/units.py. */
@@ -39,4 +42,15 @@ export function aggregated(group, channel, values, by) {
     }
   }
   return found;
+}
+
+/** What the sentence or line of a token has in the channels that are shown: [{name, text}], nothing for tokens. */
+export function unitMetrics(by, colourings, token) {
+  if (by === "token") return [];
+  const shown = colourings.filter(({ channel, values }) => values !== null && channel !== "advantage");
+  return shown.map(({ channel, values }) => {
+    const style = numberStyle(Math.abs(values[token]));
+    const text = CHANNELS[channel].signed ? style.signed(values[token]) : style.plain(values[token]);
+    return { name: `${by}: ${CHANNELS[channel].title}`, text };
+  });
 }

@@ -22,7 +22,7 @@ import { Rail } from "../group/rail.js";
 import { Readout } from "../group/readout.js";
 import { TokenSelection } from "../group/selection.js";
 import { fitsSideBySide, ORDERS, Sheet } from "../group/sheet.js";
-import { UNITS } from "../group/units.js";
+import { UNITS, unitMetrics } from "../group/units.js";
 
 const NARROW = 1100;
 const HINTS = [
@@ -295,7 +295,8 @@ class GroupPage extends Page {
 
   tokenContext(token) {
     const response = this.group.responses[this.group.responseOfToken[token]];
-    const context = { response, tops: this.tops, credit: this.score };
+    const units = unitMetrics(this.by, this.sheet.colourings, token);
+    const context = { response, units, tops: this.tops, credit: this.score };
     if (this.targetValues) {
       const shown = this.sheet.colourings.find(({ channel }) => channel === "influence");
       const text = numberStyle(shown ? largestTop(shown) : 1).signed(this.targetValues[token]);
