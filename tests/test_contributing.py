@@ -13,10 +13,13 @@ import torch
 from gradtrace import TraceWriter, open_run
 from gradtrace.algorithms import LossInputs, policy_loss
 from gradtrace.algorithms.registry import policy_losses
+from gradtrace.config import FindingsConfig
+from gradtrace.instruments.findings.watch import DETECTORS, Findings
 from gradtrace.instruments.observer import Observers
 from gradtrace.metrics import Timer
 from gradtrace.tasks.rewards import named_reward
 from gradtrace.trace.record import COLUMNS, KINDS
+from tests.training import small
 from tests.training.small import trainer
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
@@ -65,6 +68,14 @@ def test_how_to_add_an_instrument(tmp_path: Path, own_records: None) -> None:
     writer.close()
     step = open_run(tmp_path / "run").step("confidence", 1)
     assert step["mean_log_prob"].mean() == pytest.approx(metrics["confidence/mean"], rel=1e-5)
+
+
+def test_how_to_add_a_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DETECTORS, "one_token", example("a detector")["detect"])
+    findings = Findings(FindingsConfig(), tmp_path, str)
+    findings.start(0)
+    findings.see(1, small.random_batch(), {})
+    assert "one_token" in {finding["detector"] for finding in open_run(tmp_path).findings()}
 
 
 def test_the_map_is_the_contract() -> None:

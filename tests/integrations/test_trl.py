@@ -357,6 +357,8 @@ def test_blame_shares_of_a_rollout_add_up_to_one(tmp_path: Path) -> None:
     (update,) = step.meta["updates"]
     assert update["clip_factor"] < 1 and abs(update["residual"]) < 1e-5
     assert step["grad_share"].sum() == pytest.approx(1.0, abs=1e-5)
+    first = gradtrace.open_run(tmp_path / "run").metrics()[0][0]
+    assert {"findings/total", "findings/gradient_spike", "batch/repetition"} <= first.keys()
     logged = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     assert update["grad_norm"] == pytest.approx(logged[1], rel=1e-4)
 

@@ -1,7 +1,7 @@
 """Norm and sketch of every response's own gradient, from the backward pass that training makes anyway.
 
-Inside the hook of a layer a response's gradient M_r = Σ_t u_t v_tᵀ is formed, measured, projected to a few numbers and
-dropped again: about one more weight-gradient product, and never the gradients of all responses at once.
+For M_r = Σ_t u_t v_tᵀ of a layer, ‖M_r‖² = Σ_{t,s} (u_t·u_s)(v_t·v_s) needs no M_r where responses are short, and the
+sketch P M_r Qᵀ = Σ_t (P u_t)(Q v_t)ᵀ never does. Both are taken inside the layer's hook.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gradtrace.attribution.capture import Capture
+from gradtrace.attribution.capture import Capture, Part
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.factors import FactorHooks, sides
 from gradtrace.attribution.layout import Layout
@@ -20,7 +20,7 @@ from gradtrace.attribution.modules import Block, Site, select_blocks
 from gradtrace.attribution.projection import rademacher
 
 LARGEST_STACK = 2**25
-"""Numbers in the response gradients of one layer that are formed at once."""
+"""Numbers in the matrices of one layer that are formed at once."""
 
 
 class ResponseGradients:
@@ -36,8 +36,9 @@ class ResponseGradients:
         self.sketch_dim = sketch_dim
         self._hooks = FactorHooks(self.blocks, self._receive)
         self._open: Capture | None = None
-        self._squares: dict[int, Tensor] = {}
-        self._sketches: dict[int, dict[str, Tensor]] = {}
+        self._projections: dict[tuple[str, str, torch.dtype, torch.device], Tensor] = {}
+        self._found: dict[Block, list[tuple[list[int], Tensor, Tensor]]] = {}
+        """(responses, ‖M_r‖², sketches) of the layer's calls."""
 
     @contextmanager
     def capture(
@@ -59,43 +60,69 @@ class ResponseGradients:
         with torch.autocast(gradient.device.type, enabled=False):
             gradient, x, positions = capture.wanted(site, gradient, x)
             capture.add(block, *sides(block, site, gradient, x), positions)
-            at_once = max(1, LARGEST_STACK // (block.d_out * block.d_in))
-            responses = capture.layout.responses
-            for start in range(0, len(responses), at_once):
-                some = responses[start : start + at_once]
-                self._keep(block, some, capture.gradients(block, some))
-            del capture.parts[block]
-
-    def _keep(self, block: Block, responses: list[int], gradients: Tensor) -> None:
-        squares = gradients.double().square().sum((1, 2)).cpu()
-        sketches = self._projected(block, "out", gradients.transpose(1, 2))
-        sketches = self._projected(block, "in", sketches.transpose(1, 2)).flatten(1).cpu()
-        for response, square, sketch in zip(responses, squares, sketches, strict=True):
-            self._squares[response] = self._squares.get(response, torch.zeros(())).double() + square
-            self._sketches.setdefault(response, {})[block.name] = sketch
+            part = capture.parts.pop(block)[0]
+            for responses, u, v in _stacks(capture.layout, part):
+                sketches = self._projected(block, "out", u).transpose(1, 2) @ self._projected(block, "in", v)
+                found = (responses, _squared_norms(u, v).double().cpu(), sketches.flatten(1).cpu())
+                self._found.setdefault(block, []).append(found)
 
     def _projected(self, block: Block, side: str, values: Tensor) -> Tensor:
         """The last dimension projected to at most `sketch_dim`."""
         size = values.shape[-1]
         if size <= self.sketch_dim:
             return values
-        return (
-            values @ rademacher(block.name, side, self.sketch_dim, size, 0, values.dtype).to(values.device).T
-        )
+        key = (block.name, side, values.dtype, values.device)
+        if key not in self._projections:
+            made = rademacher(block.name, side, self.sketch_dim, size, 0, values.dtype)
+            self._projections[key] = made.T.contiguous().to(values.device)
+        return values @ self._projections[key]
 
     def take(self) -> tuple[dict[int, float], dict[int, Tensor]]:
         """(‖g_r‖, sketch of g_r) of every response since the last call."""
-        norms = {response: float(square.sqrt()) for response, square in self._squares.items()}
-        order = [block.name for block in self.blocks]
-        sketches = {
-            response: torch.cat([parts[name] for name in order if name in parts])
-            for response, parts in self._sketches.items()
-        }
-        self._squares, self._sketches = {}, {}
-        return norms, sketches
+        found, self._found = self._found, {}
+        responses = sorted({r for parts in found.values() for some, _, _ in parts for r in some})
+        place = {response: index for index, response in enumerate(responses)}
+        squares = torch.zeros(len(responses), dtype=torch.float64)
+        columns: list[Tensor] = []
+        for parts in (found[block] for block in self.blocks if block in found):
+            columns.append(parts[0][2].new_zeros(len(responses), parts[0][2].shape[1]))
+            for some, square, sketches in parts:
+                index = torch.tensor([place[response] for response in some])
+                squares.index_add_(0, index, square)
+                columns[-1][index] = sketches
+        if not columns:
+            return {}, {}
+        norms = dict(zip(responses, squares.sqrt().tolist(), strict=True))
+        return norms, dict(zip(responses, torch.cat(columns, 1), strict=True))
 
     def attach(self) -> None:
         self._hooks.attach()
 
     def close(self) -> None:
         self._hooks.close()
+
+
+def _stacks(layout: Layout, part: Part) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """(responses, U [n, T, d_out], V [n, T, d_in]) of all responses, a few at a time; one at a time where rows are
+    packed."""
+    if layout.row_response is None or part.positions is not None:
+        for response in layout.responses:
+            rows = part.rows_of(layout.positions_of(response), layout.response.numel())
+            rows = rows[rows >= 0].to(part.u.device)
+            yield [response], part.u[rows][None], part.v[rows][None]
+        return
+    batch, length = layout.shape
+    u, v = part.u.view(batch, length, -1), part.v.view(batch, length, -1)
+    at_once = max(1, LARGEST_STACK // min(length * length, u.shape[-1] * v.shape[-1]))
+    for start in range(0, len(layout.responses), at_once):
+        some = layout.responses[start : start + at_once]
+        rows = layout.rows_of(some).to(u.device)
+        yield some, u[rows], v[rows]
+
+
+def _squared_norms(u: Tensor, v: Tensor) -> Tensor:
+    """[n]: ‖Σ_t u_t v_tᵀ‖², by products of positions or by the matrices, whichever is less work."""
+    length, d_out, d_in = u.shape[1], u.shape[2], v.shape[2]
+    if length * (d_out + d_in) < d_out * d_in:
+        return ((u @ u.transpose(1, 2)) * (v @ v.transpose(1, 2))).sum((1, 2)).clamp(min=0)
+    return (u.transpose(1, 2) @ v).square().sum((1, 2))

@@ -81,11 +81,10 @@ def blame_payload(step: Step, vocabulary: Vocabulary, groups: Mapping[int, int])
     """As any instrument's page, the largest shares first, with who made the gradient above it."""
     page = any_payload(step, vocabulary, groups)
     page["columns"].sort(key=lambda column: column["name"] not in ("grad_share", "grad_norm"))
-    for row in page["responses"]:
-        opponent = row["opponent"]
-        row["opponent"] = (
-            f"response {opponent} (prompt {step['group'][opponent]})" if opponent >= 0 else "nobody"
-        )
+    group = step["group"]
+    for row in page["responses"] if "opponent" in step else []:
+        r = row["opponent"]
+        row["opponent"] = f"p{group[r]} r{(group[:r] == group[r]).sum()}" if r >= 0 else "nobody"
     return {**page, "report": gradient_report(step, vocabulary.token_bytes, SHOWN_BLAMED).as_json()}
 
 
