@@ -15,17 +15,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
+import gradtrace
 from gradtrace.algorithms import accepted
-from gradtrace.attribution import InfluenceConfig, InfluenceTracer
-from gradtrace.batch import RolloutBatch
+from gradtrace.attribution import InfluenceConfig
 from gradtrace.config import ArithmeticConfig
-from gradtrace.instruments.influence.capture import Scored
-from gradtrace.instruments.influence.columns import describe, influence_columns
-from gradtrace.instruments.influence.plan import group_status
 from gradtrace.tasks.arithmetic import ArithmeticTask
-from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.token_text import TokenBytes
-from gradtrace.trace.writer import TraceWriter
 
 GROUP, PROMPT, LENGTH = 4, 4, 6
 
@@ -58,63 +52,55 @@ def join(groups: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class TracedTrainer(Trainer):
     def __init__(self, *args: Any, run_dir: str, tokenizer: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.config = InfluenceConfig.older(projection_dim_factor=0)
-        self.tracer = InfluenceTracer(self.model, self.config)  # ◆ 1. hooks on the model
-        self.files, self.writer = RunFiles(run_dir), TraceWriter(run_dir, "influence_trace")
-        self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
+        self.run_dir, self.words, self.tracer = run_dir, tokenizer, None
 
-    def compute_loss(self, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Tensor:
-        log_probs = torch.log_softmax(model(input_ids=inputs["input_ids"]).logits[:, PROMPT - 1 : -1], -1)
-        chosen = log_probs.gather(2, inputs["input_ids"][:, PROMPT:, None]).squeeze(2)
-        self.seen = chosen.detach(), -(log_probs.exp() * log_probs).sum(2).detach()
-        return -(self.advantages(inputs)[:, None] * chosen).mean()
+    def log_probs(self, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, LENGTH]: log-probs of the response tokens, and the entropies that they were drawn from."""
+        every = torch.log_softmax(model(input_ids=ids).logits[:, PROMPT - 1 : -1], -1)
+        return every.gather(2, ids[:, PROMPT:, None]).squeeze(2), -(every.exp() * every).sum(2)
 
     def advantages(self, inputs: dict[str, Tensor]) -> Tensor:
         grouped = inputs["rewards"].view(-1, GROUP)
         return (grouped - grouped.mean(1, keepdim=True)).flatten()
 
-    def training_step(self, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Tensor:
-        ids = inputs["input_ids"]
-        rows = torch.arange(len(ids))
-        tokens = (torch.arange(ids.shape[1]) >= PROMPT).expand(len(ids), -1)
-        # The loss is a mean over tokens (and accumulated batches): the scale makes it the sum again.
-        scale = float(len(ids) * LENGTH * self.current_gradient_accumulation_steps)
-        with self.tracer.capture(response=rows, tokens=tokens, scale=scale):  # ◆ 2. around the backward pass
-            loss = super().training_step(model, inputs, *args, **options)
-        self.write(inputs, rows, tokens)
-        return loss
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Tensor:
+        self.seen = self.log_probs(model, inputs["input_ids"])
+        return -(self.advantages(inputs)[:, None] * self.seen[0]).mean()
 
-    def write(self, inputs: dict[str, Tensor], rows: Tensor, tokens: Tensor) -> None:
-        """◆ 3. score, and keep it as every gradtrace run is kept."""
-        ids, group, rewards, advantages = (
-            inputs["input_ids"],
-            inputs["group"],
-            inputs["rewards"],
-            self.advantages(inputs),
-        )
-        sign = torch.where(
-            advantages < 0, -1.0, 1.0
-        )  # the loss counts each response with its advantage's sign
-        trace = self.tracer.score(accepted=accepted(rewards, group), group=group, sign=sign)
-        batch = RolloutBatch(
-            prompts=ids[::GROUP, :PROMPT].tolist(),
+    def training_step(self, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Tensor:
+        if self.tracer is None:  # ◆ 1. hooks on the model, and the geometry of its optimizer
+            config = InfluenceConfig(projection_dim_factor=0)
+            self.tracer = gradtrace.InfluenceTracer(self.model, config, optimizer=self.optimizer)
+        ids, group, advantages = inputs["input_ids"], inputs["group"], self.advantages(inputs)
+        # The loss is −mean(A ℓ): from it to A ℓ, the step of a token, and to ℓ, whose contrast the step is asked about.
+        step = -float(len(ids) * LENGTH * self.current_gradient_accumulation_steps)
+        target = torch.where(advantages == 0, 0.0, step / advantages)
+        with self.tracer.capture(  # ◆ 2. around the backward pass
+            response=torch.arange(len(ids)),
+            tokens=(torch.arange(ids.shape[1]) >= PROMPT).expand(len(ids), -1),
+            accepted=accepted(inputs["rewards"], group),
             group=group,
+            scale=step,
+            target_scale=target,
+        ):
+            loss = super().training_step(model, inputs, *args, **options)
+
+        def terms(chosen: list[int]) -> Tensor:
+            return (advantages[chosen, None] * self.log_probs(self.model, ids[chosen])[0]).flatten()
+
+        gradtrace.record(  # ◆ 3. score, and keep it as every gradtrace run is kept
+            self.run_dir,
+            self.state.global_step + 1,
+            prompts=ids[::GROUP, :PROMPT],
             responses=ids[:, PROMPT:],
-            response_mask=tokens[:, PROMPT:],
-            finished=torch.ones(len(ids), dtype=torch.bool),
-            sampler_log_probs=self.seen[0],
-            rewards=rewards,
-            advantages=advantages[:, None].expand(-1, LENGTH),
-            old_log_probs=self.seen[0],
+            rewards=inputs["rewards"],
+            advantages=advantages,
+            log_probs=self.seen[0],
             entropies=self.seen[1],
+            trace=self.tracer.score(terms=terms, coming=True),
+            tokenizer=self.words,
         )
-        scored = [Scored(rows, torch.full((len(rows),), self.state.global_step), trace)]
-        columns, _ = influence_columns(
-            batch, scored, group_status(batch, 0), self.config, pairwise_max_mb=64.0
-        )
-        step = self.state.global_step + 1
-        self.writer.write(step, columns, describe(self.config))
-        self.files.log(step, {"critic/rewards/mean": float(rewards.mean()), **trace.metrics})
+        return loss
 
 
 def main() -> None:
@@ -137,7 +123,6 @@ def main() -> None:
     data = StoredResponses(32, len(tokenizer))
     trainer = TracedTrainer(model, arguments, join, data, run_dir=run_dir, tokenizer=tokenizer)
     trainer.train()
-    trainer.writer.close()
     print(f"look at it with: gradtrace view {run_dir}")
 
 

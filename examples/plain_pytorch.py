@@ -6,15 +6,9 @@ import sys
 import torch
 from torch import nn
 
+import gradtrace
 from gradtrace.algorithms import accepted
-from gradtrace.attribution import InfluenceConfig, InfluenceTracer
-from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.influence.capture import Scored
-from gradtrace.instruments.influence.columns import describe, influence_columns
-from gradtrace.instruments.influence.plan import group_status
-from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.token_text import Rules, TokenBytes
-from gradtrace.trace.writer import TraceWriter
+from gradtrace.attribution import InfluenceConfig
 
 GROUP, LENGTH = 8, 10
 
@@ -37,9 +31,7 @@ torch.manual_seed(0)
 run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/plain_pytorch"
 optimizer = torch.optim.Adam((model := Model()).parameters(), lr=1e-2)
 config = InfluenceConfig(projection_dim_factor=0, credit="both")  # ◆ a model without blocks has no last one
-tracer = InfluenceTracer(model, config, optimizer=optimizer)  # ◆
-files, writer = RunFiles(run_dir), TraceWriter(run_dir, "influence_trace")  # ◆
-files.write_token_bytes(TokenBytes([letter.encode() for letter in "abcdefgh"], [0] * 8, Rules()))  # ◆
+tracer = gradtrace.InfluenceTracer(model, config, optimizer=optimizer)  # ◆
 prompts, group = torch.arange(4)[:, None], (rows := torch.arange(4 * GROUP)) // GROUP
 for step in range(1, 21):
     ids = prompts[group]
@@ -57,12 +49,8 @@ for step in range(1, 21):
     trace = tracer.score(terms=terms, coming=True)  # ◆ for the optimizer's step that comes now
     optimizer.step()
     optimizer.zero_grad()
-    old, entropies = log_probs.detach(), -(every.exp() * every).sum(2).detach()  # ◆
-    batch = RolloutBatch(prompts.tolist(), group, ids[:, 1:], mask[:, 1:], mask[:, 1], old)  # ◆
-    batch = batch.replace(rewards=rewards, advantages=weights, old_log_probs=old, entropies=entropies)  # ◆
-    scored = [Scored(rows, 0 * rows, trace)]  # ◆
-    columns, said = influence_columns(batch, scored, group_status(batch, 0), config, 64)  # ◆
-    writer.write(step, columns, describe(config) | said)  # ◆
-    files.log(step, {"critic/rewards/mean": float(rewards.mean()), **trace.metrics})  # ◆
-writer.close()  # ◆
+    gradtrace.record(  # ◆
+        run_dir, step, prompts=prompts, responses=ids[:, 1:], rewards=rewards, advantages=weights, log_probs=log_probs,
+        entropies=-(every.exp() * every).sum(2), trace=trace, tokenizer=list("abcdefgh"),
+    )  # fmt: skip
 print(f"mean reward {float(rewards.mean()):.2f}; look at every token with: gradtrace view {run_dir}")

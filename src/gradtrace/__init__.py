@@ -11,6 +11,7 @@ _LAZY = {
     "TraceWriter": "gradtrace.trace.writer",
     "counterfactual": "gradtrace.instruments.counterfactual.function",
     "open_run": "gradtrace.trace.reader",
+    "record": "gradtrace.instruments.recording",
     "show": "gradtrace.viewer.report",
     "verify": "gradtrace.instruments.verify.function",
 }
@@ -22,6 +23,7 @@ __all__ = [
     "__version__",
     "counterfactual",
     "open_run",
+    "record",
     "show",
     "verify",
 ]

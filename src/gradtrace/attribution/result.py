@@ -48,6 +48,8 @@ class InfluenceTrace:
     warnings: list[str] = field(default_factory=list)
     """What a reader of the scores should be told."""
     credit: str = "position"
+    config: InfluenceConfig = field(default_factory=InfluenceConfig)
+    """The knobs that they were taken with."""
     _pairwise: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)
 
     @property
@@ -151,6 +153,7 @@ def assemble(
         response_kernel=kernel,
         likelier_scores=likelier if any(len(found) > 1 for found in loss_terms.values()) else None,
         credit=config.credit,
+        config=config,
         _pairwise=pairwise,
     )
     totals.judge(trace)

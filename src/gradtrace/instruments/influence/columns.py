@@ -85,10 +85,11 @@ def influence_columns(
         "prompt_influence": np.array(
             [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
         ),
-        "entropy": token_column(batch.need("entropies"), batch, rows),
-        "log_prob": token_column(batch.need("old_log_probs"), batch, rows),
         "captured": flat(captured, torch.bool),
     }
+    for name, values in (("entropy", batch.entropies), ("log_prob", batch.old_log_probs)):
+        if values is not None:
+            columns[name] = token_column(values, batch, rows)
     columns |= score_columns(entries, config)
     pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
     said = {key: value for part in scored for key, value in part.trace.meta.items() if key not in OWN_MEANING}
