@@ -19,6 +19,7 @@ from gradtrace.instruments.tracin.diagnosis import diagnose_step
 from gradtrace.instruments.verify.in_training import VALIDITY, VALIDITY_BASELINE
 from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import judgement
+from gradtrace.trace.confined import read_confined
 from gradtrace.trace.lock import is_held
 from gradtrace.trace.reader import Run
 from gradtrace.trace.schema import INFLUENCE_TRACE, KINDS, TRACIN, GroupStatus
@@ -265,15 +266,16 @@ def _influence(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
 
 def _validity(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     """Whether scores predicted real optimizer steps: checks of training (verify_every), and `gradtrace verify`."""
-    both = [row for row in rows.values() if VALIDITY in row and VALIDITY_BASELINE in row]
+    names = (VALIDITY, VALIDITY_BASELINE)
+    both = [row for row in rows.values() if all(isinstance(row.get(name), int | float) for name in names)]
     if both:
-        own, base = ([float(row[name]) for row in both] for name in (VALIDITY, VALIDITY_BASELINE))
+        own, base = ([float(row[name]) for row in both] for name in names)
         said = judgement(own, {BASELINE: base}, steps="steps on half of a group's tokens")[1]
         yield Finding(False, f"{said[0].upper()}{said[1:]} ({len(both)} checks during training).")
     for report in sorted((run.path / "verify").glob("step_*/report.json"))[-1:]:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(report.read_text())
-            said = str(found["verdict"])
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            found = json.loads(read_confined(run.path.resolve(), f"verify/{report.parent.name}/report.json"))
+            said = "".join(letter for letter in str(found["verdict"]) if letter.isprintable())
             yield Finding(
                 False, f"{said[0].upper()}{said[1:]} (`gradtrace verify`, step {int(found['step'])})."
             )

@@ -15,6 +15,7 @@ from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.verify.copies import working_copy
 from gradtrace.instruments.verify.measure import Effects
+from gradtrace.instruments.verify.real_steps import RealSteps
 from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import Verification, exact, judgement
 from tests.attribution.models import random_responses, tiny_model
@@ -135,6 +136,17 @@ def test_bf16_weights_are_measured_in_full_precision() -> None:
     model, optimizer, original = working_copy(half.model, half.optimizer, "float32")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert original is not None and original[0] is half.model and type(optimizer) is torch.optim.AdamW
+
+
+def test_there_is_one_extra_copy_of_weights_and_state_at_most() -> None:
+    """A model that is copied comes back from the given one; a model that is stepped in place keeps a copy."""
+    loop = Loop(groups=1, dtype=torch.float32)
+    model, optimizer, original = working_copy(loop.model, loop.optimizer, "float64")
+    steps = RealSteps(model, optimizer, original=original)
+    own = {value.data_ptr() for value in loop.state()}
+    held = [*steps._weights.values(), *(v for state in steps._state.values() for v in state.values())]
+    assert all(value.data_ptr() in own for value in held)
+    assert working_copy(loop.model, loop.optimizer, "float32") == (loop.model, loop.optimizer, None)
 
 
 def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,11 +41,11 @@ class RealSteps:
         }
 
     def effect(self, gradient: Mapping[str, Tensor], measure: Callable[[], Tensor]) -> Tensor:
-        """`measure()` at the weights that a step with this gradient leads to; parameters it leaves out have a gradient
-        of zero, so that momentum moves them as it would."""
+        """`measure()` at the weights that a step with this gradient leads to, which is clipped in place; parameters it
+        leaves out have a gradient of zero, so that momentum moves them as it would."""
         for name, p in self.parameters.items():
             found = gradient.get(name)
-            p.grad = torch.zeros_like(p) if found is None else found.detach().clone().to(p.dtype)
+            p.grad = torch.zeros_like(p) if found is None else found.detach().to(p.dtype)
         if self.grad_clip:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip)
         try:

@@ -49,7 +49,7 @@ class TraceSettings:
     def influence_trace(self) -> InfluenceTraceConfig:
         """The tracer's knobs together with what these settings say about its files."""
         assert self.influence is not None
-        return InfluenceTraceConfig(
+        config = InfluenceTraceConfig(
             **dataclasses.asdict(self.influence),
             enable=True,
             verify_every=self.verify_every,
@@ -59,6 +59,8 @@ class TraceSettings:
             on_error=self.on_error,
             pairwise_max_mb=self.pairwise_max_mb,
         )
+        config.validate("")
+        return config
 
     @property
     def path(self) -> Path:
