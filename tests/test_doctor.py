@@ -82,7 +82,7 @@ def test_a_filter_that_matches_nothing_is_a_problem(
 def test_a_missing_model_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: there is no model at") and error.count("\n") == 1
+    assert "nowhere: there is no such folder" in error and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------- doctor RUN

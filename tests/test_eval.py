@@ -13,10 +13,10 @@ import pytest
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
 from gradtrace.evaluation.compare import compare
-from gradtrace.evaluation.model import resolve
 from gradtrace.evaluation.run import Result, Settings, load_result, save, summarise
 from gradtrace.evaluation.statistics import estimate, paired, pass_rates
 from gradtrace.tasks.prepare.prepare import Request, prepare
+from gradtrace.training.checkpoint import model_of
 from tests.tasks.byte_model import save_byte_model
 
 REWARD = """
@@ -159,15 +159,15 @@ def test_runs_checkpoints_folders_and_hub_names_are_understood(tmp_path: Path) -
 
     run = tmp_path / "run"
     step = Checkpoints(run).save(3, fill)
-    assert resolve(str(step)) == resolve(str(run)) == str(step / "policy")
+    assert model_of(str(step)) == model_of(str(run)) == str(step / "policy")
     (run / "policy").mkdir()
-    assert resolve(str(run)) == str(run / "policy")
-    assert resolve(str(step / "policy")) == str(step / "policy")
-    assert resolve("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert model_of(str(run)) == str(run / "policy")
+    assert model_of(str(step / "policy")) == str(step / "policy")
+    assert model_of("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     (tmp_path / "empty").mkdir()
     for name, words in (("empty", "no model"), ("nowhere/at/all", "no such folder")):
         with pytest.raises(GradtraceError, match=words):
-            resolve(str(tmp_path / name))
+            model_of(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

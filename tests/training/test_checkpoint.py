@@ -204,7 +204,7 @@ def test_checkpoints_of_earlier_versions_are_checked_by_size(tmp_path: Path) -> 
 
 def test_commands_take_the_latest_checkpoint_of_a_run_and_list_what_there_is(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run")
-    with pytest.raises(GradtraceError, match=r"no checkpoint and no run with one: .*run has no checkpoints"):
+    with pytest.raises(GradtraceError, match=r"no checkpoint and no run with one: .* has no runs"):
         checkpoint_of(tmp_path / "run")
     folders = [checkpoints.save(step, fill) for step in (2, 4)]
     assert checkpoint_of(tmp_path / "run") == folders[1]

@@ -227,8 +227,9 @@ def _load(path: str) -> Any:
     import torch
     import transformers
 
-    if os.sep in path and not Path(path).exists() and path.startswith((".", "/", "runs", "models")):
-        raise GradtraceError(f"there is no model at {path}; give a folder with config.json, or a hub name")
+    from gradtrace.training.checkpoint import model_of
+
+    path = model_of(path)  # a run stands for its policy
     transformers.utils.logging.disable_progress_bar()
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(

@@ -36,7 +36,7 @@ from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.schema import COUNTERFACTUAL, ENTROPY_TRACE, INFLUENCE_TRACE
 from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.checkpoint import MARKER, check_complete, weights_seal
+from gradtrace.training.checkpoint import MARKER, check_complete, weights_seal, what_exists
 from gradtrace.training.parts import build_reward, build_task, suitable_threads
 
 SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
@@ -108,7 +108,8 @@ class Resampler:
                 return [_checkpoint(self._fixed)]
             if not (self._fixed / "config.json").is_file():
                 raise GradtraceError(
-                    f"{self._fixed} is no checkpoint and no transformers folder (no config.json)"
+                    f"{self._fixed} is no checkpoint and no transformers folder (no config.json); "
+                    f"{what_exists(self._fixed)}"
                 )
             return [Weights(self._fixed, str(self._fixed), None)]
         found = [

@@ -120,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
 def model_folder(path: Path) -> Path:
     """The folder that holds the weights of a model folder, a checkpoint or a run are."""
+    from gradtrace.training.checkpoint import what_exists
+
     latest = path / "checkpoints" / "latest"
     candidates = [path, path / "policy"]
     if latest.is_file():
@@ -128,7 +130,8 @@ def model_folder(path: Path) -> Path:
         if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
             return folder
     raise GradtraceError(
-        f"{path}: no model there. Give a transformers folder, a checkpoint (RUN/checkpoints/step_000020) or a run."
+        f"{path}: no model there. Give a transformers folder, a checkpoint (RUN/checkpoints/step_000020) or a run; "
+        f"{what_exists(path)}."
     )
 
 

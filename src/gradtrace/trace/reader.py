@@ -189,7 +189,9 @@ class Run:
         for attempt in (1, 2):  # a writer may replace a step between our look at the manifest and at the file
             entry = self.entries(kind).get(step)
             if entry is None:
-                raise StepUnreadableError(f"{kind} has no step {step} in {self.path}")
+                raise StepUnreadableError(
+                    f"{kind} has no step {step} in {self.path}: {self._known_steps(kind)}"
+                )
             try:
                 return self._load(kind, entry)
             except (UnsafeNpzError, RefusedError, schema.SchemaError, DamagedError, OSError) as error:
@@ -199,6 +201,10 @@ class Run:
                 self._note(name, str(error), key=f"{kind} {step}")
                 raise StepUnreadableError(f"step {step} of {kind} was left out: {name}: {error}") from error
         raise AssertionError("unreachable")
+
+    def _known_steps(self, kind: str) -> str:
+        steps = self.steps(kind)
+        return f"it has {len(steps)}, from {steps[0]} to {steps[-1]}" if steps else "it has none"
 
     def readable_steps(self, kind: str, steps: list[int] | None = None) -> Iterator[Step]:
         """Every step (of `steps`) that can be read, one at a time; the others are in `problems`."""

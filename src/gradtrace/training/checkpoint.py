@@ -23,6 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from gradtrace.config.policy import looks_local
 from gradtrace.errors import GradtraceError
 from gradtrace.program import command
 from gradtrace.trace.atomic import (
@@ -127,10 +128,42 @@ def checkpoint_of(path: Path) -> Path:
         return path
     if latest := Checkpoints(path).latest():
         return latest
+    raise GradtraceError(f"{path} is no checkpoint and no run with one: {what_exists(path)}.")
+
+
+def what_exists(path: Path) -> str:
+    """For an error about `path`: the checkpoints of its run, or else the runs beside it."""
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    found = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
-    there = f"{run / 'checkpoints'} has {', '.join(found)}" if found else f"{run} has no checkpoints"
-    raise GradtraceError(f"{path} is no checkpoint and no run with one: {there}.")
+    if found := sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir()):
+        return f"{run / 'checkpoints'} has {', '.join(found)}"
+    if run.is_dir():
+        return f"{run} has no checkpoints"
+    runs = sorted(folder.name for folder in run.parent.glob("*") if (folder / "config.yaml").is_file())
+    return f"{run.parent} has {', '.join(runs[:20]) or 'no runs'}"
+
+
+def model_of(name: str) -> str:
+    """A folder that transformers (or peft) can load, or the hub name that was given."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if looks_local(name):
+            raise GradtraceError(
+                f"{name}: there is no such folder; {what_exists(folder)}. Give a model's folder, a run, or a hub name."
+            )
+        return name
+    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+        return str(folder)
+    if (folder / MARKER).is_file():
+        check_complete(folder)
+        return str(folder / "policy")
+    if (folder / "policy").is_dir():  # a run that has come to its end
+        return str(folder / "policy")
+    latest = Checkpoints(folder).latest()
+    if latest is not None:
+        return str(latest / "policy")
+    raise GradtraceError(
+        f"{folder} is no model: it has no config.json, and no policy/ or checkpoints/ as a run has."
+    )
 
 
 def weights_seal(folder: Path) -> str:
@@ -156,7 +189,9 @@ def check_complete(folder: Path) -> None:
     try:
         listed: dict[str, Any] = unseal((folder / MARKER).read_bytes())["files"]
     except (OSError, DamagedError, KeyError) as error:
-        raise GradtraceError(f"{folder} is not a complete checkpoint: {MARKER}: {error}.") from error
+        raise GradtraceError(
+            f"{folder} is not a complete checkpoint: {MARKER}: {error}. {what_exists(folder)}."
+        ) from error
     for name, written in listed.items():
         path = folder / name
         size = written if isinstance(written, int) else written["bytes"]  # markers once had nothing but sizes

@@ -20,7 +20,7 @@ from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.rollouts import add_advantages
 from gradtrace.trace.atomic import unseal
-from gradtrace.training.checkpoint import checkpoint_of, weights_seal
+from gradtrace.training.checkpoint import checkpoint_of, weights_seal, what_exists
 from gradtrace.training.parts import Parts, build_parts, needs_reference
 from gradtrace.training.state import OPTIMIZER, STATE
 
@@ -44,7 +44,7 @@ class Source:
         """`checkpoint`: RUN (its latest), RUN/checkpoints/step_N, or a transformers folder; `overrides` of the run's
         settings."""
         if not checkpoint.is_dir():
-            raise GradtraceError(f"{checkpoint}: there is no such folder")
+            raise GradtraceError(f"{checkpoint}: there is no such folder; {what_exists(checkpoint)}")
         plain = (checkpoint / "config.json").is_file()
         checkpoint = checkpoint.resolve() if plain else checkpoint_of(checkpoint.resolve())
         if plain:

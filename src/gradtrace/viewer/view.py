@@ -126,7 +126,10 @@ def chosen_runs(names: list[str], runs_dir: Path) -> list[Path]:
         candidates = [run_of_traces(Path(name)), run_of_traces(runs_dir / name)]
         found = next((path for path in candidates if is_run(path)), None)
         if found is None:
-            raise GradtraceError(f"no run at {candidates[0]} nor at {candidates[1]}")
+            there = sorted(folder.name for folder in runs_dir.glob("*") if is_run(folder))
+            raise GradtraceError(
+                f"no run at {candidates[0]} nor at {candidates[1]}; {runs_dir} has {', '.join(there[:20]) or 'none'}"
+            )
         paths.append(found)
     return paths
 
