@@ -12,6 +12,7 @@ from gradtrace.instruments.columns import no_truth
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.status import Status, describe, read_status
 from gradtrace.integrations.verl.options import VerlOptions, read_options
+from tests.training import small
 
 
 def recorder(run_dir: Path) -> Recorder:
@@ -71,3 +72,14 @@ def test_without_a_section_everything_is_off() -> None:
     with pytest.raises(GradtraceError, match="hessian_mode=none"):
         config.gradtrace.influence_trace.hessian_mode = "none"
         read_options(config)
+
+
+def test_the_driver_watches_the_run_with_the_same_detectors(tmp_path: Path) -> None:
+    """It has the batch and the metrics; blame it has not."""
+    own = recorder(tmp_path)
+    own.start(0)
+    own.record(small.random_batch(), 1, None)
+    own.log(1, {"actor/grad_norm": 1.0, "actor/skipped_updates": 1.0})
+    (line,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line["findings/gradient_spike"] == 1.0
+    assert "gradient_spike" in (tmp_path / "findings.jsonl").read_text()

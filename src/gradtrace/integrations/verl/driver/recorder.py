@@ -67,7 +67,9 @@ class Recorder:
         if self.entropy or self.influence or self.probe:
             self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
 
-        self.findings = Findings(options.findings, Path(options.run_dir), tokenizer.decode, report)
+        self.findings = Findings(
+            options.findings, Path(options.run_dir), lambda ids: str(tokenizer.decode(ids)), report
+        )
         self._batch: RolloutBatch | None = None
         """The rollout of the step whose metrics come next."""
 
