@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradtrace.cli import main
+from gradtrace.cli import main, parse
 from gradtrace.config import Config, DataConfig, ModelConfig
 from gradtrace.config.keys import schema_keys
 from gradtrace.config_loader import load_config
@@ -104,6 +106,27 @@ def test_options_and_words_in_any_order(capsys: pytest.CaptureFixture[str]) -> N
         assert main(words) == 0
         shown.add(capsys.readouterr().out)
     assert len(shown) == 1 and "seed: 5" in shown.pop()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "options"),
+    [
+        ("probe", ["runs/demo", "evaluation_prompts=4"], ["--output", "here"]),
+        ("verify", ["runs/demo", "lr=1"], ["--fresh", "--groups", "2"]),
+        ("ablate", ["recipe=demo", "sweep.influence.credit=tail,position"], ["--repeat", "2"]),
+        ("doctor", ["max_modules=2", "credit=tail"], ["--model", "m"]),
+        ("select", ["model", "data.jsonl"], ["--validation", "val.jsonl"]),
+    ],
+)
+def test_options_stand_before_between_or_behind_the_words(
+    command: str, words: list[str], options: list[str]
+) -> None:
+    orders = ([*options, *words], [words[0], *options, *words[1:]], [*words, *options])
+    first, *others = (vars(parse([command, *order])) for order in orders)
+    for name in ("func", "run"):
+        for found in (first, *others):
+            found.pop(name, None)
+    assert all(found == first for found in others)
 
 
 def test_ablation_on_verl_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,11 +270,12 @@ def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_tracker_that_cannot_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb.py").write_text("def init(**options): raise RuntimeError('No API key configured')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import sys
+    def refuse(**options: object) -> None:
+        raise RuntimeError("No API key configured")
 
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    tracker = types.ModuleType("wandb")
+    tracker.init = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
     with pytest.raises(GradtraceError, match=r"wandb, which could not start: No API key.*wandb login"):
         train(small.config(tmp_path, "trainer.logger=[wandb]"))
     assert not (tmp_path / "runs" / "demo").exists()

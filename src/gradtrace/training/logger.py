@@ -25,9 +25,11 @@ class Wandb:
 
     def __init__(self, package: str, run_dir: Path, settings: WandbConfig, config: dict[str, Any]) -> None:
         self.package = _import(package)
-        options: dict[str, Any] = {"group": settings.group or None, "resume": "allow"}
+        options: dict[str, Any] = {"group": settings.group or None}
         if package == "wandb":
-            options |= {"dir": str(run_dir), "id": tracker_id(run_dir, settings.id)}
+            options |= {"dir": str(run_dir), "id": tracker_id(run_dir, settings.id), "resume": "allow"}
+        else:  # trackio knows a run by its name: only a run that goes on may be one that it has
+            options["resume"] = "allow" if (run_dir / "metrics.jsonl").is_file() else "never"
         name = settings.name or run_dir.name
         self.package.init(project=settings.project, name=name, config=config, **options)
 
