@@ -26,6 +26,7 @@ from gradtrace.instruments.counterfactual.columns import (
     write_groups,
 )
 from gradtrace.instruments.counterfactual.sampling import Continuations
+from gradtrace.integrations.verl.launch.checkpoints import converted, steps_of
 from gradtrace.policy.policy import Policy, load_with_adapters
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Task
@@ -115,6 +116,10 @@ class Resampler:
         found = [
             _checkpoint(file.parent) for file in sorted(self.run_dir.glob(f"checkpoints/step_*/{MARKER}"))
         ]
+        there = {each.step for each in found}
+        for step in set(steps_of(self.run_dir)) - there:  # verl's own, which `nearest` converts
+            name = f"step_{step:06d}"
+            found.append(Weights(self.run_dir / "checkpoints" / name, name, step))
         last, policy = self.run.summary.get("steps"), self.run_dir / "policy"
         if isinstance(last, int) and (policy / "config.json").is_file():
             found.append(Weights(policy, "policy", last))
@@ -126,7 +131,10 @@ class Resampler:
         return found
 
     def nearest(self, step: int) -> Weights:
-        return min(self.weights, key=lambda each: (abs(each.away(step) or 0), each.step or 0))
+        found = min(self.weights, key=lambda each: (abs(each.away(step) or 0), each.step or 0))
+        if found.step is not None and not found.folder.is_dir():
+            converted(self.run_dir, found.step)
+        return found
 
     def steps(self) -> list[int]:
         return sorted({step for kind in SOURCES for step in self.run.steps(kind)})

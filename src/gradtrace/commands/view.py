@@ -65,7 +65,7 @@ class LiveSampling:
 
         self._resamplers: dict[Path, Resampler] = {run: Resampler(run, overrides) for run in runs}
         for resampler in list(self._resamplers.values())[:1]:
-            resampler.load(resampler.weights[-1])
+            resampler.load(resampler.nearest((resampler.steps() or [1])[-1]))
 
     def runs(self) -> list[Path]:
         return list(self._resamplers)
