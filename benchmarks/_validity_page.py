@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._pages import between_marks
+from gradtrace.instruments.verify import measure
 
-KINDS = {
-    "single_token": "single tokens",
-    "half_tokens": "half of the group's tokens",
-    "single_response": "single responses",
-    "batch_tokens": "half of the mini-batch's tokens",
-    "batch_responses": "half of its responses",
-}
+ORDER = ("single_token", "half_tokens", "single_response", "batch_tokens", "batch_responses")
+KINDS = {kind: measure.KINDS[kind] for kind in ORDER}
 
 
 def write_page(docs: Path, found: dict[str, Any], groups: dict[str, int]) -> None:

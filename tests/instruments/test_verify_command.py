@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import gradtrace
 from benchmarks._validity_states import Keeper, trial_of
 from benchmarks.validity import Score, judge
+from gradtrace import open_run
 from gradtrace.cli import main
 from gradtrace.commands.verify.page import better_score
-from gradtrace.commands.verify.session import STORED, Outcome, Settings, run_verify
+from gradtrace.commands.verify.session import STORED, Outcome, Settings, of_trace, run_verify
 from gradtrace.config_loader import load_config, to_yaml
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.observer import Observers
@@ -24,6 +26,7 @@ from gradtrace.instruments.verify.agreement import spearman
 from gradtrace.instruments.verify.measure import Size
 from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import OWN, silent, usual_scores
+from gradtrace.policy.optimizer import Optimizer
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.checkpoint import MARKER, write_marker
 from gradtrace.training.instruments import build_observer
@@ -91,6 +94,39 @@ def test_it_reproduces_the_figures_of_the_benchmark(made: tuple[Path, Path], tmp
         torch.cat([found.predictions[n][r] for r in found.predictions[OWN]]) for n in (STORED, OWN)
     )
     assert spearman(stored, now) > 0.98
+
+
+def test_the_function_has_the_results_of_the_command(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """`gradtrace.verify` with the model and the optimizer of a loop of one's own, on the same groups."""
+    checkpoint = made[0] / "checkpoints" / "step_000001"
+    expected = verify(checkpoint, output=tmp_path / "v").verification
+    config = load_config([f"resume={made[0]}", trusted(made[0])])
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "policy")
+    own = Optimizer(dict(model.named_parameters()), config.actor.optim, config.trainer.total_steps)
+    own.load_state_tensors(load_file(checkpoint / "optimizer.safetensors"))
+    own.begin_step(2)
+    step = open_run(made[0]).step("influence_trace", 2)
+    material = of_trace(step, SMALL.groups)
+    ids = [s.tolist() for s in material.sequences]
+    lengths = [len(s) - p for s, p in zip(ids, material.prompt_lengths, strict=True)]
+    found = gradtrace.verify(
+        model,
+        own.adamw,
+        prompt_ids=[s[:p] for s, p in zip(ids, material.prompt_lengths, strict=True)],
+        response_ids=[s[p:] for s, p in zip(ids, material.prompt_lengths, strict=True)],
+        rewards=material.accepted.double().tolist(),
+        advantages=material.advantages.tolist(),
+        scores=[material.given[STORED][r] for r in range(len(ids))],
+        grad_clip=config.actor.optim.grad_clip,
+        batch_tokens=round(16 * sum(lengths) / len(lengths)),
+        groups=SMALL.groups,
+        tokens=SMALL.tokens,
+        halves=SMALL.halves,
+    )
+    names = {"given scores": STORED, "optimizer, loss term": "optimizer, loss term", BASELINE: BASELINE}
+    for ours, theirs in names.items():
+        for kind, values in expected.agreement[theirs].items():
+            assert found.agreement[ours][kind] == pytest.approx(values, abs=1e-9), (ours, kind)
 
 
 def test_the_command_prints_a_table_and_writes_a_report(

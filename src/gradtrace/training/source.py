@@ -16,6 +16,7 @@ from gradtrace.config import Config
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.passes import FullPrecision
+from gradtrace.instruments.verify.copies import SMALL_MODEL
 from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.rollouts import add_advantages
@@ -23,9 +24,6 @@ from gradtrace.trace.atomic import unseal
 from gradtrace.training.checkpoint import checkpoint_of, weights_seal, what_exists
 from gradtrace.training.parts import Parts, build_parts, needs_reference
 from gradtrace.training.state import OPTIMIZER, STATE
-
-SMALL_MODEL = 50_000_000
-"""Parameters below which float64 costs little."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,7 @@ def verify(
     config: InfluenceConfig | None = None,
     temperature: float = 1.0,
     grad_clip: float = 0.0,
+    batch_tokens: int = 0,
     groups: int = 8,
     tokens: int = 24,
     halves: int = 12,
@@ -55,8 +56,9 @@ def verify(
 
     Lists have one entry per response; responses with one prompt are a group. `advantages`: GRPO's where left out.
     `scores`: your own, one tensor [T_r] per response, by name if there are several; the verdict is about the first.
-    `config`: settings of the score that is judged where none is given. `grad_clip`: as your loop clips. `budget`:
-    seconds. `folder`: keep what was measured there, and go on from it. `precision`: float32, float64, or auto."""
+    `config`: settings of the score that is judged where none is given. `grad_clip`: as your loop clips. `batch_tokens`:
+    over how many tokens your loss averages (0: those of these responses). `budget`: seconds. `folder`: keep what was
+    measured there, and go on from it. `precision`: float32, float64, or auto."""
     if not len(prompt_ids) == len(response_ids) == len(rewards):
         raise GradtraceError(
             f"{len(prompt_ids)} prompts, {len(response_ids)} responses and {len(rewards)} rewards: one of each is "
@@ -78,6 +80,7 @@ def verify(
         grpo(judged, group) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64),
         temperature=temperature,
         grad_clip=grad_clip,
+        tokens=batch_tokens,
         original=original,
     )
     named = scores if isinstance(scores, Mapping) else {} if scores is None else {GIVEN: scores}

@@ -11,7 +11,7 @@ from typing import Any
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.verify.agreement import interval
-from gradtrace.instruments.verify.measure import KINDS, Effects, Scores, Size, planned
+from gradtrace.instruments.verify.measure import Effects, Scores, Size, planned
 from gradtrace.instruments.verify.trial import BASELINE, FREE, Trial
 from gradtrace.intervals import Interval, paired_difference
 from gradtrace.trace.atomic import JsonLines, unseal
@@ -289,9 +289,3 @@ class Verifier:
 
 def slug(name: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in name)
-
-
-def kind_names(table: Mapping[str, Mapping[str, Interval]]) -> dict[str, str]:
-    """The kinds of step in a table, and what they are called."""
-    found = next(iter(table.values()))
-    return {kind: name for kind, name in KINDS.items() if kind in found}
