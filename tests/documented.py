@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"\s*(?:\.venv/bin/)?gradtrace (.+)")
-UNFINISHED = re.compile(r"…|\.\.\.|COMMAND|KEY=VALUE|=NAME|\w\\?\|\w|\[[A-Z-]")
+UNFINISHED = re.compile(r"…|\.\.\.|COMMAND|KEY=VALUE|=NAME|\w ?\\?\| ?\w|\[[A-Z-]")
 """The form of a command, not one to be typed."""
 NEEDS = re.compile(r"\bneeds? (?!no )(.+)")
 

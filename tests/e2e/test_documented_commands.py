@@ -28,6 +28,7 @@ SMALLER = {
     "train": (*UNTRAINED, "trainer.tracin.val_batch_size=2"),
     "probe": ("evaluation_prompts=4", "update_prompts=2", "eta=[1]", "fresh=false"),
     "verify": ("--budget", "5s", "--groups", "6", "--tokens", "2", "--halves", "0"),
+    "counterfactual": ("--k", "2", "--tokens", "0"),
     "ablate": (*TINY, "--checkpoint", "runs/demo", "--repeat", "1"),
 }
 """What is put behind a command so that it takes seconds."""
@@ -41,6 +42,7 @@ STANDS_FOR = {
 }
 KINDS_OF_NEEDS = ("GPU", "the hub", "a model", "data", "an older trace", "verl", "minutes", "evaluations")
 FIRST = {
+    "counterfactual": (["counterfactual", "runs/demo"],),
     "ablate collect": (["ablate", "recipe=demo", "sweep.influence.hessian_mode=inverse,identity"],),
     "view runs/demo/probes/step_000020": (["probe", "runs/demo/checkpoints/step_000020"],),
 }
@@ -89,6 +91,9 @@ def words_of(command: Documented) -> list[str]:
     for name, value in STANDS_FOR.items():
         words = [value + word.removeprefix(name) if word.split("/")[0] == name else word for word in words]
         words = [word.replace(name, value) if name == "runs/NAME" else word for word in words]
+    words = [
+        str(min(int(w), 20)) if w.isdigit() and words[i - 1] == "--step" else w for i, w in enumerate(words)
+    ]
     if words[0] == "compare":  # as a shell does it
         words = [path for word in words for path in (sorted(glob.glob(word)) if "runs/" in word else [word])]
     if words[:2] == ["select", "runs/demo/policy"] and "--validation" not in words:
@@ -128,7 +133,7 @@ def test_a_documented_command_runs_after_the_demo(
     words = words_of(command)
     if command.words == ("ablate",) or is_mention(words, capsys):
         return
-    for before in FIRST.get(" ".join(words[:2]), ()):
+    for before in FIRST.get("counterfactual" if "counterfactual" in words[2:] else " ".join(words[:2]), ()):
         assert main([*before, *SMALLER[before[0]]]) == 0
     monkeypatch.setattr(
         uvicorn.Server, "run", lambda server, sockets: sockets[0].close()
