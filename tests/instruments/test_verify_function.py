@@ -19,6 +19,7 @@ from gradtrace.instruments.verify.real_steps import RealSteps
 from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import Verification, exact, judgement
 from tests.attribution.models import random_responses, tiny_model
+from tests.training.test_one_writer import writer
 
 
 class Loop:
@@ -174,6 +175,12 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         resumed = loop.verify(folder=tmp_path / "v")
     assert len(calls) == 30 - 7
     assert resumed.record()["table"] == straight.record()["table"]
+    with writer(tmp_path / "v"), pytest.raises(GradtraceError, match="is being written by process"):
+        loop.verify(folder=tmp_path / "v")
+    lines = (tmp_path / "v" / "steps.jsonl").read_bytes()
+    (tmp_path / "v" / "steps.jsonl").write_bytes(lines.replace(b"measured", b"measurec", 1))
+    with pytest.raises(GradtraceError, match=r"steps\.jsonl is damaged: the checksum does not match"):
+        loop.verify(folder=tmp_path / "v")
     with pytest.raises(GradtraceError, match="holds a verification with other settings"):
         loop.verify(folder=tmp_path / "v", seed=1)
 

@@ -128,8 +128,9 @@ def run_verify(
 
 def newest_with_scores(path: Path, settings: Settings) -> Path:
     """Of a run: its newest checkpoint whose next step was traced, else its latest. One of verl is converted."""
-    if path.parent.name == "checkpoints" and path.name.startswith("global_step_"):
-        return of_verl(path.parent.parent, int(path.name.removeprefix("global_step_")))
+    number = path.name.removeprefix("global_step_")
+    if path.absolute().parent.name == "checkpoints" and number != path.name and number.isdigit():
+        return of_verl(path.parent.parent, int(number))
     names = [folder.name.removeprefix("step_") for folder in path.glob("checkpoints/step_*")]
     by_verl = steps_of(path)
     steps = by_verl or sorted(int(name) for name in names if name.isdigit())

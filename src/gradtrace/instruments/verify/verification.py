@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ from gradtrace.instruments.verify.agreement import interval
 from gradtrace.instruments.verify.measure import Effects, Scores, Size, planned
 from gradtrace.instruments.verify.trial import BASELINE, FREE, Trial
 from gradtrace.intervals import Interval, paired_difference
-from gradtrace.trace.atomic import JsonLines, unseal
+from gradtrace.trace import lock
+from gradtrace.trace.atomic import DamagedError, JsonLines, unseal
 from gradtrace.trace.phases import PhaseStore
 
 Agreement = dict[str, dict[str, list[float]]]
@@ -236,8 +238,12 @@ class Verifier:
     ) -> Verification:
         """`budget`: seconds after which no further step begins."""
         begun = time.monotonic()
-        predictions, left_out = self._predictions(begun + FOR_SCORES * budget, progress)
-        self._measure(begun + budget, progress)
+        with contextlib.ExitStack() as at_the_end:
+            if self.store is not None:
+                lock.acquire(self.store.folder)
+                at_the_end.callback(lock.release, self.store.folder)
+            predictions, left_out = self._predictions(begun + FOR_SCORES * budget, progress)
+            self._measure(begun + budget, progress)
         judged = next(iter(predictions))
         return Verification(judged, predictions, self.effects, time.monotonic() - begun, left_out)
 
@@ -280,7 +286,12 @@ class Verifier:
             return None
         lines = JsonLines(self.store.folder / "steps.jsonl")
         for line in lines.path.read_bytes().splitlines():
-            record = unseal(line)
+            try:
+                record = unseal(line)
+            except DamagedError as error:
+                raise GradtraceError(
+                    f"{lines.path} is damaged: {error}. Delete {lines.path.parent}"
+                ) from None
             effects = self.effects[record["of"]]
             effects.measured.append(record["measured"])
             effects.norms.append(record["norm"])
