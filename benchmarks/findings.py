@@ -3,9 +3,9 @@
 Short runs of the demo into which a fault with a known truth is planted (`_findings_faults.py`), several seeds of each,
 and clean runs. Reported: recall (found by a detector that names it rightly), the planted culprit among the first three
 that are named, steps until found, false alarms per 100 clean steps, and how well gradients tell hacked responses from
-honest ones (AUROC) beside statistics that need no gradient. Thresholds were tuned on seeds from 100 on; the reported
-ones are 0 to 4 (clean runs: 0 to 19). Results stay in --folder: what is there is not run again.
-`--write-docs` rewrites the table of docs/findings.md.
+honest ones (AUROC) beside statistics that need no gradient. Thresholds were tuned on seeds from 100 on, so seeds below
+are fresh. Results stay in --folder: what is there is not run again. `--write-docs` rewrites the table of
+docs/findings.md, `--join FOLDER …` with the results of other folders, theirs instead of ours for the same kinds.
 """
 
 from __future__ import annotations
@@ -256,6 +256,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="begin no further run after this long; 0: no limit"
     )
+    parser.add_argument("--join", type=Path, nargs="*", default=[], help="folders with results of some kinds")
     parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/findings.md")
 
 
@@ -286,6 +287,9 @@ def main(arguments: list[str] | None = None) -> None:
         results.append(json.loads(file.read_text()))
     if left:
         print(f"{left} of {len(plan)} runs are left: run it again", flush=True)
+    for folder in args.join:
+        theirs = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+        results = [r for r in results if r["kind"] not in {t["kind"] for t in theirs}] + theirs
     found = summary(results)
     if args.write_docs and not left:
         write_table(found)

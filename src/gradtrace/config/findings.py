@@ -54,7 +54,7 @@ class FindingsConfig:
     mismatch_mean: float = number(0.05, minimum=0)
     """mismatch: mean difference of the sampler's and the trainer's log-probs, nats."""
     mismatch_token: float = number(4.0, minimum=0)
-    """mismatch: the same of a single token."""
+    """mismatch: the same of a single token; twice as much where optimizer steps lie in between."""
     validation_fall: float = number(0.15, minimum=0)
     """validation_falls: below its best, while the training reward did not fall."""
     reward_jump: float = number(0.25, minimum=0)

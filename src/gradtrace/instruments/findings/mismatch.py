@@ -5,20 +5,22 @@ from __future__ import annotations
 import torch
 
 from gradtrace.instruments.findings.base import Finding, Moment, named, sure
-from gradtrace.instruments.findings.statistics import sampler_gap
+from gradtrace.instruments.findings.statistics import later_gap, sampler_gap
 
-MEAN, LARGEST = "mismatch/mean_gap", "mismatch/max_gap"
+MEAN, LARGEST, LATER = "mismatch/mean_gap", "mismatch/max_gap", "mismatch/later_gap"
 
 
 def detect(moment: Moment) -> Finding | None:
     mean, largest = moment.now(MEAN), moment.now(LARGEST)
     if mean is None or largest is None:
         return None
-    if mean < moment.knobs.mismatch_mean and largest < moment.knobs.mismatch_token:
+    later = (moment.now(LATER) or 0.0) / 2  # optimizer steps within a rollout move tokens, too
+    if mean < moment.knobs.mismatch_mean and max(largest, later) < moment.knobs.mismatch_token:
         return None
-    gap = sampler_gap(moment.batch, moment.blame)
+    gap, moved = sampler_gap(moment.batch), later_gap(moment.batch, moment.blame)
     assert gap is not None
-    culprits = moment.tokens_by(gap.abs())
+    culprits = moment.tokens_by(gap.abs() if moved is None else torch.maximum(gap.abs(), moved.abs() / 2))
+    largest = max(largest, 2 * later)
     few = mean < moment.knobs.mismatch_mean
     off_by_one = not few and _better_shifted(moment)
     why = (

@@ -24,13 +24,16 @@ def batch_statistics(batch: RolloutBatch, blame: StepBlame | None) -> dict[str, 
     correlation = reward_length_correlation(batch)
     if correlation is not None:
         found["batch/reward_length_correlation"] = correlation
-    gap = sampler_gap(batch, blame)
+    gap = sampler_gap(batch)
     if gap is not None:
         differs = (gap != 0).any(1) & batch.response_mask.any(1)
         seen = gap[differs][batch.response_mask[differs]]
         found["mismatch/mean_gap"] = float(seen.abs().mean()) if len(seen) else 0.0
         found["mismatch/max_gap"] = float(seen.abs().max()) if len(seen) else 0.0
         found["mismatch/kl"] = float(-seen.mean()) if len(seen) else 0.0
+        later = later_gap(batch, blame)
+        if later is not None:
+            found["mismatch/later_gap"] = float(later.abs().max())
     if blame is not None and blame.updates:
         found["batch/prompt_gradient"] = largest_prompt_share(batch, blame)
     return found
@@ -85,16 +88,22 @@ def reward_length_correlation(batch: RolloutBatch) -> float | None:
     return float((lengths * rewards).mean() / (lengths.square().mean() * rewards.square().mean()).sqrt())
 
 
-def sampler_gap(batch: RolloutBatch, blame: StepBlame | None) -> Tensor | None:
-    """float[R, T]: the trainer's log-prob of a token minus the sampler's; None where a host does not know both. Rows
-    whose old log-probs were taken over from the sampler are zero, or as blame's pass found them later in the step."""
+def sampler_gap(batch: RolloutBatch) -> Tensor | None:
+    """float[R, T]: the trainer's log-prob of a token minus the sampler's; None where a host does not know both.
+    Rows that are zero throughout were taken over from the sampler."""
     if batch.old_log_probs is None or not bool(batch.sampler_log_probs.any()):
         return None
-    gap = torch.where(batch.response_mask, batch.old_log_probs - batch.sampler_log_probs, 0.0)
-    if blame is not None and blame.updates:
-        later = torch.where(blame.log_probs != 0, blame.log_probs.to(gap) - batch.sampler_log_probs, 0.0)
-        gap = torch.where((gap == 0).all(1)[:, None] & batch.response_mask, later, gap)
-    return gap
+    return torch.where(batch.response_mask, batch.old_log_probs - batch.sampler_log_probs, 0.0)
+
+
+def later_gap(batch: RolloutBatch, blame: StepBlame | None) -> Tensor | None:
+    """The same of rows that were taken over from the sampler, as blame's pass found them after some optimizer steps:
+    with what these steps have moved in it."""
+    gap = sampler_gap(batch)
+    if gap is None or blame is None or not blame.updates:
+        return None
+    taken_over = (gap == 0).all(1)[:, None] & batch.response_mask & (blame.log_probs != 0)
+    return torch.where(taken_over, blame.log_probs.to(gap) - batch.sampler_log_probs, 0.0)
 
 
 def largest_prompt_share(batch: RolloutBatch, blame: StepBlame) -> float:
