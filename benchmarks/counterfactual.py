@@ -4,8 +4,8 @@ Both draw k continuations of every prefix of a group's responses, at temperature
 same length; nothing may stop early, and the prefixes that siblings share are counted once on both sides. Ours includes
 all that the command does: the probabilities of the responses' tokens, the plan, texts and rewards.
 
-- demo: its architecture, a prompt of 10 tokens, 8 responses of 18 tokens, k = 8.
-- smollm2: SmolLM2-135M in float32, a prompt of 64 tokens, 2 responses of 16 tokens, k = 8.
+- demo: its architecture, a prompt of 10 tokens, 4 responses of 18 tokens, k = 8.
+- smollm2: SmolLM2-135M in float32, a prompt of 64 tokens, 2 responses of 8 tokens, k = 8.
 
 In the details, for the demo's size: how many plain continuations of each prefix would give the same standard errors.
 """
@@ -101,8 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
     model, tokenizer = load_smollm2()
     rounds = 1 if args.quick else 2
-    demo = Case(tiny_model(), build_tokenizer(), prompt=10, responses=2 if args.quick else 8, length=18, k=8)
-    smollm2 = Case(model, tokenizer, 64, 1 if args.quick else 2, 8 if args.quick else 16, k=8)
+    demo = Case(tiny_model(), build_tokenizer(), prompt=10, responses=2 if args.quick else 4, length=18, k=8)
+    smollm2 = Case(model, tokenizer, 64, 1 if args.quick else 2, 6 if args.quick else 8, k=8)
     ratio_demo, detail_demo = compare(demo, 2 * rounds)
     ratio_smollm2, detail_smollm2 = compare(smollm2, rounds)
     detail_demo["plain_continuations_per_ours"] = round(plain_equivalent(demo.ours(), demo.k), 2)
