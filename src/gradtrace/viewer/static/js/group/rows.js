@@ -67,9 +67,10 @@ export class ResponseRow {
   /** Colour classes only: themes are CSS variables and cost nothing. */
   paint(colourings) {
     for (const [slot, { channel }] of colourings.entries()) {
+      const name = channel === "delta_v" ? "ΔV" : channel.replace("_", "-");
       setAttributes(this.slots[slot], {
-        "data-channel": channel.replace("_", "-"),
-        "aria-label": `${this.response.name}, ${this.response.length} tokens coloured by ${channel.replace("_", "-")}; arrow keys walk through them`,
+        "data-channel": name,
+        "aria-label": `${this.response.name}, ${this.response.length} tokens coloured by ${name}; arrow keys walk through them`,
       });
     }
     if (!this.isBuilt) return;
