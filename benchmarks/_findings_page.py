@@ -10,14 +10,17 @@ PAGE = REPOSITORY / "docs" / "findings.md"
 BEGIN, END = "<!-- fault bench begins -->", "<!-- fault bench ends -->"
 
 
-def wilson(found: int, runs: int) -> str:
-    """found/runs with a 95 % Wilson interval."""
-    if not runs:
-        return "–"
+def wilson(found: int, runs: int) -> tuple[float, float]:
+    """A 95 % interval of the share found/runs."""
     share, z = found / runs, 1.96
     middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
     half = z * ((share * (1 - share) / runs + z * z / (4 * runs * runs)) ** 0.5) / (1 + z * z / runs)
-    return f"{found}/{runs} = {share:.2f} [{max(0.0, middle - half):.2f}, {min(1.0, middle + half):.2f}]"
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def shown(found: int, runs: int) -> str:
+    low, high = wilson(found, runs)
+    return f"{found}/{runs} = {found / runs:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def table(found: dict[str, Any]) -> str:
@@ -32,12 +35,14 @@ def table(found: dict[str, Any]) -> str:
             f"| {kind} | {row['found']}/{row['runs']} | {delay} | {culprit} | {', '.join(row['by'])} |"
         )
     alarms = ", ".join(f"{name} {count}" for name, count in found["alarms"].items()) or "none"
+    low, high = wilson(sum(found["alarms"].values()), found["clean_steps"])
     lines += [
         "",
-        f"- recall {wilson(found['found'], found['runs'])} (to reach: 0.9)",
-        f"- culprit among the first three {wilson(found['culprit'], found['culprit_runs'])} (to reach: 0.8)",
+        f"- recall {shown(found['found'], found['runs'])} (to reach: 0.9)",
+        f"- culprit among the first three {shown(found['culprit'], found['culprit_runs'])} (to reach: 0.8)",
         f"- false alarms in {found['clean_runs']} clean runs of {found['clean_steps']} steps: "
-        f"{found['alarms_per_100']:.2f} per 100 steps ({alarms}; to reach: at most 1)",
+        f"{found['alarms_per_100']:.2f} [{100 * low:.2f}, {100 * high:.2f}] per 100 steps "
+        f"({alarms}; to reach: at most 1)",
     ]
     if found["auroc"]:
         lines += [
@@ -55,4 +60,4 @@ def table(found: dict[str, Any]) -> str:
 def write_table(found: dict[str, Any]) -> None:
     text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}")
