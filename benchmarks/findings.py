@@ -263,7 +263,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, add_options)
     args.folder.mkdir(parents=True, exist_ok=True)
-    steps = 12 if args.quick else STEPS
+    steps = 8 if args.quick else STEPS
     seeds, clean = ([0], 1) if args.quick else (args.seeds, args.clean)
     kinds = (
         ("untrained token", "end token not trained", "duplicated prompts") if args.quick else tuple(FAULTS)
