@@ -41,6 +41,7 @@ SETTINGS = (
         "trainer.influence_trace.enable=false",
         "trainer.entropy_trace.enable=false",
         "trainer.blame.enable=true",
+        "trainer.blame.write_every=1",
     ),
     *("trainer.validation.every=3", "trainer.validation.prompts=48", "trainer.validation.n=2"),
     *("trainer.validation.pass_k=[1]", "trainer.checkpoint.every=0", "trainer.cpu_threads=1"),

@@ -24,7 +24,7 @@ from tests.training import small
 
 ROUNDING = 1e-7
 """Everything is float64 but the weights that aggregation gives to tokens, which hosts say in float32."""
-BLAME = ("trainer.blame.enable=true", "trainer.blame.on_error=raise")
+BLAME = ("trainer.blame.enable=true", "trainer.blame.on_error=raise", "trainer.blame.write_every=1")
 
 
 def one_step(
@@ -159,6 +159,20 @@ def test_weights_are_bit_identical_with_blame_on_and_off(tmp_path: Path) -> None
     assert {"blame/top_response", "blame/top_prompt", "blame/residual"} <= small.metrics(traced_dir)[
         -1
     ].keys()
+
+
+def test_between_the_steps_that_are_due_only_an_unusual_gradient_is_shared_out(tmp_path: Path) -> None:
+    """Here every gradient after the first eight is unusual: it need only be above a hundredth of the median."""
+    common = ("trainer.total_steps=6", "trainer.validation.every=0", *BLAME, "trainer.blame.write_every=100")
+    rare = open_run(run(tmp_path, *common, "trainer.blame.unusual_ratio=0"))
+    assert not rare.steps("blame")
+    assert all("blame/largest_grad_norm" in line for line in small.metrics(rare.path))
+    found = open_run(run(tmp_path, *common, "trainer.blame.unusual_ratio=0.01"))
+    assert found.steps("blame") and found.steps("blame")[0] > 2 and found.verify() == []
+    step = found.step("blame", 6)
+    assert step.meta["skipped"] == []
+    for number in np.unique(step["optimizer_step"]):
+        assert step["grad_share"][step["optimizer_step"] == number].sum() == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_gradient_that_is_not_finite_still_names_its_response(tmp_path: Path) -> None:

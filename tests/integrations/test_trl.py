@@ -351,7 +351,7 @@ def test_failed_start_leaves_no_folder_and_run_log_has_what_went_wrong(tmp_path:
 
 def test_blame_shares_of_a_rollout_add_up_to_one(tmp_path: Path) -> None:
     trainer = grpo_trainer(tmp_path, dtype=torch.float64, max_grad_norm=0.01, beta=0.1)
-    attach(trainer, tmp_path / "run", influence=None, on_error="raise")
+    attach(trainer, tmp_path / "run", influence=None, blame_every=1, on_error="raise")
     trainer.train()
     step = gradtrace.open_run(tmp_path / "run").step("blame", 2)
     (update,) = step.meta["updates"]

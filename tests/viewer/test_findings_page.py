@@ -28,7 +28,12 @@ FINDING = {
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("found")
-    more = ("trainer.blame.enable=true", "trainer.entropy_trace.enable=true", "trainer.validation.every=0")
+    more = (
+        "trainer.blame.enable=true",
+        "trainer.blame.write_every=1",
+        "trainer.entropy_trace.enable=true",
+        "trainer.validation.every=0",
+    )
     path = train(
         small.config(folder, "trainer.total_steps=2", "trainer.findings.enable=false", *more)
     ).run_dir

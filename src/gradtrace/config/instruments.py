@@ -137,6 +137,10 @@ class EntropyProbeConfig(FilesConfig):
 @dataclass
 class BlameConfig(TraceConfig):
     enable: bool = False
-    """Share the squared norm of every step's gradient out to responses and tokens; `trainer.traces` turns it on."""
+    """Share the squared norm of a step's gradient out to responses and tokens; `trainer.traces` turns it on."""
+    write_every: int = number(5, minimum=1)
+    """In every so manieth step: sharing out takes about as long as the update itself."""
+    unusual_ratio: float = 3.0
+    """And in whatever step the gradient's norm is so many times its median of late (0 = not)."""
     sketch_dim: int = number(16, minimum=1)
     """Either side of the sketch that is kept of a layer's gradient for each response, to tell who opposes whom."""

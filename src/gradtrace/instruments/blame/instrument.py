@@ -8,8 +8,10 @@ response gradients ride on the training backward pass. As with influence, shares
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from gradtrace.instruments.padding_row import padding_row_is_constant
 from gradtrace.policy.policy import Policy
 from gradtrace.trace.writer import TraceWriter
 
+WINDOW, ENOUGH = 40, 8
+"""Optimizer steps whose norms say what is usual, and how many of them it takes."""
 Coming = Callable[[], tuple[Mapping[str, Tensor], float] | None]
 """(the gradient that the optimizer is about to be given, what clipping multiplied it by); None: a host cannot say."""
 
@@ -62,6 +66,12 @@ class BlameInstrument(StepObserver):
         """float64[R]: what aggregation multiplied each response's token losses by."""
         self._terms: Callable[[Tensor], Tensor] | None = None
         self._seconds = 0.0
+        self._due = False
+        """This step is shared out whatever its gradient is like, with the gradients of its responses."""
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        """Of the last optimizer steps."""
+        self._largest = 0.0
+        """Norm among this step's optimizer steps."""
 
     def start(self, last_step: int) -> None:
         self.writer.truncate_after(last_step)
@@ -73,11 +83,11 @@ class BlameInstrument(StepObserver):
     # ------------------------------------------------------------ the step
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        self._now, self._seconds = None, 0.0
-        if step % self.config.write_every == 0:
-            self._now = StepBlame.of(batch)
-            self._mask = batch.response_mask
-            self._weights = torch.zeros(len(batch), dtype=torch.float64)
+        self._now, self._seconds, self._largest = StepBlame.of(batch), 0.0, 0.0
+        self._mask = batch.response_mask
+        self._weights = torch.zeros(len(batch), dtype=torch.float64)
+        self._due = step % self.config.write_every == 0
+        if self._due:
             self.gradients.attach()
         return batch
 
@@ -88,7 +98,11 @@ class BlameInstrument(StepObserver):
         self._terms = backward.token_terms
         self._weights[micro.rows] = backward.token_weights[:, 0].double().cpu()
         self._now.optimizer_step[micro.rows] = backward.number
-        return self.gradients.capture(response=micro.response, tokens=micro.tokens)
+        return (
+            self.gradients.capture(response=micro.response, tokens=micro.tokens)
+            if self._due
+            else nullcontext()
+        )
 
     @contextmanager
     def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
@@ -106,7 +120,11 @@ class BlameInstrument(StepObserver):
         gradient, clip_factor = coming
         rows = update.rows.sort().values
         square = sum(float(part.double().square().sum()) for part in gradient.values())
-        if not square:
+        norm = square**0.5 / clip_factor
+        wanted = self._due or self._is_unusual(norm)
+        self._norms.append(norm)
+        self._largest = max(self._largest, norm)
+        if not square or not wanted:
             return
         terms, values = self._terms, []
 
@@ -132,13 +150,17 @@ class BlameInstrument(StepObserver):
         blame.updates.append(
             {
                 "number": update.number,
-                "grad_norm": square**0.5 / clip_factor,
+                "grad_norm": norm,
                 "clip_factor": clip_factor,
                 "residual": 1.0 - float(blame.share[rows].sum()),
                 "norm_coverage": covered / square,
                 **move_parts(self.optimizer, parameters, gradient),
             }
         )
+
+    def _is_unusual(self, norm: float) -> bool:
+        ratio = self.config.unusual_ratio
+        return ratio > 0 and len(self._norms) >= ENOUGH and norm > ratio * median(self._norms)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -159,8 +181,13 @@ class BlameInstrument(StepObserver):
         self.gradients.close()
         norms, sketches = self.gradients.take()
         metrics = {"blame/errors": float(self.errors), "blame/write_errors": float(self.writer.stats.failed)}
-        if blame is None:
+        if self._largest:
+            metrics["blame/largest_grad_norm"] = self._largest
+        if blame is None or not (self._due or blame.updates):
             return metrics
+        if not self._due:  # of an unusual step only the optimizer steps that were
+            taken = torch.tensor([int(update["number"]) for update in blame.updates])
+            blame.optimizer_step[~torch.isin(blame.optimizer_step, taken)] = -1
         for row, norm in norms.items():
             blame.norm[row] = norm
         blame.sketch = sketches
@@ -169,4 +196,4 @@ class BlameInstrument(StepObserver):
         meta = self.meta | {"updates": blame.updates, "skipped": blame.skipped}
         self.writer.write(step, blame_columns(batch, blame, self.truth), meta)
         self.last = blame
-        return {**metrics, **blame_metrics(batch, blame), "timing_s/blame": self._seconds}
+        return {**blame_metrics(batch, blame), **metrics, "timing_s/blame": self._seconds}

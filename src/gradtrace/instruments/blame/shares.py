@@ -152,6 +152,5 @@ def blame_metrics(batch: RolloutBatch, blame: StepBlame) -> dict[str, float]:
         "blame/top_response": float(blame.response_share[rows].max()),
         "blame/top_prompt": float(blame.group_share(batch.group).max()),
         "blame/cancelled_tokens": float(against.sum() / trained.sum().clamp(min=1)),
-        "blame/largest_grad_norm": max(update["grad_norm"] for update in blame.updates),
         "blame/residual": max(abs(update["residual"]) for update in blame.updates),
     }

@@ -42,7 +42,7 @@ def run_config(trainer: Any, settings: TraceSettings) -> str:
             "total_steps": int(trainer.state.max_steps * rollouts),
             "entropy_trace": {"enable": settings.entropy, "write_every": settings.write_every},
             "influence_trace": influence,
-            "blame": {"enable": settings.blame},
+            "blame": {"enable": settings.blame, "write_every": settings.blame_every},
             "tracin": {"enable": selection is not None}
             | (dataclasses.asdict(selection) if selection else {}),
         },

@@ -144,7 +144,7 @@ class TraceSession:
             except AttributionError as error:
                 raise GradtraceError(f"influence trace: {error}") from error
         if settings.blame and self._one_update_per_rollout():
-            config = BlameConfig(enable=True, write_every=settings.write_every, on_error=settings.on_error)
+            config = BlameConfig(enable=True, write_every=settings.blame_every, on_error=settings.on_error)
             told = self._files.messages.telling(logger.warning)
             writer, optimizer = self._writer(BLAME), unwrapped(trainer.optimizer)
             coming = self._coming_and_factor

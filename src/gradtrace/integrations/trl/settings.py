@@ -27,6 +27,8 @@ class TraceSettings:
     """Write the entropy trace: entropy and log-prob of every completion token."""
     blame: bool = True
     """Write the blame trace: each completion's and token's share of the gradient's squared norm."""
+    blame_every: int = 5
+    """Rollouts between steps that are shared out, beside those whose gradient is unusually large."""
     findings: FindingsConfig = field(default_factory=FindingsConfig)
     """Thresholds of the detectors that say what is wrong with the run; `FindingsConfig(enable=False)`: none."""
     write_every: int = 1

@@ -147,6 +147,8 @@ def refuse(config: Config) -> None:
         )
         if key == "algorithm.dynamic_sampling.max_batches" and not config.algorithm.dynamic_sampling.enable:
             continue
+        if key.startswith("trainer.blame.") and not config.trainer.blame.enable:
+            continue
         if value == usual or not (reason or not is_known(key)):
             continue
         raise GradtraceError(
