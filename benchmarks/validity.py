@@ -140,7 +140,9 @@ def sources(quick: bool, smollm2: bool) -> list[Source]:
     found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
     if smollm2:
         found.append(
-            Source("smollm2", countdown_overrides(), [3, 4, 5, 6, 7, 8], 4, Size(groups=1, tokens=16, halves=0), 2)
+            Source(
+                "smollm2", countdown_overrides(), list(range(3, 9)), 4, Size(groups=1, tokens=16, halves=0), 2
+            )
         )
     return found
 
