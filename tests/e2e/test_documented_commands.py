@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -152,3 +153,13 @@ def test_what_a_command_needs_is_said_in_words_that_this_test_knows() -> None:
     print("\n".join(f"{command}  (needs {command.needs})" for command in needing))
     unknown = [str(c) for c in needing if not any(kind in c.needs for kind in KINDS_OF_NEEDS)]
     assert not unknown and len(needing) < len(RUNNABLE)
+
+
+def test_the_tutorials_python_runs_after_the_demo(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(demo)
+    exec(compile(code, "tutorial.md", "exec"), {})
+    assert "culprit: token" in capsys.readouterr().out
