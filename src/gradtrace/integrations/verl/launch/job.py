@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,6 +35,8 @@ LOG = "verl.log"
 POLL_SECONDS = 0.3
 START_SECONDS = 10.0
 """At most so long without a line before the first step."""
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""What Ray colours its lines with."""
 LONGEST_LINE = 160
 LOG_LINES = 15
 """Lines of verl's output that are shown when it could not even start."""
@@ -201,9 +204,8 @@ class StartUp:
         if is_over or (phase == self.phase and now - self.told < START_SECONDS):
             return
         self.phase, self.told = phase, now
-        doing = (
-            phase or "\n".join(tail(self.run_dir / LOG).splitlines()[-1:])[:LONGEST_LINE] or "no output yet"
-        )
+        last = COLOURS.sub("", "".join(tail(self.run_dir / LOG).splitlines()[-1:]))
+        doing = phase or last[:LONGEST_LINE] or "no output yet"
         self.say(f"verl, {now - self.began:.0f} s: {doing}")
 
 
