@@ -59,13 +59,7 @@ def verify(
     `config`: settings of the score that is judged where none is given. `grad_clip`: as your loop clips. `batch_tokens`:
     over how many tokens your loss averages (0: those of these responses). `budget`: seconds. `folder`: keep what was
     measured there, and go on from it. `precision`: float32, float64, or auto."""
-    if not len(prompt_ids) == len(response_ids) == len(rewards):
-        raise GradtraceError(
-            f"{len(prompt_ids)} prompts, {len(response_ids)} responses and {len(rewards)} rewards: one of each is "
-            "needed per response"
-        )
-    if empty := [r for r, ids in enumerate(response_ids) if not len(ids)]:
-        raise GradtraceError(f"response {empty[0]} has no tokens ({len(empty)} such): leave it out")
+    check_lists(prompt_ids, response_ids, rewards)
     keys: dict[tuple[int, ...], int] = {}
     group = torch.tensor([keys.setdefault(tuple(map(int, ids)), len(keys)) for ids in prompt_ids])
     judged = torch.as_tensor(rewards, dtype=torch.float64)
@@ -92,6 +86,17 @@ def verify(
     with evaluation_mode(own):
         verifier = Verifier(trial, wanted, given, Size(groups, tokens, halves), seed, store)
         return verifier.run(budget, progress)
+
+
+def check_lists(prompts: Sequence[Any], responses: Sequence[Any], rewards: Sequence[float]) -> None:
+    """One of each for every response, and no response without a token."""
+    if not len(prompts) == len(responses) == len(rewards):
+        raise GradtraceError(
+            f"{len(prompts)} prompts, {len(responses)} responses and {len(rewards)} rewards: one of each is "
+            "needed per response"
+        )
+    if empty := [r for r, ids in enumerate(responses) if not len(ids)]:
+        raise GradtraceError(f"response {empty[0]} has no tokens ({len(empty)} such): leave it out")
 
 
 def checked(name: str, scores: Sequence[Tensor], lengths: list[int]) -> dict[int, Tensor]:
