@@ -40,7 +40,7 @@ class Request:
 
 
 class Sampling(Protocol):
-    """What does the work."""
+    """Loads a run's checkpoint and draws continuations; the viewer only asks for them and shows how far they are."""
 
     def runs(self) -> list[Path]:
         """The runs that it may sample from: those that the command named."""

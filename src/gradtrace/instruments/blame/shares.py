@@ -56,7 +56,7 @@ class StepBlame:
 
     @property
     def response_share(self) -> Tensor:
-        """float64[R]"""
+        """float64[R]: the sum of its tokens' shares."""
         return self.share.sum(1)
 
     def of_the_step(self) -> StepBlame:
