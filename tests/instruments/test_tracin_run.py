@@ -13,7 +13,7 @@ import torch
 from gradtrace import open_run
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.tracin.diagnosis import diagnose_step
-from gradtrace.instruments.tracin.validation import choose_groups
+from gradtrace.instruments.tracin.validation import choose_groups, extreme_responses
 from gradtrace.trace.schema import GroupStatus, TracinReason
 from gradtrace.training.experience import flip_rewards
 from gradtrace.training.run import train
@@ -22,6 +22,8 @@ from tests.training import small
 from tests.training.test_resume import files
 
 ON = ("trainer.tracin.enable=true", "trainer.tracin.val_batch_size=4")
+TRACED = ("trainer.entropy_trace.enable=true",)
+EXTREME = ("trainer.tracin.val_level=response", "trainer.tracin.val_strategy=balanced")
 CONSTANT = "def constant(response, item):\n    return 1.0\n"
 
 
@@ -166,7 +168,11 @@ def test_soft_selection_weighs_advantages_and_drops_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("trainer.tracin.val_refresh_every=3", "trainer.tracin.preconditioner=adam")]
+    "more",
+    [
+        ("trainer.tracin.train_on_validation=true",),
+        ("trainer.tracin.val_refresh_every=3", *EXTREME),
+    ],
 )
 def test_a_resumed_run_is_bit_identical(tmp_path: Path, more: tuple[str, ...]) -> None:
     settings = small.config(tmp_path, *ON, "actor.optim.schedule_steps=5", *more)
@@ -178,6 +184,41 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, more: tuple[str, ...]) -
     train(small.resume(first_part, "trainer.total_steps=5"))
     assert small.metrics(first_part) == small.metrics(straight)
     assert files(straight, 5) == files(first_part, 5)
+
+
+def test_trusted_rollouts_are_trained_on_and_neither_scored_nor_dropped(tmp_path: Path) -> None:
+    """And the selection among the others is what it is without them: they are no part of what is scored."""
+    knobs = ("trainer.total_steps=1", "trainer.tracin.selection=positive", "reward.flip_probability=0.3")
+    alone, _ = run(tmp_path, *knobs)
+    run_dir, _ = run(tmp_path, *knobs, "trainer.tracin.train_on_validation=true", *TRACED)
+    step, other = (open_run(path).step("tracin", 1) for path in (run_dir, alone))
+    trusted = step["reason"] == int(TracinReason.VALIDATION)
+    assert trusted.sum() == 12 and step["kept"][trusted].all() and not other["kept"][trusted].any()
+    assert np.isnan(step["score"][trusted]).all() and (step["weight"][trusted] == 1).all()
+    assert np.array_equal(step["kept"][~trusted], other["kept"][~trusted])
+    assert np.allclose(step["score"][~trusted], other["score"][~trusted], rtol=1e-4, atol=1e-7)
+    record = small.metrics(run_dir, timings=True)[-1]
+    assert record["perf/generated_responses"] == 24
+    assert record["perf/trained_responses"] == step["kept"].sum() > other["kept"].sum()
+    assert record["tracin/selected"] == step["kept"][~trusted].sum()
+    # Other traces see them as responses of the batch, after its own.
+    assert set(open_run(run_dir).step("entropy_trace", 1)["row"]) == set(range(24))
+    weights = [(path / "policy/model.safetensors").read_bytes() for path in (run_dir, alone)]
+    assert weights[0] != weights[1]
+
+
+def test_old_trusted_rollouts_are_not_trained_on_again_and_a_critic_learns_from_new_ones(
+    tmp_path: Path,
+) -> None:
+    run_dir, _ = run(
+        tmp_path,
+        "trainer.tracin.train_on_validation=true",
+        "trainer.tracin.val_refresh_every=3",
+        "trainer.tracin.selection=soft",
+        "algorithm.advantage=gae",
+    )
+    trained = [r["perf/trained_responses"] for r in small.metrics(run_dir, timings=True) if r["step"]]
+    assert trained == [24, 12, 12, 24]
 
 
 def test_old_validation_rollouts_are_reused_until_refreshed(tmp_path: Path) -> None:
@@ -209,6 +250,39 @@ def test_strategies_choose_by_reward_and_prefer_groups_with_a_contrast() -> None
     assert choose_groups(batch, "random", 3).tolist() == [0, 1, 2]
     assert choose_groups(grouped([[0, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 1]]), "balanced", 1).tolist() == [1]
     assert choose_groups(batch, "lowest_reward", 5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_most_extreme_responses_are_chosen_whatever_their_prompt() -> None:
+    batch = grouped([[0.1, 0.9, 0.2], [0.3, 0.4, 0.5], [0.8, 0.0, 0.6], [0.55, 0.45, 0.35]])
+    for strategy, wanted in [
+        ("lowest_reward", {0.0, 0.1, 0.2, 0.3, 0.35, 0.4}),
+        ("highest_reward", {0.9, 0.8, 0.6, 0.55, 0.5, 0.45}),
+        ("balanced", {0.0, 0.1, 0.2, 0.6, 0.8, 0.9}),
+    ]:
+        chosen, groups = extreme_responses(batch, strategy, one_in=2)
+        rewards = chosen.rewards.tolist()
+        assert {round(reward, 2) for reward in rewards} == wanted
+        assert [chosen.prompts[g] for g in chosen.group] == [
+            batch.prompts[batch.rewards.tolist().index(reward) // 3] for reward in rewards
+        ]
+        assert len(groups) == len(chosen.prompts) == len(chosen.group.unique())
+        # Against all that were sampled: the lowest ones are bad, though there is no better one beside them.
+        signs = torch.sign(chosen.advantages[:, 0])
+        assert torch.equal(signs, torch.sign(chosen.rewards - batch.rewards.mean()))
+
+
+@pytest.mark.parametrize(
+    ("knob", "words"),
+    [
+        ("trainer.tracin.val_strategy=random", "val_strategy to lowest_reward"),
+        ("trainer.tracin.train_on_validation=true", "would be biased"),
+    ],
+)
+def test_responses_by_reward_are_refused_where_they_make_no_sense(
+    tmp_path: Path, knob: str, words: str
+) -> None:
+    with pytest.raises(GradtraceError, match=words):
+        small.config(tmp_path, *ON, *EXTREME, knob)
 
 
 @pytest.mark.parametrize("strategy", ["lowest_reward", "highest_reward", "balanced"])

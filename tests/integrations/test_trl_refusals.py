@@ -97,6 +97,11 @@ AT_THE_START = {
         {"more": VALIDATION},
         "val_files is not read here",
     ),
+    "trusted_completions_beyond_the_rollout": (
+        {"selection": TracinConfig(train_on_validation=True)},
+        {"more": VALIDATION},
+        "train_on_validation=True cannot run in TRL: GRPOTrainer splits a rollout of fixed size",
+    ),
     "a_method_that_does_not_exist": (
         {"selection": TracinConfig(method="by_hand")},
         {"more": VALIDATION},

@@ -314,11 +314,11 @@ def show(console: Console, table: pyarrow.Table, result: Scored, path: Path) -> 
     positive = sum(row["score"] > 0 for row in rows)
     console.print(f"{len(rows)} responses, {positive} with a positive score ({SIGN}).")
     shown_rows = rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]
-    out = Table("rank", "score", "reward", "prompt", "response")
+    out = Table("rank", "score", "reward", "advantage", "prompt", "response")
     for row in shown_rows:
         reward = "–" if row["reward"] is None else f"{row['reward']:g}"
         texts = [shorten(row[name], 40) for name in ("prompt", "response")]
-        out.add_row(str(row["rank"]), f"{row['score']:.3g}", reward, *texts)
+        out.add_row(str(row["rank"]), f"{row['score']:.3g}", reward, f"{row['advantage']:+.2f}", *texts)
     console.print(out)
     for sentence in result.diagnosis:
         console.print(f"[yellow]{sentence}[/]")

@@ -98,6 +98,9 @@ class TracinConfig(TraceConfig):
     val_strategy: str = choice("random", "lowest_reward", "highest_reward", "balanced")
     """Which prompts make the validation set: as they come, or by mean reward among val_candidates as many. `balanced`:
     where right and wrong responses are equally many."""
+    val_level: str = choice("prompt", "response")
+    """`response`: val_strategy chooses single responses by their own reward, `balanced` as many of the highest as of
+    the lowest; their advantage is against all that were sampled. For rewards like toxicity, where extremes count."""
     val_candidates: int = number(2, minimum=1)
     """Prompts sampled for each one chosen, where val_strategy chooses."""
     val_refresh_every: int = number(1, minimum=1)
@@ -105,6 +108,9 @@ class TracinConfig(TraceConfig):
     val_files: list[str] = field(default_factory=list)
     """Validation prompts of your own (.jsonl, .json, .parquet); empty: the task's validation prompts, without those
     that trainer.validation reports on."""
+    train_on_validation: bool = False
+    """Train on the validation rollouts too, in the step that samples them; they are never scored or left out. In the
+    embedded loop alone."""
     diagnose_every: int = number(10, minimum=0)
     """Steps between diagnoses, which score against parts of the validation set (a few passes more); 0 is never."""
 
@@ -113,6 +119,17 @@ class TracinConfig(TraceConfig):
             raise GradtraceError(
                 f"{path}method=ghost sees linear layers only: set {path}parameters=linear or {path}method=tangent."
             )
+        if self.enable and self.val_level == "response":
+            if self.val_strategy == "random":
+                raise GradtraceError(
+                    f"{path}val_level=response chooses responses by their rewards: set {path}val_strategy to "
+                    "lowest_reward, highest_reward or balanced."
+                )
+            if self.train_on_validation:
+                raise GradtraceError(
+                    f"{path}val_level=response leaves groups whose responses were chosen by reward, and training on "
+                    f"these would be biased: set {path}train_on_validation=false, or {path}val_level=prompt."
+                )
 
     def validate_with(self, responses: int, path: str) -> None:
         """`responses`: to each training prompt."""

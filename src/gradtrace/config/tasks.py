@@ -58,7 +58,8 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "answer"
-    """Column with the answer; dots reach inside. Rows without `answer` may have verl's `reward_model.ground_truth`."""
+    """Column with the answer; dots reach inside. Rows without `answer` may have verl's `reward_model.ground_truth`.
+    Empty: there are none, for rewards that need none."""
     system_prompt: str = ""
     """System message of every prompt, instead of the row's own."""
     instruction: str = ""

@@ -65,6 +65,10 @@ class StepObserver:
     def start(self, last_step: int) -> None:
         """The run begins (0) or resumes after `last_step`: what was recorded for later steps is void."""
 
+    def more_rollouts(self, step: int) -> RolloutBatch | None:
+        """Judged responses in groups of their own that this step is to learn from as well, after the batch's own."""
+        return None
+
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """Rewards and advantages are set. May return the batch with `kept` set: the update uses those responses."""
         return batch
@@ -106,6 +110,10 @@ class Observers(StepObserver):
     def start(self, last_step: int) -> None:
         for observer in self.observers:
             observer.start(last_step)
+
+    def more_rollouts(self, step: int) -> RolloutBatch | None:
+        found = [more for observer in self.observers if (more := observer.more_rollouts(step)) is not None]
+        return RolloutBatch.concat(found) if found else None
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         for observer in self.observers:

@@ -41,6 +41,13 @@ def keep_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:
     )
 
 
+def add_rollouts(batch: RolloutBatch, more: RolloutBatch, pad_id: int) -> RolloutBatch:
+    """A judged batch with further responses after its own, in groups of their own; their rewards are true."""
+    flipped = None if batch.flipped is None else torch.zeros(len(more), dtype=torch.bool)
+    more = more.replace(flipped=flipped, advantages=None, returns=None)
+    return RolloutBatch.concat([batch, more], pad_id)
+
+
 def add_advantages(
     batch: RolloutBatch, estimator: Algorithm[AdvantageInputs, AdvantageOutputs]
 ) -> RolloutBatch:

@@ -167,6 +167,8 @@ class PromptReader:
 
     def _answer(self, row: Row, where: str) -> Any:
         path = self.config.answer_key
+        if not path:
+            return None
         verl = row.get("reward_model")
         if path == DEFAULT_ANSWER and path not in row and isinstance(verl, dict) and "ground_truth" in verl:
             path = VERL_ANSWER

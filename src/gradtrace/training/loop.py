@@ -17,7 +17,7 @@ from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import Layout, MicroBatches, padding_share
 from gradtrace.policy.packed_attention import is_supported
 from gradtrace.policy.policy import export_model
-from gradtrace.policy.rollouts import add_advantages
+from gradtrace.policy.rollouts import add_advantages, add_rollouts
 from gradtrace.program import command
 from gradtrace.rollout import SamplingParams
 from gradtrace.trace.atomic import atomic_directory
@@ -133,6 +133,8 @@ class Trainer:
         """Learn from a batch with rewards. Returns it with every column that the step made, and metrics."""
         parts, actor = self.parts, self.config.actor
         generator = parts.generators["update"]
+        if (more := self.observer.more_rollouts(step)) is not None:
+            batch = add_rollouts(batch, more, parts.sampler.pad_token_id)
         micro_batches = MicroBatches(batch, actor.token_budget, self._layout(batch))
         metrics = {"actor/lr": parts.optimizer.begin_step(step)}
 

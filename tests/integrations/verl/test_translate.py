@@ -93,6 +93,7 @@ def test_selection_draws_from_prompts_that_the_launcher_writes() -> None:
     ("override", "reason"),
     [
         ("trainer.tracin.method=tangent", "forward mode does not go through"),
+        ("trainer.tracin.train_on_validation=true", "validation rollouts are outside of it"),
         ("trainer.tracin.parameters=all", "hooks on linear layers"),
         ("actor.share_prompts=true", "no such layout"),
         ("actor.optim.schedule=linear", "constant and cosine only"),

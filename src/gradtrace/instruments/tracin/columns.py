@@ -45,6 +45,8 @@ class TracinStep:
     measures: Measures = field(default_factory=Measures)
     low: Tensor | None = None
     high: Tensor | None = None
+    trained: bool = False
+    """Whether the validation rollouts are trained on as well."""
     diagnosis: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -154,11 +156,11 @@ def tracin_columns(batch: RolloutBatch, result: TracinStep, truth: Truth = no_tr
         **response_columns(both, torch.arange(len(both)), truth),
         "row": np.concatenate([np.arange(count), np.full(extra, -1)]),
         "score": np.concatenate([result.scores.numpy(), nothing]),
-        "kept": np.concatenate([result.selected.kept.numpy(), np.zeros(extra, bool)]),
+        "kept": np.concatenate([result.selected.kept.numpy(), np.full(extra, result.trained)]),
         "reason": np.concatenate(
             [result.selected.reason.numpy(), np.full(extra, int(TracinReason.VALIDATION))]
         ).astype(np.uint8),
-        "weight": np.concatenate([result.selected.weight.numpy(), np.zeros(extra)]),
+        "weight": np.concatenate([result.selected.weight.numpy(), np.full(extra, float(result.trained))]),
     }
     if result.low is not None and result.high is not None:
         columns["score_low"] = np.concatenate([result.low.numpy(), nothing])

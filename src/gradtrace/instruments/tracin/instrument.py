@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,8 @@ from gradtrace.instruments.tracin.losses import (
 )
 from gradtrace.instruments.tracin.rules import Selected, select
 from gradtrace.instruments.tracin.scores import Measures
-from gradtrace.instruments.tracin.validation import ValidationSource, without_prompts
+from gradtrace.instruments.tracin.validation import ValidationSet, ValidationSource, without_prompts
+from gradtrace.policy.rollouts import keep_groups
 from gradtrace.trace.writer import TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,18 @@ PREFIX = "tracin/"
 """Our names in a checkpoint begin with this."""
 VALIDATION_PARTS = 8
 """Parts of the validation set that the interval of a diagnosis comes from."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The validation rollouts of a step."""
+
+    step: int = 0
+    generated: int = 0
+    """Responses that were sampled in this step."""
+    trusted: int = 0
+    """Validation responses at the end of the training batch: trained on, neither scored nor dropped."""
+    seconds: float = 0.0
 
 
 class Scorer(Protocol):
@@ -80,6 +94,7 @@ class TracinInstrument(StepObserver):
         self.meta = (meta or {}) | describe(settings, scorer.method)
         self._said: set[str] = set()
         self._step: TracinStep | None = None
+        self._sampled = Sampled()
 
     def start(self, last_step: int) -> None:
         if self.writer is not None:
@@ -98,10 +113,30 @@ class TracinInstrument(StepObserver):
 
     # ------------------------------------------------------------ the step
 
+    def more_rollouts(self, step: int) -> RolloutBatch | None:
+        """The validation rollouts of the step that samples them, if they are trained on; later they are old."""
+        if not self.settings.train_on_validation:
+            return None
+        validation = self._sample(step)
+        return validation.batch if self._sampled.generated else None
+
+    def _sample(self, step: int) -> ValidationSet:
+        if self._sampled.step != step:
+            begin = time.perf_counter()
+            validation, generated = self.source.at(step)
+            trusted = len(validation.batch) if generated and self.settings.train_on_validation else 0
+            self._sampled = Sampled(step, generated, trusted, time.perf_counter() - begin)
+        return self.source.at(step)[0]
+
+    def _own(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch without the validation rollouts at its end."""
+        rows = len(batch) - self._sampled.trusted
+        return keep_groups(batch, batch.group[:rows].unique()) if rows < len(batch) else batch
+
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        begin = time.perf_counter()
-        validation, generated = self.source.at(step)
-        sampled = time.perf_counter()
+        validation = self._sample(step)
+        begin, generated = time.perf_counter(), self._sampled.generated
+        whole, batch = batch, self._own(batch)
         val_batch, overlap = without_prompts(validation.batch, batch.prompts)
         every = self.settings.diagnose_every
         result = TracinStep(
@@ -128,9 +163,10 @@ class TracinInstrument(StepObserver):
                 0
             ]
         result.selected = self._select(result, step)
-        result.seconds = {"tracin": time.perf_counter() - begin, "tracin_gen": sampled - begin}
+        spent, sampling = time.perf_counter() - begin, self._sampled.seconds
+        result.seconds = {"tracin": spent + sampling, "tracin_gen": sampling}
         self._step = result
-        return self._apply(batch, result.selected)
+        return self._apply(whole, result.selected)
 
     def _select(self, result: TracinStep, step: int) -> Selected:
         """Overridden by baselines that choose otherwise."""
@@ -140,9 +176,11 @@ class TracinInstrument(StepObserver):
         return selected
 
     def _apply(self, batch: RolloutBatch, selected: Selected) -> RolloutBatch:
+        trusted = self._sampled.trusted
         if self.settings.selection == "soft":
-            batch = batch.replace(advantages=batch.need("advantages") * selected.weight[:, None])
-        return batch.replace(kept=selected.kept)
+            weight = torch.cat([selected.weight, torch.ones(trusted)])
+            batch = batch.replace(advantages=batch.need("advantages") * weight[:, None])
+        return batch.replace(kept=torch.cat([selected.kept, torch.ones(trusted, dtype=torch.bool)]))
 
     def _scores(
         self, batch: RolloutBatch, parts: list[Weighted], result: TracinStep, step: int, measure: bool
@@ -180,6 +218,7 @@ class TracinInstrument(StepObserver):
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         result, self._step = self._step, None
         assert result is not None
+        batch, result.trained = self._own(batch), self._sampled.trusted > 0
         metrics = tracin_metrics(result, batch, self.settings.preconditioner)
         if self.writer is not None:
             if step % self.settings.write_every == 0:

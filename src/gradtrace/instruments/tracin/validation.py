@@ -111,6 +111,9 @@ class ValidationSource:
 
     def chosen(self, batch: RolloutBatch, candidates: Tensor, step: int) -> ValidationSet:
         """The set that `val_strategy` makes of judged responses to `candidates`, one group for each."""
+        if self.settings.val_level == "response":
+            batch, groups = extreme_responses(batch, self.settings.val_strategy, self.settings.val_candidates)
+            return ValidationSet(batch, candidates[groups], step)
         groups = choose_groups(batch, self.settings.val_strategy, self.settings.val_batch_size)
         batch = add_advantages(keep_groups(batch, groups), self.estimator)
         return ValidationSet(batch, candidates[groups], step)
@@ -122,7 +125,7 @@ class ValidationSource:
         if self.settings.val_refresh_every == 1 or self._current is None:
             return {}
         about = {"step": torch.tensor(self._current.step), "pool_index": self._current.pool_index}
-        return about | self._current.batch.only("rewards").columns()
+        return about | self._current.batch.only("rewards", "advantages").columns()
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         if not tensors:
@@ -137,7 +140,7 @@ class ValidationSource:
         prompts = [self.pool[index] for index in pool_index.tolist()]
         items = [prompt.item for prompt in prompts]
         batch = RolloutBatch(prompts=[prompt.ids for prompt in prompts], items=items, **columns)
-        self._current = ValidationSet(add_advantages(batch, self.estimator), pool_index, step)
+        self._current = ValidationSet(batch, pool_index, step)
 
 
 def choose_groups(batch: RolloutBatch, strategy: str, count: int) -> Tensor:
@@ -158,6 +161,23 @@ def choose_groups(batch: RolloutBatch, strategy: str, count: int) -> Tensor:
     order = torch.argsort(key, stable=True)
     order = torch.cat([order[~constant[order]], order[constant[order]]])
     return order[:count].sort().values
+
+
+def extreme_responses(batch: RolloutBatch, strategy: str, one_in: int) -> tuple[RolloutBatch, Tensor]:
+    """One in so many of the responses, by reward, and the groups they are of (long, ascending). `balanced` takes as
+    many of the highest as of the lowest. Advantages are against all of `batch`, in units of its spread: among the
+    lowest alone there is no contrast, and that they are low is the point."""
+    rewards = batch.need("rewards")
+    advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+    count = max(1, len(batch) // one_in)
+    order = torch.argsort(rewards, stable=True)
+    low = {"lowest_reward": count, "highest_reward": 0, "balanced": count // 2}[strategy]
+    rows = torch.cat([order[:low], order[len(order) - (count - low) :]]).sort().values
+    batch = batch.replace(advantages=torch.where(batch.response_mask, advantages[:, None], 0.0))
+    groups = batch.group[rows].unique()
+    chosen = torch.zeros(len(batch), dtype=torch.bool)
+    chosen[rows] = True
+    return keep_groups(batch.select(chosen), groups), groups
 
 
 def without_prompts(batch: RolloutBatch, prompts: list[list[int]]) -> tuple[RolloutBatch, int]:

@@ -51,6 +51,12 @@ def tracin_instrument(
         raise GradtraceError(
             "selection.val_files is not read here: give GRPOTrainer an eval_dataset instead."
         )
+    if settings.train_on_validation:
+        raise GradtraceError(
+            "selection.train_on_validation=True cannot run in TRL: GRPOTrainer splits a rollout of fixed size into its "
+            "optimizer steps, and more completions do not fit. Put the trusted prompts into train_dataset as well; "
+            "train_on_validation=False."
+        )
     if trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict):
         raise GradtraceError(
             "TracIn selection scores completions against validation prompts: give GRPOTrainer one eval_dataset."

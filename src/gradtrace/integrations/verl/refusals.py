@@ -56,6 +56,12 @@ def check_selection_settings(settings: TracinConfig, responses: int) -> None:
             "tracin.method=tangent cannot run on verl: forward mode does not go through FSDP's sharded weights. Use "
             "auto or ghost; the scores are the same."
         )
+    if settings.train_on_validation:
+        raise GradtraceError(
+            "tracin.train_on_validation=true cannot run on verl: its training batch is what its own sampler dealt "
+            "to the ranks, and validation rollouts are outside of it. Use false, and put those prompts into "
+            "data.train_files as well, with rewards that you trust."
+        )
     if settings.parameters != "linear":
         raise GradtraceError(
             f"tracin.parameters={settings.parameters} cannot run on verl: scores come from hooks on linear layers "

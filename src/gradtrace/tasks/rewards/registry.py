@@ -30,6 +30,7 @@ BUILT_IN = (
     "gradtrace.tasks.rewards.formats",
     "gradtrace.tasks.rewards.math_answers",
     "gradtrace.tasks.rewards.code",
+    "gradtrace.tasks.rewards.classifier",
     "gradtrace.tasks.countdown",
 )
 """Modules that register a reward when they are imported."""
