@@ -14,7 +14,7 @@ COMMANDS = {
     "train": ("gradtrace.commands.train", "train a policy; without arguments, the demo"),
     "view": ("gradtrace.commands.view", "look at runs in the browser: curves, groups, token heat maps"),
     "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
-    "trace": ("gradtrace.trace.command", "list, show, export or import the traces of a run"),
+    "trace": ("gradtrace.commands.trace", "list, show, export or import the traces of a run"),
     "compare": (
         "gradtrace.compare.command",
         "curves of several runs with intervals over seeds, at equal cost",

@@ -14,7 +14,7 @@ import uvicorn
 from gradtrace.cli import build_parser, main
 from gradtrace.config_loader import load_config
 from gradtrace.training.run import train
-from tests.documented import Documented, all_commands
+from tests.documented import ROOT, Documented, all_commands
 
 TINY = (
     "trainer.cpu_threads=1",
@@ -48,6 +48,8 @@ FIRST = {
     "view runs/demo/probes/step_000020": (["probe", "runs/demo/checkpoints/step_000020"],),
 }
 """Commands whose results others read."""
+IMPORTED = "runs/theirs"
+IMPORT = ["trace", "import", "examples/rollouts.jsonl", IMPORTED, "--tokenizer", "runs/demo/policy"]
 SUCCESS = {"verify": (0, 1, 3)}
 """Exit codes that are answers, where 0 is not the only one."""
 COMMANDS = all_commands()
@@ -77,6 +79,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for answer in range(5)
         ]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(ROOT / "examples", folder / "examples")
     return folder
 
 
@@ -136,6 +139,8 @@ def test_a_documented_command_runs_after_the_demo(
         return
     for before in FIRST.get("counterfactual" if "counterfactual" in words[2:] else " ".join(words[:2]), ()):
         assert main([*before, *SMALLER[before[0]]]) == 0
+    if IMPORTED in words and words[:2] != IMPORT[:2]:
+        assert main(IMPORT) == 0
     monkeypatch.setattr(
         uvicorn.Server, "run", lambda server, sockets: sockets[0].close()
     )  # it would serve on

@@ -15,8 +15,9 @@ from tokenizer_families import FAMILIES
 from trace_fakes import entropy_columns, influence_columns
 
 import gradtrace
+from gradtrace.commands import trace as command
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import command, schema
+from gradtrace.trace import schema
 from gradtrace.trace.kinds.influence_trace import Credit
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 from gradtrace.trace.show import visible

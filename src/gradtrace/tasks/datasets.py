@@ -142,8 +142,8 @@ class PromptReader:
             "answer": self._answer(row, where),
             "source": str(row.get("data_source", DatasetTask.name)),
         }
-        try:
-            ids = encode(self.tokenizer, messages, self.config.chat_template)
+        try:  # imported prompts have the ids that they were sampled with
+            ids = row.get("prompt_ids") or encode(self.tokenizer, messages, self.config.chat_template)
         except Exception as error:  # a lone surrogate, roles that the chat template refuses
             raise GradtraceError(f"{where}: the prompt cannot be encoded: {error}") from error
         return Prompt(ids, item)

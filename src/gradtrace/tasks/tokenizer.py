@@ -9,16 +9,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from gradtrace.errors import GradtraceError
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (
         Exception
     ) as error:  # its files are another library's to read, in four formats; each fails in its own way
-        raise GradtraceError(f"model.path={path}: the tokenizer cannot be loaded. {error}") from error
+        raise GradtraceError(f"{key}={path}: the tokenizer cannot be loaded. {error}") from error
     if not tokenizer("1 + 2 is three")["input_ids"]:
         raise GradtraceError(
-            f"model.path={path}: there are no tokenizer files, and every text would be encoded to nothing. Copy "
+            f"{key}={path}: there are no tokenizer files, and every text would be encoded to nothing. Copy "
             "tokenizer.json and tokenizer_config.json of the model that it was made from into the folder."
         )
     if tokenizer.pad_token_id is None:

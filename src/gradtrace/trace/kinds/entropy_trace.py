@@ -13,9 +13,17 @@ register_instrument(
         label="Entropy trace",
         meaning="entropy and log-prob of every token of the rollout batch",
         switch="trainer.entropy_trace.enable=true",
-        required=(*EVERY_KIND, "accepted", "entropy", "log_prob"),
-        optional=(*EXPECTED, "group_status", "advantage", "selection", "optimizer_step", "first_wrong"),
-        meta=RUN_META,
+        required=(*EVERY_KIND, "accepted"),
+        optional=(
+            *EXPECTED,
+            *("group_status", "advantage", "selection", "optimizer_step", "first_wrong"),
+            *("entropy", "log_prob", "sampler_log_prob"),  # imported rollouts may have none of them
+        ),
+        meta={
+            **RUN_META,
+            "imported_from": "file or folder that the rollouts were imported from",
+            "format": "its format",
+        },
         page=None,
     )
 )

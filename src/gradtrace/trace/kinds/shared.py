@@ -67,6 +67,8 @@ register_columns((
            unit="nats", ragged_by="token_offsets"),
     Column("log_prob", "float32", "token", "its log-prob under the policy before this step's first update",
            unit="nats", ragged_by="token_offsets"),
+    Column("sampler_log_prob", "float32", "token", "its log-prob as the sampler reported it when it drew the token",
+           unit="nats", ragged_by="token_offsets", heading="sampler"),
 ))
 # fmt: on
 

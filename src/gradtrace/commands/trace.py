@@ -3,7 +3,7 @@
   ls      what a run has: a line per step, and what is damaged
   show    one group: its prompt, its responses, every token with its score
   export  all tokens as one table, parquet or CSV
-  import  older traces (npz with padded arrays) as a run that everything here can read
+  import  rollouts of verl, TRL, prime-rl or plain JSONL, or older traces, as a run that everything here can read
 
 A score is positive where a step along the token's gradient helps the accepted responses against the rejected ones.
 
@@ -16,7 +16,10 @@ examples:
   gradtrace trace show runs/demo --color never | less            a line per token
   gradtrace trace export runs/demo tokens.parquet
   gradtrace trace export runs/demo late.csv --kind entropy_trace --steps 100:
-  gradtrace trace import old/influence_trace runs/imported --tokenizer models/mine
+  gradtrace trace import rollouts.jsonl runs/mine --tokenizer models/mine
+                                                                 prompt, response, reward (log_probs, step, group …)
+  gradtrace trace import rollout_data_dir runs/theirs --tokenizer Qwen/Qwen2.5-0.5B --prompts train.parquet
+  gradtrace trace import old/influence_trace runs/older --format older --tokenizer models/mine
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 from gradtrace.errors import GradtraceError
+from gradtrace.program import command
 from gradtrace.trace import schema
 from gradtrace.trace.export import export_tokens
 from gradtrace.trace.legacy import import_legacy
@@ -73,14 +78,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", default=":", help="FIRST:LAST, both included, or one number; default: all"
     )
 
-    importing = actions.add_parser("import", help="convert older traces")
-    importing.add_argument("source", metavar="DIR", help="folder with step_*.npz, or with steps/ in it")
-    importing.add_argument("run_dir", metavar="RUN", help="the run to make")
+    _add_import(
+        actions.add_parser("import", help="make a run of rollouts of other programs, or of older traces")
+    )
+
+
+def _add_import(importing: argparse.ArgumentParser) -> None:
     importing.add_argument(
-        "--credit", choices=["position", "loss_term"], default="position", help="what they hold"
+        "source", type=Path, metavar="SOURCE", help="a file, or a folder with the files of all steps"
+    )
+    importing.add_argument("run_dir", type=Path, metavar="RUN", help="the run to make")
+    importing.add_argument(
+        "--format",
+        choices=("jsonl", "verl", "trl", "prime_rl", "older"),
+        help="default: by the columns of the first row",
     )
     importing.add_argument(
-        "--tokenizer", metavar="PATH", help="a transformers tokenizer, so that tokens have text"
+        "--tokenizer", metavar="MODEL", help="a transformers tokenizer: a folder or a hub name"
+    )
+    importing.add_argument("--temperature", type=float, default=1.0, help="they were sampled at (default: 1)")
+    importing.add_argument(
+        "--reward",
+        default="",
+        help="judges responses that `counterfactual` samples: a name, or FILE.py:FUNCTION",
+    )
+    importing.add_argument(
+        "--append-end", action="store_true", help="add the end token to responses that are texts"
+    )
+    importing.add_argument(
+        "--prompts",
+        default="",
+        metavar="DATA",
+        help="verl: its training data, to restore special tokens of prompts",
+    )
+    importing.add_argument(
+        "--reward-columns",
+        default="",
+        metavar="A,B=0.2",
+        help="trl: columns that are rewards, with weights (default: all)",
+    )
+    importing.add_argument(
+        "--skip-bad", action="store_true", help="leave out rows that cannot be read, and say so"
+    )
+    importing.add_argument(
+        "--credit", choices=["position", "loss_term"], default="position", help="older: what the scores hold"
     )
 
 
@@ -182,13 +223,53 @@ def _between(steps: list[int], wanted: str) -> list[int]:
 
 
 def _import(args: argparse.Namespace) -> int:
-    report = import_legacy(Path(args.source), Path(args.run_dir), args.credit)
-    if args.tokenizer:
-        from transformers import AutoTokenizer
+    console = Console(highlight=False)
+    if args.format == "older" or (args.format is None and any(args.source.glob("**/*.npz"))):
+        return _import_older(args, console)
+    if not args.tokenizer:
+        raise GradtraceError(
+            "--tokenizer is missing: whose tokens are these? Give a model's folder or hub name"
+        )
+    from gradtrace.commands.rollouts.importing import ImportSettings, import_rollouts
 
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
-        TokenBytes.from_tokenizer(tokenizer).save(Path(args.run_dir) / "token_bytes.npz")
-    console = Console()
+    settings = ImportSettings(
+        args.tokenizer,
+        args.format or "",
+        args.temperature,
+        args.reward,
+        args.append_end,
+        args.skip_bad,
+        args.prompts,
+        args.reward_columns,
+    )
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        report = import_rollouts(
+            args.source,
+            args.run_dir,
+            settings,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(
+        f"{report.responses} responses, {report.tokens} tokens, {len(report.steps)} steps of {report.format} imported "
+        f"into {args.run_dir}",
+        markup=False,
+        soft_wrap=True,
+    )
+    unread = [f"Columns left aside: {', '.join(sorted(report.unread))}."] if report.unread else []
+    for line in (*report.notes, *unread, *(f"left out  {bad}" for bad in report.left_out)):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"Look at it: {command()} view {args.run_dir}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _import_older(args: argparse.Namespace, console: Console) -> int:
+    report = import_legacy(args.source, args.run_dir, args.credit)
+    if args.tokenizer:
+        from gradtrace.tasks.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
+        TokenBytes.from_tokenizer(tokenizer).save(args.run_dir / "token_bytes.npz")
     console.print(f"{len(report.steps)} steps imported into {args.run_dir}", markup=False)
     for file, reason in report.refused.items():
         console.print(f"refused  {file}: {reason}", markup=False, soft_wrap=True)

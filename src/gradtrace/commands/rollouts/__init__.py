@@ -1,0 +1,1 @@
+"""Rollouts that others made, and stored rollouts scored anew."""
