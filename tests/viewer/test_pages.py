@@ -246,9 +246,7 @@ def test_clicking_a_token_shows_its_effect_on_every_sibling(
     expect(page.locator(".dock h3").first).to_contain_text("r3, position 8")
     expect(page.locator(".bar-column")).to_have_count(8)
     for index, effect in enumerate(effects):
-        label = (
-            page.locator(".bar-column", has_text=re.compile(f"r{index}$")).get_attribute("aria-label") or ""
-        )
+        label = page.locator(".bar-column", has_text=re.compile(f"r{index}$")).get_attribute("title") or ""
         shown = float(label.split(": ")[1].split(". ")[0].replace("−", "-"))
         assert shown == pytest.approx(effect, abs=0.006)
         remark = page.locator(f".row[aria-label^='Response r{index},'] .remarks b").text_content() or ""

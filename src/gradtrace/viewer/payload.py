@@ -130,7 +130,7 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
     members = view.members[g]
     group = view.layout.group(g)
     prompt = group.prompt_ids.tolist()
-    expected = _expected_ids(view, g)
+    expected = view.expected_ids(g)
     ids = sorted({*prompt, *expected, *_token_ids(view, members)})
     place = {token_id: index for index, token_id in enumerate(ids)}
     status = view.status(g)
@@ -155,14 +155,6 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
         "meta": view.meta,
         "problems": view.problems,
     }
-
-
-def _expected_ids(view: StepView, g: int) -> list[int]:
-    """The right answer, from whichever trace has it."""
-    candidates = [view.layout.group(g).expected_ids]
-    if view.influence is not None and g in view.influence_group:
-        candidates.append(view.influence.group(view.influence_group[g]).expected_ids)
-    return next((ids.tolist() for ids in candidates if ids is not None and len(ids)), [])
 
 
 def _token_ids(view: StepView, members: list[int]) -> list[int]:

@@ -28,6 +28,7 @@ from gradtrace.viewer.counterfactual_payload import counterfactual_payload, meas
 from gradtrace.viewer.instrument_pages import navigation
 from gradtrace.viewer.news import run_news
 from gradtrace.viewer.report_scores import score_pages
+from gradtrace.viewer.server import told_group, told_run, told_step
 from gradtrace.viewer.step_view import StepView
 
 DEFAULT_GROUPS = 6
@@ -131,6 +132,7 @@ def make_report(
             trace["present"] = bool(kept)
             trace["steps"], trace["count"] = kept, len(kept)
         collected.json[f"runs/{each.id}/findings"] = {"findings": each.run.findings()}
+        collected.json[f"runs/{each.id}/story"] = {"sentence": told_run(each)}
         table = ablation_payload(each.run.path)
         if table is not None:
             collected.json[f"runs/{each.id}/ablation"] = table
@@ -206,7 +208,7 @@ def _add_step(
             f"{served.name} has no trace of step {step}; `gradtrace trace` lists what there is"
         )
     base = f"runs/{served.id}/steps/{step}"
-    table = payload.step_payload(view, served.vocabulary)
+    table = told_step(view, served)
     collected.steps.append(step)
     collected.json[base] = table
     collected.json[f"{base}/tokens"] = payload.points_payload(view, served.vocabulary)
@@ -240,7 +242,8 @@ def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
 def _add_group(
     collected: _Collected, view: StepView, served: ServedRun, path: str, g: int, measured: Step | None
 ) -> None:
-    structure = payload.group_payload(view, g, served.vocabulary)
+    values = measured_group(view, g, measured)
+    structure = told_group(view, g, served, values)
     blocks = {}
     if structure["pairwise"] is not None:
         found = {r: payload.pairwise_block(view, g, r) for r in range(len(view.members[g]))}
@@ -252,9 +255,9 @@ def _add_group(
         collected.remarks.append(f"{path}: effects on single responses are left out, they would be too large")
     collected.pairwise_bytes += sum(len(block) for block in blocks.values())
     collected.json[path] = structure
-    values = counterfactual_payload(measured_group(view, g, measured))
     if values is not None:
-        collected.json[f"{path}/counterfactual"] = {"measured": values, "resample": False, "run": ""}
+        following = counterfactual_payload(values)
+        collected.json[f"{path}/counterfactual"] = {"measured": following, "resample": False, "run": ""}
     collected.add_floats(f"{path}/tokens", payload.group_tokens(view, g, served.vocabulary))
     for r, block in blocks.items():
         collected.add_floats(f"{path}/pairwise/{r}", block)

@@ -33,6 +33,7 @@ from gradtrace.viewer.resample import Request as ResampleRequest
 from gradtrace.viewer.response_payload import response_payload
 from gradtrace.viewer.security import Access, Gate
 from gradtrace.viewer.step_view import SCORES, StepView
+from gradtrace.viewer.story import group_story, run_story, step_story
 
 SMALLEST_COMPRESSED = 1400
 """Answers that fit into one packet are not worth compressing."""
@@ -261,6 +262,25 @@ def news(question: Question) -> Answer:
     return as_json(run_news(question.served, offset, file, newest))
 
 
+def told_run(served: ServedRun) -> str:
+    return run_story(served.run.metrics()[0], served.run.findings())
+
+
+def told_step(view: StepView, served: ServedRun) -> dict[str, Any]:
+    """The table of groups, and the sentence above it."""
+    found = [each for each in served.run.findings() if each.get("step") == view.step]
+    return {
+        **payload.step_payload(view, served.vocabulary),
+        "story": step_story(view, served.vocabulary, found),
+    }
+
+
+def told_group(view: StepView, g: int, served: ServedRun, measured: MeasuredGroup | None) -> dict[str, Any]:
+    """A group's structure, and the sentence that it begins with."""
+    story = group_story(view, g, served.vocabulary, measured).as_json()
+    return {**payload.group_payload(view, g, served.vocabulary), "story": story}
+
+
 def ablation(question: Question) -> Answer:
     table = readable(lambda: ablation_payload(question.served.run.path))
     if table is None:
@@ -338,11 +358,12 @@ API: dict[str, Handler] = {
     "runs/{run:int}/news": news,
     "runs/{run:int}/ablation": ablation,
     "runs/{run:int}/findings": lambda q: as_json({"findings": q.served.run.findings()}),
-    STEP: lambda q: as_json(payload.step_payload(q.view, q.served.vocabulary)),
+    "runs/{run:int}/story": lambda q: as_json({"sentence": told_run(q.served)}),
+    STEP: lambda q: as_json(told_step(q.view, q.served)),
     f"{STEP}/miniatures": lambda q: as_floats(payload.miniatures(q.view, q.credit)),
     f"{STEP}/tokens": lambda q: as_json(payload.points_payload(q.view, q.served.vocabulary)),
     f"{STEP}/points": lambda q: as_floats(payload.points(q.view, q.credit, q.served.vocabulary)),
-    GROUP: lambda q: as_json(payload.group_payload(q.view, q.group, q.served.vocabulary)),
+    GROUP: lambda q: as_json(told_group(q.view, q.group, q.served, q.measured)),
     f"{GROUP}/tokens": lambda q: as_floats(payload.group_tokens(q.view, q.group, q.served.vocabulary)),
     f"{GROUP}/pairwise/{{response:int}}": lambda q: as_floats(
         payload.pairwise_block(q.view, q.group, q.response)

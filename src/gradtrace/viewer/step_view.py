@@ -180,6 +180,13 @@ class StepView:
         shared = [credit for credit in self.credits if all(credit in scores for scores in scored)]
         return next(iter([*shared, *self.credits]), None)
 
+    def expected_ids(self, group: int) -> list[int]:
+        """The right answer, from whichever trace has it; empty where none does."""
+        candidates = [self.layout.group(group).expected_ids]
+        if self.influence is not None and group in self.influence_group:
+            candidates.append(self.influence.group(self.influence_group[group]).expected_ids)
+        return next((ids.tolist() for ids in candidates if ids is not None and len(ids)), [])
+
     def response_value(self, name: str, response: int) -> Any:
         """A response column from whichever trace has it (influence first: it knows more), as a plain value."""
         theirs = self.influence_response.get(response)

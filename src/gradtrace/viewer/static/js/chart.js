@@ -27,7 +27,7 @@ export class Chart {
     const header = element(
       "header",
       "",
-      element("h3", "", spec.title),
+      element("h2", "", spec.title),
       element("span", "unit", spec.unit),
       this.values,
     );

@@ -92,8 +92,9 @@ export function fact(value, label) {
   return element("div", "fact", element("b", "", value), element("span", "", label));
 }
 
-export function emptyState(title, ...paragraphs) {
-  const box = element("section", "empty", element("h2", "", title));
+/** Why there is nothing to see. `level`: h1 where it is the whole page. */
+export function emptyState(level, title, ...paragraphs) {
+  const box = element("section", "empty", element(level, "", title));
   for (const paragraph of paragraphs) box.append(paragraph instanceof Node ? paragraph : element("p", "", paragraph));
   return box;
 }

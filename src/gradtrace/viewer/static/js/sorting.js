@@ -57,6 +57,13 @@ export class Sorting {
   }
 }
 
+/** What opens and closes a row for those who have no pointer: its text as a button. A click anywhere in the row does
+ * the same, so that it needs no handler of its own. */
+export function opener(text, isOpen) {
+  const node = button("row-opener", text, () => null);
+  return setAttributes(node, { "aria-expanded": String(isOpen) });
+}
+
 /** A row whose one cell goes through all columns. */
 export function wideRow(className, columns, ...content) {
   return element("tr", className, setAttributes(element("td", "", ...content), { colspan: columns }));

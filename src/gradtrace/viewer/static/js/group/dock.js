@@ -85,7 +85,7 @@ export class Dock {
     text.style.top = `${value < 0 ? zero + height + 1 : zero - height - 14}px`;
     const name = element("span", "name", acceptedMark(response.accepted), response.name);
     const words = `${response.name}${own ? ", its own response" : ""}: ${style.signed(value)}. Go there.`;
-    return setAttributes(append(column, axis, bar, text, name), { title: words, "aria-label": words });
+    return setAttributes(append(column, axis, bar, text, name), { title: words });
   }
 }
 
@@ -111,7 +111,7 @@ function tokenPart(group, token, context) {
       bar.style.width = `max(2px, ${100 * Math.min(1, share)}%)`;
       bar.style.background = `var(--${tone})`;
     }
-    list.append(element("dt", "", name), bar, element("dd", "", text));
+    list.append(element("dt", "", name), element("dd", "", bar), element("dd", "", text));
   }
   return element("div", "", element("div", "who", chip, names), list);
 }

@@ -8,6 +8,14 @@ import { meanOf } from "./model.js";
 const LONG_PROMPT = 600;
 const LONGEST_ANSWER = 24;
 
+/** The finding that the page begins with, and a way to the token that it is about. */
+export function storyLine(group, onShow) {
+  const { sentence, at } = group.structure.story;
+  const node = element("p", "story", sentence, " ");
+  if (at) node.append(button("link-button", "show it", () => onShow(group.responses[at[0]].start + at[1])));
+  return node;
+}
+
 export function promptSection(group, credit) {
   const { step, group: index } = group.structure;
   const text = element("div", `text${group.isChain ? " chain-prompt" : ""}`);
@@ -21,7 +29,7 @@ export function promptSection(group, credit) {
     event.clipboardData.setData("text/plain", rawText(group.prompt));
     event.preventDefault();
   });
-  const left = element("div", "", element("div", "caption", `Prompt, group ${index} of step ${step}`), text);
+  const left = element("div", "", element("h1", "caption", `Prompt, group ${index} of step ${step}`), text);
   if (text.textContent.length > LONG_PROMPT) left.append(foldButton(text));
   return element("section", "prompt", left, factsOf(group, credit));
 }
@@ -91,6 +99,7 @@ export const SELECTION_REMARKS = {
 
 export function responsesNotStored() {
   return emptyState(
+    "h2",
     "The responses of this group were not stored",
     "An influence trace holds only the responses of scored groups. With trainer.entropy_trace.enable=true every response is there.",
   );

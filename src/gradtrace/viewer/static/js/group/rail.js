@@ -7,7 +7,7 @@ export class Rail {
   constructor(group, onJump) {
     this.node = setAttributes(element("nav", "rail"), { "aria-label": "Responses of this group" });
     this.cells = group.responses.map((response) => {
-      const cell = button("", String(response.index), () => onJump(response.index));
+      const cell = button("", response.name, () => onJump(response.index));
       return Object.assign(cell, { response });
     });
   }

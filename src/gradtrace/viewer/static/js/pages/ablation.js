@@ -153,7 +153,7 @@ class AblationPage extends Page {
       element(
         "thead",
         "",
-        element("tr", "", element("th"), ...numbers.map((number) => element("th", "number", number))),
+        element("tr", "", element("td"), ...numbers.map((number) => element("th", "number", number))),
       ),
     );
     const body = element("tbody");

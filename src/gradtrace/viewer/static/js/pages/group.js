@@ -9,15 +9,15 @@ import { Page } from "../page.js";
 import { scaleTop } from "../scales.js";
 import { colouring, largestTop } from "../group/colouring.js";
 import { groupControls, QUESTIONS, SCALES, VIEWS } from "../group/controls.js";
-import { copiedText, slotOf } from "../group/copy.js";
 import { Continuations } from "../group/continuations.js";
 import { Counterfactual } from "../group/counterfactual.js";
 import { Dock } from "../group/dock.js";
 import { FindBar } from "../group/find_bar.js";
-import { promptSection, responsesNotStored, whyNoInfluence } from "../group/header.js";
+import { promptSection, responsesNotStored, storyLine, whyNoInfluence } from "../group/header.js";
 import { showCurve, showSums } from "../group/meta_cell.js";
 import { Group, sumOver } from "../group/model.js";
 import { PairwiseInfluence } from "../group/pairwise.js";
+import { listenToTokens } from "../group/pointing.js";
 import { Rail } from "../group/rail.js";
 import { Readout } from "../group/readout.js";
 import { TokenSelection } from "../group/selection.js";
@@ -59,7 +59,10 @@ class GroupPage extends Page {
     this.tail = group.pairwise ? "Click a token or r0 to see what influences what." : "";
     this.abort = new AbortController();
     this.readState();
-    this.node.append(promptSection(group, this.score));
+    this.node.append(
+      storyLine(group, (token) => this.select(token).catch(context.fail)),
+      promptSection(group, this.score),
+    );
     for (const problem of group.structure.problems) this.node.append(element("p", "notice problem", problem));
     const why = whyNoInfluence(group);
     if (why) this.node.append(element("p", "strip notice", why));
@@ -119,7 +122,7 @@ class GroupPage extends Page {
       fail: this.context.fail,
     });
     this.selection = new TokenSelection(this.sheet, this.pairwise, this.dock, this.rail, continuations);
-    this.listen();
+    listenToTokens(this);
   }
 
   makeControls() {
@@ -365,42 +368,6 @@ class GroupPage extends Page {
     return true;
   }
 
-  /* ---------- events ---------- */
-
-  listen() {
-    const { node } = this.sheet;
-    let under = null;
-    const hover = (token) => {
-      if (under !== null) this.flag(under, "hov", false);
-      under = token;
-      if (token === null) return this.readout.hide();
-      this.flag(token, "hov", true);
-      return this.readout.show(this.group, token, this.tokenContext(token));
-    };
-    node.addEventListener("pointerover", (event) => hover(tokenOf(event.target)));
-    node.addEventListener("pointerleave", () => hover(null));
-    node.addEventListener("pointerdown", (event) => {
-      const slot = slotOf(event.target);
-      if (slot !== null) node.dataset.selecting = slot; // text of the other column stays out of the selection
-    });
-    node.addEventListener("click", (event) => {
-      const token = tokenOf(event.target);
-      if (token === null || !getSelection().isCollapsed) return; // a drag that selected text is not a click
-      if (token === this.selection.token) this.clearSelection();
-      else this.select(token).catch(this.context.fail);
-    });
-    document.addEventListener("copy", (event) => this.copy(event), { signal: this.abort.signal });
-  }
-
-  copy(event) {
-    const selection = getSelection();
-    if (!this.sheet.node.contains(selection.anchorNode)) return;
-    const text = copiedText(this.group, this.sheet.orderedRows, selection);
-    if (text === null) return;
-    event.clipboardData.setData("text/plain", text);
-    event.preventDefault();
-  }
-
   flag(token, flag, on) {
     const row = this.sheet.rowOf(token);
     row.flag(token - row.response.start, flag, on);
@@ -439,9 +406,4 @@ class GroupPage extends Page {
 function focusedRow() {
   const focused = /** @type {HTMLElement & {row?: import("../group/rows.js").ResponseRow}} */ (document.activeElement);
   return focused?.row ?? null;
-}
-
-function tokenOf(node) {
-  const span = node.closest?.(".t");
-  return span && span.token !== undefined ? span.token : null;
 }

@@ -11,14 +11,14 @@ export function failurePage(error, context) {
       : "Something went wrong";
   const rest = unreadable ? "The other steps are not affected. Use [ and ] to go to them." : "";
   if (error.status === undefined) console.error(error);
-  return { node: emptyState(title, String(error.message), rest), title: "problem" };
+  return { node: emptyState("h1", title, String(error.message), rest), title: "problem" };
 }
 
 export function noRunPage(named) {
   const text = named
     ? `There is no run called “${named}” here.`
     : "There is no run here yet. `gradtrace train` makes one.";
-  return { node: emptyState("No run", text), title: "no run", waiting: true };
+  return { node: emptyState("h1", "No run", text), title: "no run", waiting: true };
 }
 
 const STILL_WRITING = "The first step is still being written. This page opens by itself when it is there.";
@@ -29,7 +29,7 @@ export function noTracePage(run) {
   const [title, text] = isOff
     ? ["Tracing was off in this run", `Start it with ${switches.join(" ")} to see its tokens.`]
     : ["No traced step yet", run.isLive ? STILL_WRITING : "This run has no traced step."];
-  return { node: emptyState(title, text), title: "no trace", waiting: true };
+  return { node: emptyState("h1", title, text), title: "no trace", waiting: true };
 }
 
 export function noInstrumentPage(run, { kind, label, switch: setting }) {
@@ -37,7 +37,7 @@ export function noInstrumentPage(run, { kind, label, switch: setting }) {
   const [title, text] = isOff
     ? [`${label} was off in this run`, `Start a run with ${setting} to see this page.`]
     : ["Nothing written yet", run.isLive ? STILL_WRITING : "This run has no step of it."];
-  return { node: emptyState(title, text), title: "no trace", waiting: true };
+  return { node: emptyState("h1", title, text), title: "no trace", waiting: true };
 }
 
 export function untracedStepPage(run, steps, step, isServer, href) {
@@ -56,5 +56,5 @@ export function untracedStepPage(run, steps, step, isServer, href) {
     : ahead
       ? `Step ${step} has not been written yet; this page opens by itself when it is.`
       : `Step ${step} was not traced (write_every), or its trace is still being written. The nearest traced steps:`;
-  return { node: emptyState(`No trace of step ${step}`, text, links), title: `step ${step}`, waiting: true };
+  return { node: emptyState("h1", `No trace of step ${step}`, text, links), title: `step ${step}`, waiting: true };
 }

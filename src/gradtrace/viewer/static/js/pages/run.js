@@ -31,7 +31,8 @@ class RunPage extends Page {
     this.subtitle = element("p", "sub");
     const title = element("div", "title", element("h1", "", this.run.name), this.subtitle);
     this.notices = element("div");
-    this.node.append(element("div", "head", title, this.facts), this.notices);
+    this.story = element("p", "story");
+    this.node.append(element("div", "head", title, this.facts), this.story, this.notices);
     this.keys = element("div", "keys");
     this.grid = new ChartGrid(this.runs, (step) => this.openStep(step));
     this.grid.step = this.url.number("x");
@@ -62,12 +63,21 @@ class RunPage extends Page {
   update() {
     this.subtitle.textContent = this.run.description;
     if (this.isChecked !== this.hasChecks()) this.makeCharts();
+    this.showStory().catch(() => this.story.replaceChildren());
     this.showFacts();
     this.showNotices();
     this.showKeys();
     this.draw();
     this.showTable();
     this.showPicker();
+  }
+
+  /** What the run says so far, told anew when a step was added. */
+  async showStory() {
+    if (this.told === this.run.lastStep) return;
+    this.told = this.run.lastStep;
+    const { sentence } = await this.context.source.json(`runs/${this.run.id}/story`);
+    this.story.textContent = sentence;
   }
 
   showFacts() {
@@ -95,7 +105,7 @@ class RunPage extends Page {
       const waiting = this.run.isLive
         ? "The first step is still running; the curves appear by themselves."
         : "metrics.jsonl has no line.";
-      notices.push(emptyState("No metrics yet", waiting));
+      notices.push(emptyState("h2", "No metrics yet", waiting));
     }
     for (const problem of this.run.problems ?? []) notices.push(element("p", "notice problem", `Left out: ${problem}`));
     this.notices.replaceChildren(...notices);
@@ -164,7 +174,7 @@ class RunPage extends Page {
       "",
       element("th", "", "Step"),
       ...columns.map(([name]) => element("th", "number", name)),
-      element("th", "", ""),
+      element("th", "", element("span", "visually-hidden", "Trace")),
     );
     const body = element("tbody");
     for (const step of this.run.metricSteps.slice(-TABLE_STEPS).reverse()) {

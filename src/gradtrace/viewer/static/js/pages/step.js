@@ -63,7 +63,13 @@ class StepPage extends Page {
     this.query = this.url.get("q") ?? "";
     this.current = -1;
     this.prepare();
-    this.node.append(this.makeHead(), ...this.makeNotices(), this.makeControls(), this.makeTable());
+    this.node.append(
+      this.makeHead(),
+      element("p", "story", table.story),
+      ...this.makeNotices(),
+      this.makeControls(),
+      this.makeTable(),
+    );
     this.fill();
   }
 

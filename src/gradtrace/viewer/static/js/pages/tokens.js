@@ -19,7 +19,7 @@ const COLUMNS = [
   { key: "text", title: "Token", up: true },
   { key: "count", title: "Count", number: true },
   { key: "mean", title: "Mean influence", number: true, up: true },
-  { key: "bar", title: "", fixed: true },
+  { key: "bar", title: "below 0 or above", fixed: true },
   { key: "entropy", title: "Mean entropy, nats" },
   { key: "size", title: "Σ |influence|", number: true },
 ];

@@ -3,7 +3,7 @@
 import { acceptedMark, element, setAttributes } from "../dom.js";
 import { count, fixed, sharedStart } from "../format.js";
 import { neighbourIn } from "../page.js";
-import { wideRow } from "../sorting.js";
+import { opener, wideRow } from "../sorting.js";
 
 const MOST_ROWS = 60;
 
@@ -51,12 +51,18 @@ export class ResponseList {
       "tr",
       `opens${isOpen ? " current" : ""}`,
       element("td", "c-prompt mono", this.groups[row.group].text),
-      element("td", "c-text mono", row.accepted === null ? null : acceptedMark(row.accepted), " ", row.text),
+      element(
+        "td",
+        "c-text mono",
+        row.accepted === null ? null : acceptedMark(row.accepted),
+        " ",
+        opener(row.text, isOpen),
+      ),
       element("td", "number", fixed(row.reward, 2)),
       ...this.cells(row),
     );
     node.addEventListener("click", () => this.select(isOpen ? null : row.response));
-    return setAttributes(node, { "data-response": row.response, "aria-expanded": String(isOpen) });
+    return setAttributes(node, { "data-response": row.response });
   }
 
   openRow(row) {

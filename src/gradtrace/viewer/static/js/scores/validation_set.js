@@ -2,6 +2,7 @@
 
 import { element, passDots, setAttributes } from "../dom.js";
 import { fixed } from "../format.js";
+import { opener } from "../sorting.js";
 
 export class ValidationSet {
   /** `openGroup`: index of the prompt whose responses are shown, or null. `onOpen(index)` is told when it changes. */
@@ -40,7 +41,7 @@ export class ValidationSet {
         element(
           "tr",
           `opens${isOpen ? " current" : ""}`,
-          element("td", "mono", this.groups[index].text),
+          element("td", "mono", opener(this.groups[index].text, isOpen)),
           element(
             "td",
             "",
@@ -52,7 +53,7 @@ export class ValidationSet {
           ),
           element("td", "number", fixed(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 2)),
         ),
-        { "data-validation": index, "aria-expanded": String(isOpen) },
+        { "data-validation": index },
       );
       node.addEventListener("click", () => {
         this.openGroup = isOpen ? null : index;

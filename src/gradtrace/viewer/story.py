@@ -1,0 +1,283 @@
+"""What a group, a step and a run say, in a sentence each, from the numbers that the files hold and no others.
+
+A score of a token is a first-order estimate of what training's step on it does to the accepted responses against the
+rejected ones. In a rejected response training lowers its tokens: that the score of a wrong token is positive therefore
+means that lowering it helps. The sentences say so in these words, and name the credit that the estimate is by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradtrace.instruments.counterfactual.columns import MeasuredGroup
+from gradtrace.instruments.counterfactual.results import Counterfactual, results
+from gradtrace.viewer.step_view import LIKELIER, NO_STEP, StepView, token_ids
+from gradtrace.viewer.vocabulary import Vocabulary
+
+CREDIT_WORDS = {"loss_term": "loss-term credit", "tail": "tail credit", "position": "position credit"}
+SURE = 2.0
+"""Standard errors from zero that a difference needs before a sentence speaks of it."""
+LEAST_VALUE = 0.05
+"""A token that changes the expected reward by less than this is not called the place where a response fails."""
+LONGEST_TOKEN = 24
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The token that a group's sentence is about."""
+
+    response: int
+    """Its index in the group: r0, r1 …"""
+    position: int
+    why: str
+    """value: it lowers the expected reward most; wrong: the first wrong one; score: the largest score."""
+
+
+@dataclass(frozen=True)
+class Story:
+    sentence: str
+    at: Culprit | None = None
+    """The token that it is about."""
+
+    def as_json(self) -> dict[str, Any]:
+        at = None if self.at is None else [self.at.response, self.at.position]
+        return {"sentence": self.sentence, "at": at}
+
+
+def group_story(
+    view: StepView, g: int, vocabulary: Vocabulary, measured: MeasuredGroup | None = None
+) -> Story:
+    """`measured`: its counterfactual values, where there are any."""
+    members = view.members[g]
+    if not members:
+        return Story("The responses of this group were not stored, so there is nothing to tell.")
+    rewards = [float(view.layout["reward"][r]) for r in members]
+    accepted = [bool(view.response_value("accepted", r)) for r in members]
+    if len(set(rewards)) == 1:
+        return Story(_constant(view, members, rewards[0]))
+    if all(accepted) or not any(accepted):
+        which = "All" if all(accepted) else "None"
+        return Story(
+            f"{which} of the {len(members)} answers were accepted, so nothing here tells right from wrong."
+        )
+    values = results(measured.measurement) if measured is not None else None
+    culprit = _culprit(view, g, accepted, values)
+    if culprit is None:
+        count = f"{sum(accepted)} of {len(members)} answers were accepted"
+        return Story(f"{count}; nothing was stored that says which token decided.")
+    parts = [_head(view, g, culprit, accepted, vocabulary)]
+    if effect := _effect(view, g, culprit, accepted):
+        parts.append(effect)
+    if values is not None and (change := _value_change(values[culprit.response], culprit.position)):
+        parts.append(change)
+    return Story(f"{parts[0]}{': ' if parts[1:] else ''}{'; '.join(parts[1:])}.", culprit)
+
+
+def _constant(view: StepView, members: list[int], reward: float) -> str:
+    if len(members) == 1:
+        return f"One answer alone, with reward {reward:g}: there is nothing to compare it with."
+    same = len(members) + 1 - len({tuple(token_ids(view.layout, r).tolist()) for r in members})
+    text = f"All {len(members)} answers got reward {reward:g}, so nothing here tells a better one from a worse one"
+    if same == len(members):
+        return f"{text}; they are the same text."
+    return f"{text}."
+
+
+def _score(view: StepView, g: int) -> str | None:
+    """The most telling credit of a group: that of a step which training takes."""
+    return next((credit for credit in view.group_scores(g) if credit != LIKELIER), None)
+
+
+def _values(view: StepView, g: int) -> np.ndarray | None:
+    credit = _score(view, g)
+    return None if credit is None else view.channel(f"influence_{credit}")
+
+
+def _culprit(
+    view: StepView, g: int, accepted: Sequence[bool], values: list[Counterfactual] | None
+) -> Culprit | None:
+    rejected = [index for index, each in enumerate(accepted) if not each]
+    lost = []
+    for index in rejected if values is not None else []:
+        assert values is not None
+        delta, error = values[index].delta_v, values[index].stderr
+        sure = np.isfinite(delta) & (delta < -np.maximum(SURE * np.nan_to_num(error), LEAST_VALUE))
+        lost += [(float(delta[t]), index, int(t)) for t in np.flatnonzero(sure)]
+    if lost:
+        return Culprit(*min(lost)[1:], "value")
+    scores = _values(view, g)
+    wrong = []
+    for index in rejected:
+        r = view.members[g][index]
+        first = view.response_value("first_wrong", r)
+        if first is not None and 0 <= first < int(view.layout["length"][r]):
+            size = 0.0 if scores is None else abs(float(np.nan_to_num(scores[view.tokens(r)][first])))
+            wrong.append((-size, index, int(first)))
+    if wrong:
+        return Culprit(*min(wrong)[1:], "wrong")
+    largest: tuple[float, int, int] | None = None
+    for index, r in enumerate(view.members[g]) if scores is not None else []:
+        assert scores is not None
+        sizes = np.nan_to_num(np.abs(scores[view.tokens(r)]))
+        if len(sizes) and sizes.max() > (largest[0] if largest else 0.0):
+            largest = (float(sizes.max()), index, int(sizes.argmax()))
+    return Culprit(*largest[1:], "score") if largest else None
+
+
+def _head(view: StepView, g: int, at: Culprit, accepted: Sequence[bool], vocabulary: Vocabulary) -> str:
+    members = view.members[g]
+    ids = token_ids(view.layout, members[at.response])
+    same = sum(np.array_equal(ids, token_ids(view.layout, r)) for r in members) - 1
+    who = f"r{at.response}" + (f" (×{same + 1})" if same else "")
+    token = quoted(vocabulary, int(ids[at.position]))
+    if at.why == "score":
+        side = "accepted" if accepted[at.response] else "rejected"
+        return f"Token {at.position} of {who} ({side}), {token}, has the largest score here"
+    is_first_wrong = view.response_value("first_wrong", members[at.response]) == at.position
+    if not is_first_wrong:
+        return f"{who} loses most at token {at.position}, {token}"
+    right = view.expected_ids(g)
+    instead = f", where {quoted(vocabulary, right[at.position])} is right" if at.position < len(right) else ""
+    return f"{who} goes wrong at token {at.position}, {token}{instead}"
+
+
+def _effect(view: StepView, g: int, at: Culprit, accepted: Sequence[bool]) -> str:
+    """What training's step on the token does, by its stored score; empty where it has none."""
+    credit, r = _score(view, g), view.members[g][at.response]
+    if credit is None:
+        return "no influence was stored for it"
+    values, clipped = view.channel(f"influence_{credit}"), view.channel(NO_STEP)
+    assert values is not None
+    if clipped is not None and clipped[view.tokens(r)][at.position] == 1:
+        return "training takes no step on it, because it was clipped"
+    score = float(values[view.tokens(r)][at.position])
+    if not np.isfinite(score):
+        return "its influence was not captured"
+    does = "hurts" if score < 0 else "helps"
+    text = f"{_step_words(view, r)} {does} the accepted answers against the rejected ones"
+    counted, named = _counted(view, g, at, accepted), CREDIT_WORDS[credit]
+    by = str(view.meta.get("pairwise_credit"))
+    if counted and by != credit:
+        named = f"{named}, single answers by {CREDIT_WORDS.get(by, by)}"
+    return f"{text}{counted} ({named})"
+
+
+def _step_words(view: StepView, r: int) -> str:
+    """The step that the score is about, as the beginning of a clause."""
+    function, advantage = view.meta.get("output_function"), view.response_value("advantage", r)
+    if function == "log_prob":
+        return "making it likelier"
+    if function in ("training_loss", "log_prob_advantage") and advantage:
+        return f"training {'lowers' if advantage < 0 else 'raises'} it, which"
+    return "a step along its gradient"
+
+
+def _counted(view: StepView, g: int, at: Culprit, accepted: Sequence[bool]) -> str:
+    """How many accepted answers the step makes likelier, where effects on single answers to log-probs are stored."""
+    theirs = view.influence_response.get(view.members[g][at.response])
+    if view.influence is None or theirs is None or view.meta.get("target") != "log_prob":
+        return ""
+    block = view.influence.pairwise(theirs)
+    own = {view.influence_response.get(r) for r, yes in zip(view.members[g], accepted, strict=True) if yes}
+    if block is None:
+        return ""
+    effects = [
+        block.scores[at.position, column] for column, s in enumerate(block.members.tolist()) if s in own
+    ]
+    raised = sum(bool(effect > 0) for effect in effects)
+    if not effects:
+        return ""
+    if len(effects) == 1:
+        return f" and makes the accepted one {'likelier' if raised else 'less likely'}"
+    if raised in (0, len(effects)):
+        every = "both of them" if len(effects) == 2 else f"all {len(effects)}"
+        return f" and makes {every} {'likelier' if raised else 'less likely'}"
+    return f" and makes {raised} of {len(effects)} likelier"
+
+
+def _value_change(values: Counterfactual, position: int) -> str:
+    before, after = values.value[position], values.value[position + 1]
+    if not (np.isfinite(before) and np.isfinite(after)):
+        return ""
+    error = float(values.stderr[position])
+    change = f"is {before:.2f} before it and {after:.2f} after it (± {error:.2f})"
+    return f"by sampled continuations the expected reward {change}"
+
+
+def quoted(vocabulary: Vocabulary, token_id: int) -> str:
+    """A token between quotation marks, on one line."""
+    text = vocabulary.text([token_id]).replace("\n", "↵").replace("\t", "⇥")
+    return f"“{text[:LONGEST_TOKEN]}{'…' if len(text) > LONGEST_TOKEN else ''}”"
+
+
+def step_story(view: StepView, vocabulary: Vocabulary, found: Sequence[dict[str, Any]] = ()) -> str:
+    """`found`: the findings of this step."""
+    rewards = [[float(view.layout["reward"][r]) for r in members] for members in view.members]
+    stored = [(g, each) for g, each in enumerate(rewards) if each]
+    if not stored:
+        return "No response of this step was stored."
+    mixed = [g for g, each in stored if len(set(each)) > 1]
+    constant = [max(each) for _, each in stored if len(set(each)) == 1]
+    rewarded = sum(best > 0 for best in constant)
+    text = f"{len(mixed)} of {len(stored)} prompts have answers of different reward"
+    if constant:
+        text += f" ({rewarded} are always rewarded, {len(constant) - rewarded} never)"
+    parts = [f"{text}."]
+    if (strongest := _strongest(view, mixed)) is not None:
+        parts.append(
+            f"Most influence is in group {strongest}: {group_story(view, strongest, vocabulary).sentence}"
+        )
+    parts += [str(each["sentence"]) for each in found if isinstance(each.get("sentence"), str)][:1]
+    return " ".join(parts)
+
+
+def _strongest(view: StepView, groups: Sequence[int]) -> int | None:
+    """The group with most influence among those whose scores can be compared: by the credit that all of them have."""
+    values = view.channel(f"influence_{view.common_credit}") if view.common_credit else None
+    if values is None:
+        return None
+    sizes = {
+        g: sum(float(np.nansum(np.abs(values[view.tokens(r)]))) for r in view.members[g]) for g in groups
+    }
+    largest = max(sizes, key=lambda g: sizes[g], default=None)
+    return largest if largest is not None and sizes[largest] > 0 else None
+
+
+CURVES = {
+    "critic/rewards/mean": "reward",
+    "actor/entropy": "entropy",
+    "response_length/mean": "length",
+}
+
+
+def run_story(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]] = ()) -> str:
+    """How the curves went, told only where the change stands out from their noise, and the last finding."""
+    if not rows:
+        return "No step has been logged yet."
+    told = [words for name, label in CURVES.items() if (words := _trend(rows, name, label))]
+    text = f"Over {len(rows)} step{'s' if len(rows) != 1 else ''} {', '.join(told)}." if told else ""
+    sentences = [each for each in found if isinstance(each.get("sentence"), str)]
+    if sentences:
+        last = sentences[-1]
+        count = f"{len(sentences)} finding{'s' if len(sentences) != 1 else ''}"
+        text += f" {count}; the last, at step {last.get('step')}: {last['sentence']}"
+    return text.strip()
+
+
+def _trend(rows: Sequence[dict[str, Any]], name: str, label: str) -> str:
+    values = np.array([row[name] for row in rows if isinstance(row.get(name), int | float)], dtype=float)
+    values = values[np.isfinite(values)]
+    if len(values) < 2:
+        return ""
+    window = max(1, len(values) // 5)
+    first, last = values[:window], values[-window:]
+    start, end = float(first.mean()), float(last.mean())
+    # Neighbouring steps tell how noisy a step is, whatever the trend.
+    noise = float(np.diff(values).std() / np.sqrt(2.0)) * np.sqrt(2.0 / window) if len(values) > 2 else 0.0
+    if abs(end - start) <= max(SURE * noise, 0.01 * abs(start)):
+        return f"{label} stayed near {float(values.mean()):.3g}"
+    return f"{label} {'rose' if end > start else 'fell'} from {start:.3g} to {end:.3g}"
