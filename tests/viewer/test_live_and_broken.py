@@ -124,9 +124,7 @@ def test_tracing_that_was_off_is_explained(page: Page, tmp_path: Path) -> None:
     mixed = int(view.group[view.layout["accepted"].argmax()])
     with serving([untraced, entropy_only]) as origin:
         page.goto(f"{origin}/#/run?run=untraced")
-        expect(page.locator("[data-chart=selected] .chart-empty")).to_contain_text(
-            "trainer.influence_trace.enable=true"
-        )
+        expect(page.locator(".charts-off")).to_contain_text("trainer.influence_trace.enable=true")
         page.goto(f"{origin}/#/group?run=untraced")
         expect(page.locator(".empty")).to_contain_text("Tracing was off in this run")
         page.goto(f"{origin}/#/group?run=entropy-only&group={mixed}")

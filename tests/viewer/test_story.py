@@ -186,4 +186,5 @@ def test_a_run_tells_changes_that_stand_out_and_the_last_finding() -> None:
     assert told.startswith("Over 30 steps reward rose from 0.0")
     assert "entropy stayed near" in told
     assert told.endswith("1 finding; the last, at step 7: Entropy fell.")
+    assert run_story(rows[:2]).startswith("Over 2 steps reward went from")
     assert run_story([]) == "No step has been logged yet."

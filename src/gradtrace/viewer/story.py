@@ -247,6 +247,8 @@ def _strongest(view: StepView, groups: Sequence[int]) -> int | None:
     return largest if largest is not None and sizes[largest] > 0 else None
 
 
+FEW_STEPS = 6
+"""With fewer, noise cannot be told from a trend, and no sentence says that something rose or fell."""
 CURVES = {
     "critic/rewards/mean": "reward",
     "actor/entropy": "entropy",
@@ -276,8 +278,10 @@ def _trend(rows: Sequence[dict[str, Any]], name: str, label: str) -> str:
     window = max(1, len(values) // 5)
     first, last = values[:window], values[-window:]
     start, end = float(first.mean()), float(last.mean())
+    if len(values) < FEW_STEPS:
+        return f"{label} went from {start:.3g} to {end:.3g}"
     # Neighbouring steps tell how noisy a step is, whatever the trend.
-    noise = float(np.diff(values).std() / np.sqrt(2.0)) * np.sqrt(2.0 / window) if len(values) > 2 else 0.0
+    noise = float(np.diff(values).std() / np.sqrt(2.0)) * np.sqrt(2.0 / window)
     if abs(end - start) <= max(SURE * noise, 0.01 * abs(start)):
         return f"{label} stayed near {float(values.mean()):.3g}"
     return f"{label} {'rose' if end > start else 'fell'} from {start:.3g} to {end:.3g}"

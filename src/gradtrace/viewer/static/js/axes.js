@@ -20,6 +20,12 @@ export function ticksBetween(low, high, count = 4) {
   return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(12)));
 }
 
+/** Ends of an axis that does not zoom into noise: they are at least a twentieth of the values apart. */
+export function noCloser(low, high, share = 0.05) {
+  const missing = share * Math.max(Math.abs(low), Math.abs(high)) - (high - low);
+  return missing > 0 && high > low ? [low - missing / 2, high + missing / 2] : [low, high];
+}
+
 /** Round numbers inside low…high; `whole`: integers only. */
 export function ticksInside(low, high, count = 4, whole = false) {
   return ticksBetween(low, high, count).filter(

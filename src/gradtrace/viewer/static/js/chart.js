@@ -1,6 +1,6 @@
 // A line chart over training steps: several runs, one crosshair shared by all charts of the page.
 
-import { axisText, Frame, LinearScale, ordinary, shortTick, ticksBetween, ticksInside } from "./axes.js";
+import { axisText, Frame, LinearScale, noCloser, ordinary, shortTick, ticksBetween, ticksInside } from "./axes.js";
 import { element, setAttributes, svgElement } from "./dom.js";
 import { general } from "./format.js";
 
@@ -23,7 +23,8 @@ export class Chart {
     this.spec = spec;
     this.values = element("span", "values");
     this.svg = svgElement("svg", { role: "img", "aria-label": `${spec.title}, ${spec.unit}` });
-    this.empty = element("p", "chart-empty");
+    /** Why there is nothing to draw; null where there is. */
+    this.whyNot = null;
     const header = element(
       "header",
       "",
@@ -31,11 +32,12 @@ export class Chart {
       element("span", "unit", spec.unit),
       this.values,
     );
-    this.node = setAttributes(element("section", "chart", header, this.svg, this.empty), { "data-chart": spec.key });
+    this.node = setAttributes(element("section", "chart", header, this.svg), { "data-chart": spec.key });
   }
 
   /** runs: open one first. smooth: 0…1. domain: {from, to} of steps. */
   draw(runs, smooth, domain) {
+    this.node.hidden = false;
     const width = this.svg.getBoundingClientRect().width || 400;
     this.frame = new Frame(width, HEIGHT, MARGIN);
     this.steps = new LinearScale(domain.from, Math.max(domain.to, domain.from + 1));
@@ -45,14 +47,13 @@ export class Chart {
       ...curve.band.flatMap(({ low, high }) => [low, high]),
     ]);
     this.svg.replaceChildren();
-    const isEmpty = all.length === 0;
-    this.empty.textContent = isEmpty ? this.spec.why(runs[0]) : "";
-    this.svg.classList.toggle("blank", isEmpty);
-    if (isEmpty) return this.values.replaceChildren();
+    this.whyNot = all.length === 0 ? this.spec.why(runs[0]) : null;
+    this.node.hidden = this.whyNot !== null;
+    if (this.whyNot !== null) return;
     const shown = this.spec.cuts ? ordinary(all) : all;
     const low = Math.min(...shown, ...(this.spec.includesZero ? [0] : []));
     const high = Math.max(...shown, ...(this.spec.includesZero ? [0] : []));
-    this.ticks = ticksBetween(low, high);
+    this.ticks = ticksBetween(...noCloser(low, high));
     this.range = new LinearScale(this.ticks[0], this.ticks.at(-1));
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.drawAxes();

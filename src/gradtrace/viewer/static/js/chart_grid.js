@@ -21,6 +21,8 @@ export class ChartGrid {
     this.rest = null;
     this.smooth = 0;
     this.node = element("div", "charts");
+    /** Charts without a value take no place: one line names them all. */
+    this.off = element("p", "charts-off");
     this.charts = [];
     this.listen();
   }
@@ -28,7 +30,7 @@ export class ChartGrid {
   /** specs: see Chart. */
   show(specs) {
     this.charts = specs.map((spec) => new Chart(spec));
-    this.node.replaceChildren(...this.charts.map((chart) => chart.node));
+    this.node.replaceChildren(...this.charts.map((chart) => chart.node), this.off);
   }
 
   get domain() {
@@ -38,6 +40,9 @@ export class ChartGrid {
   draw(smooth = this.smooth) {
     this.smooth = smooth;
     for (const chart of this.charts) chart.draw(this.runs, smooth, this.domain);
+    const off = this.charts.filter((chart) => chart.whyNot !== null);
+    const words = off.map(({ spec, whyNot }) => `${spec.title} (${whyNot})`);
+    this.off.textContent = off.length ? `Not drawn: ${words.join(", ")}.` : "";
     this.point(this.step);
   }
 

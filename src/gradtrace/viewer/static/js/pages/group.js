@@ -25,6 +25,8 @@ import { fitsSideBySide, ORDERS, Sheet } from "../group/sheet.js";
 import { UNITS, unitMetrics } from "../group/units.js";
 
 const NARROW = 1100;
+/** Below this width text comes first and controls are folded. */
+const SMALL = 720;
 const HINTS = [
   ["j k", "response"],
   ["h l", "group"],
@@ -94,7 +96,7 @@ class GroupPage extends Page {
 
   /** Side by side, unless columns would be too narrow; without influence there is nothing to put beside entropy. */
   defaultView() {
-    if (!this.group.credits.length) return "one";
+    if (!this.group.credits.length || innerWidth <= SMALL) return "one";
     return innerWidth < NARROW || !fitsSideBySide(this.group, innerWidth) ? "stack" : "side";
   }
 
@@ -135,7 +137,10 @@ class GroupPage extends Page {
       asks: fail(this.setQuestion),
       order: (value) => this.setOrder(value),
     });
-    return element("div", "controls strip group-controls", ...Object.values(this.controls), this.finder.node);
+    const controls = element("div", "controls strip group-controls", ...Object.values(this.controls), this.finder.node);
+    const fold = element("details", "controls-fold", element("summary", "", "View, colours and search"), controls);
+    fold.open = innerWidth > SMALL;
+    return fold;
   }
 
   /** Called once the node is in the document. */
