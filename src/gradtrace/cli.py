@@ -36,6 +36,10 @@ COMMANDS = {
         "gradtrace.commands.blame",
         "who made a step's gradient, entropy, reward, length or KL what it is",
     ),
+    "attribute": (
+        "gradtrace.commands.attribute",
+        "score stored rollouts, imported or your own, under any model, without training",
+    ),
     "select": (
         "gradtrace.commands.select",
         "rank a data set or saved rollouts by how much they help a validation set",

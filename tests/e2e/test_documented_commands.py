@@ -141,6 +141,8 @@ def test_a_documented_command_runs_after_the_demo(
         assert main([*before, *SMALLER[before[0]]]) == 0
     if IMPORTED in words and words[:2] != IMPORT[:2]:
         assert main(IMPORT) == 0
+    if words[:2] == ["verify", IMPORTED]:
+        assert main(["attribute", *words[1:4]]) == 0
     monkeypatch.setattr(
         uvicorn.Server, "run", lambda server, sockets: sockets[0].close()
     )  # it would serve on

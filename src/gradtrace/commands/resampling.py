@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradtrace.commands.rollouts.importing import at_home
 from gradtrace.config_loader import load_config, run_of
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.counterfactual.choose import Clues
@@ -94,7 +95,7 @@ class Resampler:
         """`path`: a run, or a checkpoint of one that is to be used. `model`: a transformers folder to use instead."""
         self.run_dir = run_of(path)
         self.run: Run = open_run(self.run_dir)
-        self.config = load_config([f"resume={self.run_dir}", *(overrides or [])])
+        self.config = at_home(load_config([f"resume={self.run_dir}", *(overrides or [])]), self.run_dir)
         self._fixed = model or (path if path != self.run_dir else None)
         self._loaded: Loaded | None = None
 
@@ -232,6 +233,12 @@ class Resampler:
             raise GradtraceError(
                 f"the prompt of group {source.index} of step {step} is not in the run's data, so that nothing can "
                 "judge its continuations: are data.train and data.validation the files of the run?"
+            )
+        judge_by = self.config.reward
+        if judge_by.name == "task" and not judge_by.path and item.get("answer", "") is None:
+            raise GradtraceError(
+                "the rollouts were imported without answers, so that nothing can judge their continuations: say what "
+                "does, reward.name=think_format or another name (docs/rewards.md), or reward.path=my_rewards.py:mine"
             )
         settings = self.settings(step, source)
         params = SamplingParams(

@@ -65,6 +65,13 @@ def response_advantages(batch: RolloutBatch) -> Tensor:
     return total / batch.response_lengths.clamp(min=1)
 
 
+def log_prob_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
+    """Entropies, the trainer's log-probs and the sampler's, as far as the host knows them."""
+    sampled = batch.sampler_log_probs if bool(batch.sampler_log_probs.any()) else None
+    known = {"entropy": batch.entropies, "log_prob": batch.old_log_probs, "sampler_log_prob": sampled}
+    return {name: token_column(values, batch, rows) for name, values in known.items() if values is not None}
+
+
 def token_column(values: Tensor, batch: RolloutBatch, rows: Tensor) -> np.ndarray:
     """[R, T] → the flat tokens of `rows`."""
     return values[rows][batch.response_mask[rows]].numpy()

@@ -35,6 +35,7 @@ from gradtrace.trace.schema import ENTROPY_TRACE, ragged
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
+RECIPE = "imported"
 PROMPTS = "prompts.jsonl"
 """The prompts of an imported run with their ids and answers: the data of its task."""
 SHOWN = 10
@@ -231,7 +232,7 @@ def config_of(grouped: dict[int, list[list[Rollout]]], settings: ImportSettings,
         else RewardConfig(name=settings.reward or "task")
     )
     config = Config(
-        recipe="imported",
+        recipe=RECIPE,
         model=ModelConfig(path=settings.tokenizer),
         task=TaskConfig(name="dataset"),
         data=DataConfig(
@@ -250,6 +251,15 @@ def config_of(grouped: dict[int, list[list[Rollout]]], settings: ImportSettings,
     check_fields(config)
     check_reward(config)
     return config
+
+
+def at_home(config: Config, run_dir: Path) -> Config:
+    """The settings of a run; an imported one has its prompts beside them, wherever it was moved."""
+    if config.recipe != RECIPE or not (run_dir / PROMPTS).is_file():
+        return config
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, train=[str(run_dir.absolute() / PROMPTS)])
+    )
 
 
 def write_run(

@@ -6,6 +6,7 @@
   gradtrace verify runs/demo --budget 10m --groups 16      more groups, smaller intervals
   gradtrace verify runs/big/checkpoints/global_step_40     one of verl's: it is joined into a plain one first
   gradtrace verify runs/demo/policy optimizer=adamw lr=1e-4    a plain model: say whose steps
+  gradtrace verify runs/theirs --model models/mine lr=1e-5     scores that `gradtrace attribute` made of stored rollouts
   gradtrace verify runs/demo trainer.influence_trace.credit=tail --fresh     another score, without training again
 
 A token's score says what training on this token does to the contrast of accepted and rejected responses. So from the
@@ -68,6 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of sampling and of the random choices (default: 0)"
+    )
+    parser.add_argument(
+        "--model",
+        default="",
+        help="takes the steps, on stored rollouts of RUN: a transformers folder or a checkpoint",
+    )
+    parser.add_argument(
+        "--step", type=int, help="with --model: of these rollouts (default: the latest with scores)"
     )
     parser.add_argument("--output", type=Path, help="where results go (default: RUN/verify/step_N)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the table")
@@ -145,6 +154,10 @@ def settings_of(args: argparse.Namespace) -> Any:
     own = dict(
         word.split("=", 1) for word in args.overrides if word.partition("=")[0] in OWN_KEYS and "=" in word
     )
+    if args.step is not None and not args.model:
+        raise GradtraceError(
+            "--step needs --model; a checkpoint RUN/checkpoints/step_N has the scores of step N + 1"
+        )
     optimizer = own.get("optimizer", "checkpoint")
     if optimizer not in ("checkpoint", "adamw", "sgd"):
         raise GradtraceError(f"optimizer={optimizer}: it can be checkpoint, adamw or sgd")
@@ -163,6 +176,8 @@ def settings_of(args: argparse.Namespace) -> Any:
         lr,
         args.precision,
         args.output,
+        args.model,
+        args.step,
     )
 
 

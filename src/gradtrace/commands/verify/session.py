@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig
+from gradtrace.commands.rollouts.attribution import config_of
 from gradtrace.config import Config
 from gradtrace.config_loader import to_yaml
 from gradtrace.errors import GradtraceError
@@ -32,8 +33,10 @@ from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE, Credit
 from gradtrace.trace.phases import PhaseStore, belongs_to
 from gradtrace.trace.reader import StepUnreadableError, open_run
 from gradtrace.trace.step import Step
+from gradtrace.training.checkpoint import model_of, weights_seal
 from gradtrace.training.experience import Experience
 from gradtrace.training.source import Loaded, Source
+from gradtrace.training.state import OPTIMIZER
 
 STORED = "stored scores"
 TOKEN_BUDGET = 16384
@@ -51,6 +54,10 @@ class Settings:
     lr: float = 0.0
     precision: str = "auto"
     output: Path | None = None
+    model: str = ""
+    """Takes the steps, on stored rollouts of a run that is not its own."""
+    step: int | None = None
+    """With `model`: of these rollouts; None: the latest that have scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +90,20 @@ def run_verify(
     path: Path, overrides: list[str], settings: Settings, progress: Progress, message: Callable[[str], None]
 ) -> Outcome:
     """`path`: a run, one of its checkpoints, or a plain transformers folder."""
-    source = Source.of(newest_with_scores(path, settings), overrides)
+    stored: Step | None
+    if settings.model:
+        source, stored, settings = of_model(path, overrides, settings, message)
+    else:
+        need_checkpoint(path)
+        source = Source.of(newest_with_scores(path, settings), overrides)
+        stored = None if settings.fresh or settings.optimizer != "checkpoint" else stored_step(source)
     source.check_optimizer(settings.optimizer, "verify")
-    stored = None if settings.fresh or settings.optimizer != "checkpoint" else stored_step(source)
     identity = {
         "checkpoint": str(source.checkpoint),
         "seal": source.seal,
         "size": dataclasses.asdict(settings.size),
         "settings": [settings.seed, settings.optimizer, settings.lr, settings.precision],
-        "stored": stored is not None,
+        "stored": stored is not None and (stored.step if settings.model else True),
         "run": to_yaml(dataclasses.replace(source.run, resume="")),
     }
     folder = settings.output or source.output(
@@ -141,6 +153,44 @@ def newest_with_scores(path: Path, settings: Settings) -> Path:
     return path / "checkpoints" / f"step_{before_a_trace[-1]:06d}" if before_a_trace else path
 
 
+def need_checkpoint(path: Path) -> None:
+    if (path / "config.yaml").is_file() and not (path / "checkpoints").is_dir() and not steps_of(path):
+        raise GradtraceError(
+            f"{path} has no checkpoints: say with --model whose steps are to be taken on its rollouts, a transformers "
+            "folder or a checkpoint"
+        )
+
+
+def of_model(
+    path: Path, overrides: list[str], settings: Settings, message: Callable[[str], None]
+) -> tuple[Source, Step, Settings]:
+    """The model that takes the steps, and the scores of run `path` that are judged by them."""
+    run = open_run(path)
+    scored = run.steps(INFLUENCE_TRACE)
+    if not scored or settings.fresh:
+        raise GradtraceError(
+            f"--model judges stored scores of {path}, and {'--fresh asks for others' if scored else 'it has none'}: "
+            f"make them with `gradtrace attribute {path} --model {settings.model}`"
+        )
+    stored = run.step(INFLUENCE_TRACE, scored[-1] if settings.step is None else settings.step)
+    if stored.n_responses == 0 or "advantage" not in stored:
+        raise GradtraceError(
+            f"step {stored.step} of {path} has no scored responses with advantages; try another --step"
+        )
+    if stored.meta.get("model") != settings.model:
+        by = stored.meta.get("model", "the run's own training")
+        message(f"The scores are those of {by}; they are judged by steps of {settings.model}.")
+    folder = Path(model_of(settings.model))
+    state = folder.parent / OPTIMIZER
+    if folder.name == "policy" and state.is_file() and settings.optimizer == "checkpoint":
+        return Source.of(folder.parent, overrides), stored, settings
+    config = config_of(run, folder, overrides)
+    config.trainer.runs_dir = str(path)  # results go to RUN/verify
+    kind = "adamw" if settings.optimizer == "checkpoint" else settings.optimizer
+    source = Source(folder.resolve(), config, True, weights_seal(folder))
+    return source, stored, dataclasses.replace(settings, optimizer=kind)
+
+
 def of_verl(run_dir: Path, step: int) -> Path:
     if step not in steps_of(run_dir):
         raise GradtraceError(
@@ -184,6 +234,8 @@ def of_trace(step: Step, groups: int) -> Material:
         given[f"{STORED}, {Credit(kind).name.lower().replace('_', ' ')}"] = own
     later = {int(number[r]) for r in rows if late[r]}
     origin = f"stored by training step {step.step}"
+    if "attributed" in step.meta:
+        origin = f"of {step.meta['model']} on the rollouts of step {step.step}"
     if later:
         most = int(late[rows].max())
         origin += f", {len(later)} of {len(order[:groups])} groups up to {most} optimizer step{'s' * (most > 1)} later"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
+from gradtrace.instruments.columns import Truth, group_columns, log_prob_columns, no_truth, response_columns
 from gradtrace.instruments.observer import StepObserver
 from gradtrace.trace.writer import TraceWriter
 
@@ -41,9 +41,9 @@ class EntropyTrace(StepObserver):
 
 def entropy_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, Any]:
     rows = torch.arange(len(batch))
+    batch.need("entropies"), batch.need("old_log_probs")
     return {
         **group_columns(batch, truth),
         **response_columns(batch, rows, truth),
-        "entropy": token_column(batch.need("entropies"), batch, rows),
-        "log_prob": token_column(batch.need("old_log_probs"), batch, rows),
+        **log_prob_columns(batch, rows),
     }

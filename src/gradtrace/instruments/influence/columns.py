@@ -11,7 +11,7 @@ from torch import Tensor
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import SIGN, UNIT, InfluenceConfig, InfluenceTrace
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import Truth, group_columns, no_truth, response_columns, token_column
+from gradtrace.instruments.columns import Truth, group_columns, log_prob_columns, no_truth, response_columns
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.schema import GroupStatus, Selection, ragged
@@ -86,10 +86,8 @@ def influence_columns(
             [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
         ),
         "captured": flat(captured, torch.bool),
+        **log_prob_columns(batch, rows),
     }
-    for name, values in (("entropy", batch.entropies), ("log_prob", batch.old_log_probs)):
-        if values is not None:
-            columns[name] = token_column(values, batch, rows)
     columns |= score_columns(entries, config)
     pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
     said = {key: value for part in scored for key, value in part.trace.meta.items() if key not in OWN_MEANING}

@@ -76,7 +76,7 @@ register_instrument(
         optional=(
             *EXPECTED,
             *("advantage", "prompt_influence", "first_wrong"),
-            *("entropy", "log_prob", "credit", "influence_likelier", "no_step", *SCORES),
+            *("entropy", "log_prob", "sampler_log_prob", "credit", "influence_likelier", "no_step", *SCORES),
             *PAIRWISE,
         ),
         one_of=SCORES,
@@ -97,6 +97,9 @@ register_instrument(
             "scope_pass": "the whole step was scored at its first weights, in passes of its own",
             "output_function": "the objective whose gradients are traced",
             "exclude_self_response": "a token's own response is left out of its score",
+            "attributed": "digest of model and settings, where `gradtrace attribute` made the scores",
+            "model": "the model that it scored with",
+            "optimizer_state": "where it had the optimizer's second moment from",
             "captures": "module → how often its hooks captured, forward and backward, in the last mini-batch",
             "empty": "why the file has no responses, where it has none",
             "sign": SIGN_STATEMENT,
