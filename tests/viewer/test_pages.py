@@ -34,6 +34,13 @@ def parameters(page: Page) -> str:
     return str(page.evaluate("location.hash"))
 
 
+def show_twins(page: Page) -> None:
+    """Responses with the same text are collapsed at first."""
+    expect(page.locator(".row").first).to_be_visible()
+    for twins in page.locator(".twins").all():
+        twins.click()
+
+
 def token(page: Page, response: int, position: int, slot: int = 1):  # type: ignore[no-untyped-def]
     return page.locator(f".row[aria-label^='Response r{response},'] .slot-{slot} .t").nth(position)
 
@@ -213,6 +220,7 @@ def test_the_first_wrong_token_is_marked(viewer: Watched, view: StepView, scored
 
 def test_hover_tells_every_metric_and_covers_nothing(viewer: Watched, view: StepView, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
+    show_twins(page)
     token(page, 2, 4).hover()
     at = view.offsets[view.members[scored][2]] + 4
     readout = page.get_by_role("tooltip")
@@ -272,6 +280,7 @@ def test_clicking_a_response_shows_what_every_token_does_to_it(
     viewer: Watched, view: StepView, scored: int
 ) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
+    show_twins(page)
     page.locator(".response-id", has_text=re.compile("r5$")).click()
     expect(page.locator(".legend.slot-1 .target")).to_contain_text("on r5")
     assert view.influence is not None

@@ -29,8 +29,21 @@ export class Group {
     for (const response of this.responses) this.responseOfToken.fill(response.index, response.start, response.end);
     this.advantages = Float32Array.from(this.responseOfToken, (index) => this.responses[index].advantage ?? NaN);
     for (const response of this.responses) response.pieces = piecesOf(this.entriesOf(response));
+    this.findTwins();
     this.mixed = this.responses.some((response) => response.accepted);
     this.isChain = this.looksLikeChain();
+  }
+
+  /** Responses with the same tokens and the same verdict: each knows them all, itself included, in order. */
+  findTwins() {
+    const sets = new Map();
+    for (const response of this.responses) {
+      const tokens = this.channels.get("token").subarray(response.start, response.end);
+      const key = `${response.accepted} ${response.reward} ${tokens.join(" ")}`;
+      if (!sets.has(key)) sets.set(key, []);
+      response.twins = sets.get(key);
+      response.twins.push(response.index);
+    }
   }
 
   /** Flat token index → vocabulary entry. */

@@ -32,11 +32,11 @@ export class TokenSelection {
     const { response } = context;
     const position = token - response.start;
     const row = this.sheet.rowOf(token);
-    this.sheet.builder.build(row);
+    this.sheet.show(row);
     row.flag(position, "sel", true);
     const effects = await this.effectsOf(token, context);
     if (this.token !== token) return null;
-    this.dock.show(this.group, token, context, effects, this.sheet.responses, this.continuations.node);
+    this.dock.show(this.group, token, context, effects, this.sheet.allResponses, this.continuations.node);
     this.continuations.show(response.index, position).catch(this.continuations.on.fail);
     this.makeRoom(this.dock.height);
     if (effects.values) this.tintRows(effects, response);

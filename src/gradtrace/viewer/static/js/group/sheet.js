@@ -1,7 +1,7 @@
 // The sheet: column heads, the expected row, the overview, and the responses in their sections. It knows how things
 // are laid out and painted; what is shown is decided by the page.
 
-import { acceptedMark, element } from "../dom.js";
+import { acceptedMark, button, element, setAttributes } from "../dom.js";
 import { visibleText } from "../token_text.js";
 import { explanation, LegendHead } from "./legend.js";
 import { fillMetaCell, metaHead } from "./meta_cell.js";
@@ -37,9 +37,10 @@ export function fitsSideBySide(group, windowWidth) {
 }
 
 export class Sheet {
-  /** on: {channel(slot, name), target(response), jump(response, position)} */
+  /** on: {channel(slot, name), target(response), jump(response, position), spread(response, on)} */
   constructor(group, on) {
     this.group = group;
+    this.on = on;
     this.node = element("div", `sheet ${group.isChain ? "chain" : "prose"}`);
     this.legends = [0, 1].map((slot) => new LegendHead(slot, (channel) => on.channel(slot, channel)));
     this.head = element("div", "sheet-head", metaHead(group), ...this.legends.map((legend) => legend.node));
@@ -52,17 +53,49 @@ export class Sheet {
     }
     this.rows = group.responses.map((response) => new ResponseRow(group, response, on.target));
     for (const row of this.rows) fillMetaCell(row);
+    for (const row of this.rows) if (row.response.twins.length > 1) this.collapse(row);
     this.sections = makeSections(group);
     this.node.append(...this.sections.map((section) => section.node));
   }
 
-  /** The responses as they stand, from top to bottom. */
-  get responses() {
+  /** All responses, from top to bottom. */
+  get allResponses() {
     return this.sections.flatMap((section) => section.members);
+  }
+
+  /** The responses as they are seen: of those with the same text only the first, unless they are spread out. */
+  get responses() {
+    return this.allResponses.filter((response) => !this.rows[response.index].node.hidden);
+  }
+
+  /** Spread out the responses that have the same text as this one, or collapse them again. */
+  spread(index, on) {
+    const { twins } = this.group.responses[index];
+    for (const twin of twins) this.rows[twin].node.hidden = twin !== twins[0] && !on;
+    setAttributes(this.rows[twins[0]].twinsButton, { "aria-expanded": String(on) });
+    this.drawOverview();
   }
 
   get orderedRows() {
     return this.responses.map((response) => this.rows[response.index]);
+  }
+
+  /** ×7: the first of responses with the same text stands for them all. */
+  collapse(row) {
+    const { index, twins } = row.response;
+    if (index !== twins[0]) {
+      row.node.hidden = true;
+      return;
+    }
+    const names = twins.map((twin) => this.group.responses[twin].name).join(", ");
+    const toggle = () => this.on.spread(index, row.twinsButton.getAttribute("aria-expanded") !== "true");
+    row.twinsButton = setAttributes(button("twins", `×${twins.length}`, toggle), {
+      "aria-expanded": "false",
+      title: `The same text: ${names}. Show each of them, or only the first.`,
+    });
+    const who = element("span", "who");
+    row.name.replaceWith(who);
+    who.append(row.name, row.twinsButton);
   }
 
   rowOf(token) {
@@ -168,7 +201,7 @@ export class Sheet {
   /** Bring a response (or one of its tokens) to where it can be read. `below`: height covered at the bottom. */
   scrollTo(index, position, below) {
     const row = this.rows[index];
-    this.builder.build(row);
+    this.show(row);
     // Rows above may get their true height only now; look again until the place is steady.
     let tries = 0;
     const settle = () => {
@@ -182,6 +215,12 @@ export class Sheet {
       });
     };
     settle();
+  }
+
+  /** See to it that a row is there to be looked at. */
+  show(row) {
+    if (row.node.hidden) this.on.spread(row.response.index, true);
+    this.builder.build(row);
   }
 
   /** Scroll only if the token is under the bar, the head or the dock. */

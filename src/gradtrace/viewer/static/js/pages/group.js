@@ -11,6 +11,7 @@ import { colouring, largestTop } from "../group/colouring.js";
 import { groupControls, QUESTIONS, SCALES, VIEWS } from "../group/controls.js";
 import { Continuations } from "../group/continuations.js";
 import { Counterfactual } from "../group/counterfactual.js";
+import { DiffPanel } from "../group/diff.js";
 import { Dock } from "../group/dock.js";
 import { FindBar } from "../group/find_bar.js";
 import { promptSection, responsesNotStored, storyLine, whyNoInfluence } from "../group/header.js";
@@ -106,12 +107,16 @@ class GroupPage extends Page {
       channel: (slot, channel) => this.setChannel(slot, channel),
       target: (index) => this.setTarget(this.target === index ? null : index).catch(this.context.fail),
       jump: (index, position) => this.jumpTo(index, position),
+      spread: (index, on) => this.spread(index, on),
     });
     this.finder = new FindBar(this.sheet, this.url.get("find"), {
       change: (needle) => this.url.update({ find: needle || null }),
       jump: (index, position) => this.jumpTo(index, position),
     });
-    this.node.append(this.makeControls(), this.sheet.node);
+    const pair = /^(\d+)\.(\d+)$/.exec(this.url.get("diff") ?? "");
+    const chosen = pair && [Number(pair[1]), Number(pair[2])];
+    this.diff = new DiffPanel(group, chosen, (now) => this.url.update({ diff: now?.join(".") ?? null }));
+    this.node.append(this.makeControls(), this.diff.node, this.sheet.node);
     this.readout = new Readout();
     this.dock = new Dock({ onClose: () => this.clearSelection(), onJump: (index) => this.jumpTo(index) });
     this.rail = group.isChain ? null : new Rail(group, (index) => this.jumpTo(index));
@@ -137,7 +142,13 @@ class GroupPage extends Page {
       asks: fail(this.setQuestion),
       order: (value) => this.setOrder(value),
     });
-    const controls = element("div", "controls strip group-controls", ...Object.values(this.controls), this.finder.node);
+    const controls = element(
+      "div",
+      "controls strip group-controls",
+      ...Object.values(this.controls),
+      this.diff.chooser,
+      this.finder.node,
+    );
     const fold = element("details", "controls-fold", element("summary", "", "View, colours and search"), controls);
     fold.open = innerWidth > SMALL;
     return fold;
@@ -229,6 +240,12 @@ class GroupPage extends Page {
 
   applyOrder() {
     this.sheet.place(this.order, this.score);
+    this.rail?.place(this.sheet.responses);
+    this.showRail();
+  }
+
+  spread(index, on) {
+    this.sheet.spread(index, on);
     this.rail?.place(this.sheet.responses);
     this.showRail();
   }
