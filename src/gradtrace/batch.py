@@ -1,7 +1,9 @@
 """`RolloutBatch`: the one type that travels from rollout to trace and gains columns on the way.
 
 A *group* is one prompt with its n responses. Shapes below use G groups, R responses and T, the length
-of the longest response in this batch. Token columns are right-padded; `response_mask` says what is real.
+of the longest response in this batch. Token columns are right-padded; `response_mask` is the loss mask: it says
+which tokens the policy wrote. In a response of several turns others stand between them (a tool's result, a user's
+words, a template), which `response_lengths` counts and `segments` describes; they are shown and never scored.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ TOKEN_COLUMNS = (
     "advantages",
     "returns",
 )
-RESPONSE_COLUMNS = ("finished", "rewards", "flipped", "kept")
+RESPONSE_COLUMNS = ("finished", "lengths", "rewards", "flipped", "kept")
 COLUMNS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "group", "responses", "response_mask")
 """All that are tensors."""
 SET_BY = {
@@ -43,6 +45,32 @@ SET_BY = {
 OPTIONAL_COLUMNS = ("texts", "flipped", *SET_BY)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a response that one author wrote; it ends where the next begins."""
+
+    start: int
+    """Index of its first token in the response."""
+    turn: int
+    """The policy's turn that it belongs to, from 0: a tool's result has the turn of the call that asked for it."""
+    role: str
+    """assistant (the policy), tool, user, or environment where the author is not known."""
+    tool: str = ""
+    """Name of the tool, where a tool wrote it."""
+
+
+def segments_by_mask(written: list[bool]) -> list[Segment]:
+    """The segments of a response of which only its mask is known: what the policy wrote, and what it did not."""
+    found: list[Segment] = []
+    turn = -1 if written and written[0] else 0
+    for start, own in enumerate(written):
+        if start and own == written[start - 1]:
+            continue
+        turn += own
+        found.append(Segment(start, turn, "assistant" if own else "environment"))
+    return found
+
+
 @dataclass
 class RolloutBatch:
     prompts: list[list[int]]
@@ -50,9 +78,10 @@ class RolloutBatch:
     group: Tensor
     """long[R]: the index into `prompts` of each response."""
     responses: Tensor
-    """long[R, T]: sampled token ids, the stop token included."""
+    """long[R, T]: token ids after the prompt, the stop token included."""
     response_mask: Tensor
-    """bool[R, T]: True where `responses` holds a sampled token; a prefix of every row."""
+    """bool[R, T]: the loss mask: True where `responses` holds a token that the policy wrote. Others inside of a
+    response carry no loss and have no scores."""
     finished: Tensor
     """bool[R]: ended with a stop token rather than at the length limit."""
     sampler_log_probs: Tensor
@@ -60,6 +89,10 @@ class RolloutBatch:
 
     items: list[dict[str, Any]] = field(default_factory=list)
     """G task items (answer, data source …) that the reward needs; the prompt's text under "prompt"."""
+    lengths: Tensor | None = None
+    """long[R]: tokens of each response, whoever wrote them; None: up to the last one that the policy wrote."""
+    segments: list[list[Segment]] | None = None
+    """R lists: who wrote which part. None: every response is one turn of the policy, or only the mask is known."""
     texts: list[str] | None = None
     """R decoded responses."""
     rewards: Tensor | None = None
@@ -94,8 +127,13 @@ class RolloutBatch:
             column = getattr(self, name)
             if column is not None and tuple(column.shape) != (responses,):
                 raise ValueError(f"{name} is {tuple(column.shape)}, the batch has {responses} responses")
-        if self.texts is not None and len(self.texts) != responses:
-            raise ValueError(f"{len(self.texts)} texts for {responses} responses")
+        for name in ("texts", "segments"):
+            if getattr(self, name) is not None and len(getattr(self, name)) != responses:
+                raise ValueError(f"{len(getattr(self, name))} {name} for {responses} responses")
+        if self.lengths is not None and bool((self.response_mask & ~self.present).any()):
+            raise ValueError(
+                "response_mask is True after the end of a response: lengths and mask do not agree"
+            )
         if self.items and len(self.items) != len(self.prompts):
             raise ValueError(f"{len(self.items)} task items for {len(self.prompts)} prompts")
 
@@ -114,12 +152,44 @@ class RolloutBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """long[R]: tokens of each response."""
+        """long[R]: tokens of each response, whoever wrote them."""
+        if self.lengths is not None:
+            return self.lengths
+        ends = self.response_mask * torch.arange(1, self.response_mask.shape[1] + 1)
+        return ends.amax(1) if ends.numel() else self.response_mask.sum(-1)
+
+    @property
+    def written_counts(self) -> Tensor:
+        """long[R]: tokens of each response that the policy wrote: those that are trained and scored."""
         return self.response_mask.sum(-1)
 
     @property
+    def present(self) -> Tensor:
+        """bool[R, T]: True where `responses` holds a token, whoever wrote it."""
+        return torch.arange(self.responses.shape[1]) < self.response_lengths[:, None]
+
+    def all_segments(self) -> list[list[Segment]] | None:
+        """Who wrote which part of each response, from the mask where nothing else is known; None where every
+        response is one turn of the policy."""
+        if self.segments is not None:
+            return self.segments
+        if torch.equal(self.present, self.response_mask):
+            return None
+        masks, lengths = self.response_mask.tolist(), self.response_lengths.tolist()
+        return [segments_by_mask(mask[:length]) for mask, length in zip(masks, lengths, strict=True)]
+
+    @property
+    def turns(self) -> Tensor:
+        """long[R, T]: the turn that each token belongs to, from 0."""
+        found = torch.zeros(self.responses.shape, dtype=torch.long)
+        for row, segments in enumerate(self.all_segments() or []):
+            for segment in segments:
+                found[row, segment.start :] = segment.turn
+        return found
+
+    @property
     def response_ids(self) -> list[list[int]]:
-        """The token ids of each response, without padding."""
+        """The token ids of each response, whoever wrote them, without padding."""
         rows, lengths = self.responses.tolist(), self.response_lengths.tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
@@ -134,14 +204,14 @@ class RolloutBatch:
         return {name: column.contiguous() for name, column in found.items() if column is not None}
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`columns`, and the prompts as flat `prompt_ids` with `prompt_offsets`. Items and texts are left out."""
+        """`columns`, and the prompts as flat `prompt_ids` with `prompt_offsets`; not items, texts and segments."""
         lengths = torch.tensor([0, *(len(prompt) for prompt in self.prompts)])
         ids = torch.tensor([token for prompt in self.prompts for token in prompt], dtype=torch.long)
         return self.columns() | {"prompt_ids": ids, "prompt_offsets": lengths.cumsum(0)}
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor], **more: Any) -> RolloutBatch:
-        """Inverse of `to_tensors`; `more`: items and texts."""
+        """Inverse of `to_tensors`; `more`: items, texts and segments."""
         offsets = tensors["prompt_offsets"].tolist()
         ids = tensors["prompt_ids"].tolist()
         columns: dict[str, Any] = {name: tensors[name] for name in COLUMNS if name in tensors}
@@ -168,7 +238,9 @@ class RolloutBatch:
         for name in RESPONSE_COLUMNS + ("group",):
             column = getattr(self, name)
             columns[name] = None if column is None else column[rows]
-        columns["texts"] = None if self.texts is None else [self.texts[i] for i in rows.tolist()]
+        for name in ("texts", "segments"):
+            listed = getattr(self, name)
+            columns[name] = None if listed is None else [listed[i] for i in rows.tolist()]
         return dataclasses.replace(self, **columns)
 
     @staticmethod
@@ -178,6 +250,8 @@ class RolloutBatch:
 
         def joined(name: str) -> Tensor | None:
             columns = [getattr(batch, name) for batch in batches]
+            if name == "lengths" and any(column is not None for column in columns):
+                columns = [batch.response_lengths for batch in batches]
             missing = [column is None for column in columns]
             if all(missing):
                 return None
@@ -198,10 +272,16 @@ class RolloutBatch:
             first_group += len(batch.prompts)
         names = TOKEN_COLUMNS + RESPONSE_COLUMNS + ("responses", "response_mask")
         columns: dict[str, Any] = {name: joined(name) for name in names}
-        texts = [batch.texts for batch in batches]
-        columns["texts"] = (
-            None if any(text is None for text in texts) else [line for text in texts for line in text or []]
-        )
+        texts, segments = [batch.texts for batch in batches], [batch.all_segments() for batch in batches]
+        if not any(text is None for text in texts):
+            columns["texts"] = [line for text in texts for line in text or []]
+        if any(segments):
+            whole = [Segment(0, 0, "assistant")]
+            columns["segments"] = [
+                part
+                for own, batch in zip(segments, batches, strict=True)
+                for part in own or [whole] * len(batch)
+            ]
         return RolloutBatch(
             prompts=[prompt for batch in batches for prompt in batch.prompts],
             items=[item for batch in batches for item in batch.items],

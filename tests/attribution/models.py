@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -74,12 +75,19 @@ class Responses:
     group: Tensor
     accepted: Tensor
     advantages: Tensor
+    masks: list[Tensor] | None = None
+    """Which tokens after the prompt count (the policy wrote them), `weights` has one for each; None: all."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def lengths(self) -> list[int]:
-        return [len(s) - p for s, p in zip(self.sequences, self.prompt_lengths, strict=True)]
+        return [len(self.places(r)) for r in range(len(self))]
+
+    def places(self, r: int) -> Tensor:
+        """long[T_r]: where the sequence holds tokens that count."""
+        after = torch.arange(self.prompt_lengths[r], len(self.sequences[r]))
+        return after if self.masks is None else after[self.masks[r]]
 
     def padded(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """input_ids, attention_mask, tokens mask, weights placed at the tokens: all [B, S]."""
@@ -92,8 +100,8 @@ class Responses:
             length = len(self.sequences[r])
             ids[i, :length] = self.sequences[r]
             attention[i, :length] = 1
-            tokens[i, self.prompt_lengths[r] : length] = True
-            weights[i, self.prompt_lengths[r] : length] = self.weights[r]
+            tokens[i, self.places(r)] = True
+            weights[i, self.places(r)] = self.weights[r]
         return ids, attention, tokens, weights
 
     def packed(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -101,8 +109,9 @@ class Responses:
         ids = torch.cat([self.sequences[r] for r in rows])[None]
         positions = torch.cat([torch.arange(len(self.sequences[r])) for r in rows])[None]
         response = torch.cat([torch.full((len(self.sequences[r]),), r) for r in rows])[None]
-        start = torch.cat([torch.full((len(self.sequences[r]),), self.prompt_lengths[r]) for r in rows])[None]
-        tokens = positions >= start
+        tokens = torch.cat([torch.isin(torch.arange(len(self.sequences[r])), self.places(r)) for r in rows])[
+            None
+        ]
         weights = torch.zeros(ids.shape, dtype=torch.float64)
         weights[tokens] = torch.cat([self.weights[r] for r in rows])
         return ids, positions, response, tokens, weights
@@ -138,6 +147,16 @@ def random_responses(
         torch.cat(accepted),
         torch.randn(groups * n, generator=generator, dtype=torch.float64),
     )
+
+
+def with_holes(batch: Responses, seed: int = 0) -> Responses:
+    """The same responses with tokens in them that do not count: in the middle, first or last, never all."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = [torch.rand(n, generator=generator) < 0.6 for n in batch.lengths()]
+    for mask in masks:
+        mask[int(torch.randint(len(mask), (), generator=generator))] = True
+    weights = [weight[mask] for weight, mask in zip(batch.weights, masks, strict=True)]
+    return dataclasses.replace(batch, masks=masks, weights=weights)
 
 
 def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:

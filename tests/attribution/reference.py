@@ -13,7 +13,7 @@ from tests.attribution.models import Responses, token_log_probs
 
 def token_terms(model: nn.Module, batch: Responses, response: int) -> Tensor:
     ids = batch.sequences[response][None]
-    scores = token_log_probs(model(input_ids=ids).logits, ids)[0, batch.prompt_lengths[response] :]
+    scores = token_log_probs(model(input_ids=ids).logits, ids)[0, batch.places(response)]
     return scores * batch.weights[response]
 
 
@@ -95,12 +95,7 @@ def reference_scores(
             whole = whole / torch.tensor(lengths, dtype=torch.float64)[:, None]
         if sign is not None:
             whole = whole * sign[:, None]
-        own = [
-            position[r][name][batch.prompt_lengths[r] - 1 : batch.prompt_lengths[r] - 1 + lengths[r]].flatten(
-                1
-            )
-            for r in range(count)
-        ]
+        own = [position[r][name][batch.places(r) - 1].flatten(1) for r in range(count)]
         for r in range(count):
             members = same[r].nonzero().squeeze(-1)
             rows = whole[members] if hessian_source == "response" else torch.cat([own[m] for m in members])

@@ -90,8 +90,7 @@ def brute_force(
     if credit == "position":
         tokens = []
         for r, found in enumerate(positions):
-            start = batch.prompt_lengths[r] - 1
-            tokens.append({name: g[start : start + batch.lengths()[r]] for name, g in found.items()})
+            tokens.append({name: g[batch.places(r) - 1] for name, g in found.items()})
     else:
         tokens = loss_term_gradients(model, batch, list(dict.fromkeys(names.values())))
         tokens = [

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradtrace.attribution import InfluenceTracer
-from tests.attribution.models import FAMILIES, Responses, padded_objective, random_responses, tiny_model
+from tests.attribution.models import (
+    FAMILIES,
+    Responses,
+    padded_objective,
+    random_responses,
+    tiny_model,
+    with_holes,
+)
 from tests.attribution.reference import token_terms
 from tests.attribution.scoring import assert_close, brute_force, capture, engine_scores, exact_config
 
@@ -57,6 +64,26 @@ def test_every_family_equals_brute_force_in_both_credits(family: str, tied: bool
     config = exact_config(credit="both")
     trace = engine_scores(model, batch, config)
     assert_close(trace.position_scores, brute_force(model, batch, config)[0])
+    assert_close(trace.loss_term_scores, brute_force(model, batch, config, credit="loss_term")[0])
+
+
+HOLED = [knobs for knobs in GRID if not knobs["exclude_self_response"] and knobs["contrastive_agg"] == "mean"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("knobs", HOLED, ids=label)
+def test_tokens_of_others_inside_of_responses_carry_no_gradient_and_no_score(
+    knobs: dict[str, object], packed: bool
+) -> None:
+    """Tool results and templates: means, Hessians and scores are of the policy's tokens, and of no other."""
+    model, batch = tiny_model(), with_holes(random_responses(groups=2, n=3, seed=1, longest=8))
+    assert any(len(mask) - 1 > int(mask.nonzero().max()) for mask in batch.masks or [])  # a hole at the end
+    config = exact_config(module_name_filter=("layers.1",), credit="both", **knobs)
+    trace = engine_scores(model, batch, config, splits=[[0, 1, 3], [2, 5, 4]], packed=packed)
+    scores, pairwise, _ = brute_force(model, batch, config)
+    assert [len(own) for own in trace.position_scores] == [int(mask.sum()) for mask in batch.masks or []]
+    assert_close(trace.position_scores, scores)
+    assert_close([p.nan_to_num() for p in trace.pairwise], pairwise)
     assert_close(trace.loss_term_scores, brute_force(model, batch, config, credit="loss_term")[0])
 
 

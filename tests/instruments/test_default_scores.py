@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +26,17 @@ KNOBS = (
 )
 
 
-def second_step(folder: Path, *more: str) -> tuple[Trainer, RolloutBatch]:
-    """A trainer whose second step was traced, with model and optimizer put back to the state before that step."""
+def second_step(
+    folder: Path, *more: str, change: Callable[[RolloutBatch], RolloutBatch] = lambda batch: batch
+) -> tuple[Trainer, RolloutBatch]:
+    """A trainer whose second step was traced, with model and optimizer put back to the state before that step;
+    `change` is done to every rollout."""
     trainer = small.trainer(folder, *KNOBS, *more)
     trainer.observer = build_observer(trainer.parts, trainer.files, print)
     trainer.observer.start(0)
     parts = trainer.parts
     for step in (1, 2):
-        batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
+        batch = change(trainer.experience.collect(parts.generators["rollout"], Timer())[0])
         weights = {name: p.detach().clone() for name, p in parts.policy.model.named_parameters()}
         state = {name: value.clone() for name, value in parts.optimizer.state_tensors().items()}
         batch, _ = trainer.train_step(batch, step, Timer())
@@ -81,7 +85,7 @@ def brute_force(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor) -> li
         assert batch.rewards is not None
         good = batch.rewards[siblings] == batch.rewards[siblings].max()
         log_probs = parts.policy.statistics(Sequences.of(batch).padded(siblings))[0]
-        means = [part.mean() for part in log_probs.split(batch.response_lengths[siblings].tolist())]
+        means = [part.mean() for part in log_probs.split(batch.written_counts[siblings].tolist())]
         contrast = sum(
             mean / good.sum() if is_good else -mean / (~good).sum()
             for mean, is_good in zip(means, good, strict=True)

@@ -39,7 +39,7 @@ from gradtrace.trace.schema import COUNTERFACTUAL, ENTROPY_TRACE, INFLUENCE_TRAC
 from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.checkpoint import MARKER, check_complete, weights_seal, what_exists
-from gradtrace.training.parts import build_reward, build_task, suitable_threads
+from gradtrace.training.parts import build_reward, build_sampler, build_task, suitable_threads
 
 SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
 """Traces that hold a step's responses, the most complete first."""
@@ -86,6 +86,8 @@ class SourceGroup:
     rewards: np.ndarray
     columns: dict[str, np.ndarray]
     clues: Clues
+    written: list[np.ndarray] | None
+    """Of each response which tokens the policy wrote; None: all."""
 
 
 class Resampler:
@@ -178,6 +180,7 @@ class Resampler:
                 [own["entropy"] for own in tokens] if "entropy" in source else None,
                 self._influence(step, columns["row"]),
             ),
+            written=[own["loss_mask"] for own in tokens] if "loss_mask" in source else None,
         )
 
     def _influence(self, step: int, rows: np.ndarray) -> list[np.ndarray] | None:
@@ -205,7 +208,7 @@ class Resampler:
         if device.type == "cpu":
             policy = Policy(model, device, self.config.rollout.temperature)
             torch.set_num_threads(self.config.trainer.cpu_threads or suitable_threads(policy))
-        sampler = Sampler(model, task.tokenizer.pad_token_id, self.config.rollout.max_batch_tokens)
+        sampler = build_sampler(model, task, self.config.rollout)
         self._loaded = Loaded(
             weights, sampler, task, reward or RewardFunction(f"{task.name}.reward", task.reward)
         )
@@ -224,6 +227,7 @@ class Resampler:
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
             "max_new_tokens": max(rollout.max_new_tokens, *map(len, source.responses)),
+            **({"max_turns": rollout.max_turns} if rollout.max_turns > 1 else {}),
         }
 
     def continuations(self, step: int, source: SourceGroup, seed: int = 0) -> Continuations:
@@ -239,6 +243,12 @@ class Resampler:
             raise GradtraceError(
                 "the rollouts were imported without answers, so that nothing can judge their continuations: say what "
                 "does, reward.name=think_format or another name (docs/rewards.md), or reward.path=my_rewards.py:mine"
+            )
+        if source.written is not None and loaded.sampler.environment is None:
+            raise GradtraceError(
+                f"step {step} has responses with what tools or users wrote, and task.name={self.config.task.name} has "
+                "no tool that could answer in continuations, as task.name=calculator has. Use its influence trace, or "
+                "`gradtrace verify`"
             )
         settings = self.settings(step, source)
         params = SamplingParams(
@@ -258,7 +268,7 @@ class Resampler:
 
     def begin(self, step: int, source: SourceGroup, continuations: Continuations) -> MeasuredGroup:
         """A group of which nothing was measured yet."""
-        begun = continuations.begin(source.prompt, source.responses)
+        begun = continuations.begin(source.prompt, source.responses, source.written)
         about = {**self.settings(step, source), "seed": continuations.seed}
         return MeasuredGroup(source.group_id, begun, about, source.columns)
 

@@ -12,7 +12,7 @@ examples:
   gradtrace trace ls runs/demo --verify                          read every step and check its sha256
   gradtrace trace show runs/demo                                 a scored group of the latest step
   gradtrace trace show runs/demo --step 20 --group 3 --by entropy
-  gradtrace trace show runs/gsm8k --by sentence                  a number for every sentence (or line)
+  gradtrace trace show runs/gsm8k --by sentence                  a number for every sentence (line, turn)
   gradtrace trace show runs/demo --color never | less            a line per token
   gradtrace trace export runs/demo tokens.parquet
   gradtrace trace export runs/demo late.csv --kind entropy_trace --steps 100:
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     showing.add_argument(
         "--by",
         metavar="WHAT",
-        help="the column that colours the tokens, e.g. entropy; and by token, sentence or line: entropy,sentence",
+        help="the column that colours the tokens, e.g. entropy; and by token, sentence, line or turn: entropy,turn",
     )
     showing.add_argument("--color", choices=["auto", "always", "never"], default="auto")
 

@@ -43,6 +43,7 @@ from gradtrace.config.run import (
 )
 from gradtrace.config.tasks import (
     ArithmeticConfig,
+    CalculatorConfig,
     DataConfig,
     RewardConfig,
     TaskConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "AlgorithmConfig",
     "ArithmeticConfig",
     "BlameConfig",
+    "CalculatorConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",

@@ -51,13 +51,16 @@ class RolloutConfig:
     n: int = number(8, minimum=1)
     """Responses per prompt: the size of a group."""
     max_new_tokens: int = number(32, minimum=1)
-    """Longest response, stop token included."""
+    """Longest response, stop token and what tools wrote included."""
     temperature: float = number(1.0, minimum=0)
     """Log-probs and entropies of training are taken at this temperature too."""
     top_p: float = number(1.0, minimum=0, maximum=1)
     """Nucleus sampling; 1 is off. Below 1 the policy that is trained is not the one that sampled."""
     top_k: int = number(0, minimum=0)
     """Sample among the k likeliest tokens; 0 is off."""
+    max_turns: int = number(1, minimum=1)
+    """Turns of the policy in a response: after a call the task's tool replies, and the policy goes on. The replies
+    count in max_new_tokens. 1: no calls."""
     max_batch_tokens: int = number(32768, minimum=1)
     """Responses × (prompt + response) tokens in the key-value cache at once; the rest waits its turn."""
 

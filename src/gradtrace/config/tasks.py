@@ -40,11 +40,30 @@ class ArithmeticConfig:
 
 
 @dataclass
+class CalculatorConfig:
+    operations: int = number(1, minimum=1, maximum=8)
+    """Operations in a problem, and calls that it takes; `47*38-906=` has 2."""
+    digits: int = number(2, minimum=1, maximum=6)
+    """Digits of the numbers in a problem."""
+    hidden_size: int = number(64, minimum=8)
+    """Width of the tiny transformer."""
+    layers: int = number(2, minimum=1)
+    """Its depth."""
+    heads: int = number(4, minimum=1)
+    """Its attention heads; must divide hidden_size."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Stage 1 teaches calls, stage 2 to do operations in the head, which goes wrong, with probability `corruption`."""
+
+
+@dataclass
 class TaskConfig:
-    name: str = choice("arithmetic", "dataset")
-    """`arithmetic`: chains of single-digit operations, generated. `dataset`: prompts from files, see `data`."""
+    name: str = choice("arithmetic", "calculator", "dataset")
+    """`arithmetic`: chains of single-digit operations, generated. `calculator`: longer numbers, with a tool to call
+    (`rollout.max_turns`). `dataset`: prompts from files, see `data`."""
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     """Settings of the arithmetic task."""
+    calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
+    """Settings of the calculator task."""
 
 
 @dataclass

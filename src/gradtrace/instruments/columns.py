@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
-from gradtrace.trace.schema import ragged
+from gradtrace.trace.schema import SegmentRole, offsets_of, ragged
 
 Truth = Callable[[dict[str, Any], list[int]], tuple[list[int] | None, int | None]]
 """(task item, response ids) → (ids of the right answer, index of the first wrong token), None where unknown."""
@@ -47,7 +47,8 @@ def response_columns(batch: RolloutBatch, rows: Tensor, truth: Truth = no_truth)
         "accepted": accepted(rewards, batch.group)[rows].numpy(),
         "length": np.array([len(response) for response in ids]),
         "finished": chosen.finished.numpy(),
-        "token_id": chosen.responses[chosen.response_mask].numpy(),
+        "token_id": chosen.responses[chosen.present].numpy(),
+        **turn_columns(chosen),
     }
     if batch.advantages is not None:
         columns["advantage"] = response_advantages(batch)[rows].numpy()
@@ -60,9 +61,27 @@ def response_columns(batch: RolloutBatch, rows: Tensor, truth: Truth = no_truth)
 
 
 def response_advantages(batch: RolloutBatch) -> Tensor:
-    """float[R]: the mean advantage of each response's tokens (in GRPO they are all equal)."""
+    """float[R]: the mean advantage of the tokens that the policy wrote (in GRPO they are all equal)."""
     total = torch.where(batch.response_mask, batch.need("advantages"), 0.0).sum(1)
-    return total / batch.response_lengths.clamp(min=1)
+    return total / batch.written_counts.clamp(min=1)
+
+
+def turn_columns(batch: RolloutBatch) -> dict[str, Any]:
+    """Which tokens the policy wrote, and who wrote the others; nothing where every response is one turn of its own."""
+    segments = batch.all_segments()
+    if segments is None:
+        return {}
+    parts = [part for own in segments for part in own]
+    names = [part.tool.encode() for part in parts]
+    return {
+        "loss_mask": batch.response_mask[batch.present].numpy(),
+        "segment_offsets": offsets_of(np.array([len(own) for own in segments], np.int64)),
+        "segment_start": np.array([part.start for part in parts], np.int32),
+        "segment_turn": np.array([part.turn for part in parts], np.int32),
+        "segment_role": np.array([SegmentRole[part.role.upper()] for part in parts], np.uint8),
+        "segment_tool": np.frombuffer(b"".join(names), np.uint8),
+        "segment_tool_offsets": offsets_of(np.array([len(name) for name in names], np.int64)),
+    }
 
 
 def log_prob_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
@@ -73,5 +92,15 @@ def log_prob_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
 
 
 def token_column(values: Tensor, batch: RolloutBatch, rows: Tensor) -> np.ndarray:
-    """[R, T] → the flat tokens of `rows`."""
-    return values[rows][batch.response_mask[rows]].numpy()
+    """[R, T] → the flat tokens of `rows`; NaN at those that the policy did not write."""
+    return torch.where(batch.response_mask[rows], values[rows], torch.nan)[batch.present[rows]].numpy()
+
+
+def with_gaps(written: Any, batch: RolloutBatch, rows: Tensor, gap: float = np.nan) -> np.ndarray:
+    """Numbers [n, …] of the tokens that the policy wrote → [N, …] of all tokens of `rows`, `gap` at the others."""
+    values, own = np.asarray(written), batch.response_mask[rows][batch.present[rows]].numpy()
+    if own.all():
+        return values
+    found = np.full((len(own), *values.shape[1:]), gap, values.dtype)
+    found[own] = values
+    return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import InfluenceTrace
-from gradtrace.batch import RolloutBatch
+from gradtrace.batch import RolloutBatch, Segment
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_trace.instrument import entropy_columns
 from gradtrace.instruments.influence.capture import Scored
@@ -55,6 +55,8 @@ def record(
     advantages: Any = None,
     group: Any = None,
     trace: InfluenceTrace | None = None,
+    loss_mask: Rows | None = None,
+    segments: Sequence[Sequence[Segment]] | None = None,
     tokenizer: Any = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
@@ -64,14 +66,24 @@ def record(
     (default: equally many for each prompt, in order). `rewards`: one number for each response. `log_probs` and
     `entropies`: one number for each token; with both there is an entropy trace. `advantages`: one number for each
     response or for each token. `trace`: what `InfluenceTracer.score` returned for these responses, in this order; then
-    there is an influence trace. `tokenizer`: a transformers tokenizer, or the text of every token id; once is enough.
-    `metrics`: further numbers of the step's line in metrics.jsonl.
+    there is an influence trace. `loss_mask`: for each token whether the policy wrote it; tool results, users' turns
+    and templates (False) are shown and never scored. `segments`: who wrote which part of each response, and in which
+    turn; left out: as the mask has it. `tokenizer`: a transformers tokenizer, or the text of every token id; once is
+    enough. `metrics`: further numbers of the step's line in metrics.jsonl.
     """
-    batch = _batch(prompts, responses, rewards, log_probs, entropies, advantages, group)
+    batch = _batch(prompts, responses, rewards, log_probs, entropies, advantages, group, loss_mask)
+    if segments is not None:
+        batch = batch.replace(segments=[list(parts) for parts in segments])
     if trace is not None and len(trace.position_scores) != len(batch):
         raise GradtraceError(
             f"record: the trace has {len(trace.position_scores)} responses, here are {len(batch)}: give those that "
             "were captured, in the same order"
+        )
+    scored = [] if trace is None else [len(scores) for scores in trace.position_scores]
+    if wrong := [r for r, n in enumerate(scored) if n and n != int(batch.written_counts[r])]:
+        raise GradtraceError(
+            f"record: the trace has {scored[wrong[0]]} tokens of response {wrong[0]}, of which the policy wrote "
+            f"{int(batch.written_counts[wrong[0]])}: give `tokens` of the capture and loss_mask the same tokens"
         )
     if trace is None and batch.entropies is None:
         raise GradtraceError(
@@ -84,8 +96,8 @@ def record(
         run.writer("entropy_trace").write(step, entropy_columns(batch))
     if trace is not None:
         rows = torch.arange(len(batch))
-        scored = [Scored(rows, torch.zeros_like(rows), trace)]
-        columns, said = influence_columns(batch, scored, group_status(batch, 0), trace.config, PAIRWISE_MB)
+        parts = [Scored(rows, torch.zeros_like(rows), trace)]
+        columns, said = influence_columns(batch, parts, group_status(batch, 0), trace.config, PAIRWISE_MB)
         run.writer("influence_trace").write(step, columns, describe(trace.config) | said)
     line = {"critic/rewards/mean": float(batch.need("rewards").mean())}
     if batch.entropies is not None:
@@ -108,6 +120,7 @@ def _batch(
     entropies: Rows | None,
     advantages: Any,
     group: Any,
+    loss_mask: Rows | None,
 ) -> RolloutBatch:
     ids = [_numbers(row, torch.long) for row in responses]
     lengths = torch.tensor([len(row) for row in ids])
@@ -148,7 +161,8 @@ def _batch(
         prompts=[_numbers(prompt, torch.long).tolist() for prompt in prompts],
         group=_groups(group, len(prompts), len(ids)),
         responses=table("responses", ids, torch.long),  # type: ignore[arg-type]
-        response_mask=mask,
+        response_mask=mask if loss_mask is None else table("loss_mask", loss_mask, torch.bool),  # type: ignore[arg-type]
+        lengths=lengths,
         finished=torch.ones(len(ids), dtype=torch.bool),
         sampler_log_probs=torch.zeros(mask.shape) if sampled is None else sampled,
         rewards=values,

@@ -17,12 +17,15 @@ def stored_batch(step: Step) -> RolloutBatch:
     """The responses of a step's file in their order, with the sampler's log-probs and advantages where it has them.
     An item of the batch says which group of the file it is."""
     lengths = torch.tensor(step["length"].astype(np.int64))
-    mask = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
+    present = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
 
     def table(column: np.ndarray, dtype: torch.dtype) -> Tensor:
-        found = torch.zeros(mask.shape, dtype=dtype)
-        found[mask] = torch.tensor(column).to(dtype)
+        found = torch.zeros(present.shape, dtype=dtype)
+        found[present] = torch.tensor(np.nan_to_num(column)).to(dtype)
         return found
+
+    several = "loss_mask" in step
+    mask = table(step["loss_mask"], torch.bool) if several else present
 
     advantages = None
     if "advantage" in step:
@@ -33,6 +36,8 @@ def stored_batch(step: Step) -> RolloutBatch:
         group=torch.tensor(step["group"].astype(np.int64)),
         responses=table(step["token_id"], torch.long),
         response_mask=mask,
+        lengths=lengths,
+        segments=[step.segments(r) for r in range(step.n_responses)] if several else None,
         finished=torch.tensor(step["finished"]),
         sampler_log_probs=table(step["sampler_log_prob"], torch.float32)
         if known

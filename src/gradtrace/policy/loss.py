@@ -55,14 +55,13 @@ class PolicyLoss:
         return self.token_terms(batch, micro_batches, rows)[0]
 
     def token_terms(self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> Tensor:
-        """[2, N]: every token's own term of the loss at the current weights, before aggregation, and its log-prob;
-        response after response in the order of `rows`. Old log-probs must be set."""
+        """[2, N]: of every token that the policy wrote its own term of the loss at the current weights, before
+        aggregation, and its log-prob; response after response in the order of `rows`. Old log-probs must be set."""
         found: dict[int, Tensor] = {}
         for micro, run in self.passes(batch, micro_batches.laid_out(self.policy.best_layout()), rows):
             terms = run()
-            lengths = micro.mask.sum(1).tolist()
-            for index, (row, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):
-                found[row] = terms[:, index, :length]
+            for index, row in enumerate(micro.rows.tolist()):
+                found[row] = terms[:, index, micro.mask[index]]
         return torch.cat([found[row] for row in rows.tolist()], dim=1)
 
     def passes(

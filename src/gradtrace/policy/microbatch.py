@@ -25,7 +25,8 @@ Layout = Literal["padded", "packed", "shared"]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward/backward pass: r responses of a batch as B model rows of S positions, N response tokens."""
+    """One forward/backward pass: r responses of a batch as B model rows of S positions, with N response tokens that
+    the policy wrote."""
 
     rows: Tensor
     """long[r]: their rows in the `RolloutBatch`."""
@@ -39,13 +40,13 @@ class MicroBatch:
     """`RolloutBatch` row of each input row, long[B], or of each position when packed, long[1, S]; −1 where a prompt
     is shared."""
     tokens: Tensor
-    """bool[B, S]: True where `input_ids` holds a response token."""
+    """bool[B, S]: True where `input_ids` holds a response token that the policy wrote."""
     logit_positions: Tensor
     """long[N]: flat positions (b·S + s) whose logits predict `targets`; lm_head runs on these alone."""
     mask: Tensor
-    """bool[r, T]: the responses' mask, trimmed to the longest of them."""
+    """bool[r, T]: the responses' loss mask, trimmed to the longest of them."""
     targets: Tensor
-    """long[N]: the response tokens, row by row."""
+    """long[N]: the response tokens that the policy wrote, row by row."""
 
     def column(self, batch: RolloutBatch, name: str, device: torch.device) -> Any:
         """Column [R, T] of the whole batch → [r, T] of this micro-batch; None if it is not set."""
@@ -97,7 +98,7 @@ class Sequences:
     def padded(self, rows: Tensor) -> MicroBatch:
         """One input row for each of `rows`."""
         ids, _, in_response = self._rectangle(rows)
-        return self._micro_batch(rows, ids, in_response, response=rows)
+        return self._micro_batch(rows, ids, self._written(rows, in_response), response=rows)
 
     def packed(self, rows: Tensor) -> MicroBatch:
         """One input row for all of `rows`, without padding."""
@@ -107,7 +108,7 @@ class Sequences:
         return self._micro_batch(
             rows,
             ids[real][None],
-            in_response[real][None],
+            self._written(rows, in_response)[real][None],
             response=rows.repeat_interleave(self.lengths[rows])[None],
             position_ids=positions[real][None],
             packing=Packing(Rectangle.of(self.lengths[rows])),
@@ -131,7 +132,7 @@ class Sequences:
         mask = self._mask(rows)
         predicted_at = torch.zeros(mask.shape, dtype=torch.long)
         predicted_at[:, 0] = (prompt_lengths.cumsum(0) - 1)[prompt_of]
-        continued = mask[:, 1:]
+        continued = in_input[:, : mask.shape[1] - 1]
         predicted_at[:, 1:][continued] = border + torch.arange(int(input_lengths.sum()))
         owner = torch.cat([torch.full((border,), -1), rows.repeat_interleave(input_lengths)])
         return MicroBatch(
@@ -140,7 +141,9 @@ class Sequences:
             position_ids=torch.cat([prompt_positions, input_positions])[None],
             packing=Packing(Rectangle.of(input_lengths), Rectangle.of(prompt_lengths), prompt_of),
             response=owner[None],
-            tokens=(owner >= 0)[None],
+            tokens=torch.cat([torch.zeros(border, dtype=torch.bool), mask[in_input[:, : mask.shape[1]]]])[
+                None
+            ],
             logit_positions=predicted_at[mask],
             mask=mask,
             targets=inputs[:, : mask.shape[1]][mask],
@@ -170,6 +173,12 @@ class Sequences:
     def _mask(self, rows: Tensor) -> Tensor:
         return self.batch.response_mask[rows, : int(self.response_lengths[rows].max())]
 
+    def _written(self, rows: Tensor, in_response: Tensor) -> Tensor:
+        """bool[r, S]: where the rectangle holds tokens that the policy wrote."""
+        found = torch.zeros_like(in_response)
+        found[in_response] = self.batch.response_mask[rows][self.batch.present[rows]]
+        return found
+
     def _rectangle(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Ids long[r, S], padded on the right, and where the prompt and the response are, bool[r, S]."""
         prompt_lengths = self.prompt_lengths[rows, None]
@@ -181,7 +190,7 @@ class Sequences:
         prompts = self.prompts[self.batch.group[rows]]
         # Selections go row by row on both sides, so a row's tokens land in that row, in order.
         ids[in_prompt] = prompts[torch.arange(prompts.shape[1]) < prompt_lengths]
-        ids[in_response] = self.batch.responses[rows][self.batch.response_mask[rows]]
+        ids[in_response] = self.batch.responses[rows][self.batch.present[rows]]
         return ids, in_prompt, in_response
 
 

@@ -42,7 +42,7 @@ def check_prompts(evaluation: list[list[int]], update: list[list[int]]) -> None:
 
 def check_batch(batch: RolloutBatch, name: str, vocabulary: int) -> None:
     """Refuse a batch from a file that does not fit the model or says nothing."""
-    empty = (batch.response_lengths == 0).nonzero().flatten().tolist()
+    empty = (batch.written_counts == 0).nonzero().flatten().tolist()
     if empty:
         raise GradtraceError(
             f"{name}: response {empty[0]} has no tokens ({len(empty)} such); remove it from the batch"

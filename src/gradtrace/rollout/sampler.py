@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,32 +17,7 @@ from gradtrace.rollout.decoder import Decoder, ModelDecoder, Prompts
 from gradtrace.rollout.draw import draw
 from gradtrace.rollout.llama_decoder import LlamaDecoder
 from gradtrace.rollout.params import SamplingParams
-
-
-@dataclass
-class Responses:
-    """What has been sampled so far, one row per response in the caller's order; R rows, T = max_new_tokens."""
-
-    tokens: Tensor
-    """long[R, T], pad after the end."""
-    log_probs: Tensor
-    """float32[R, T]."""
-    lengths: Tensor
-    """long[R]."""
-    finished: Tensor
-    """bool[R]."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where responses begin: what stands before them, how many they are, how long they may become."""
-
-    ids: list[int]
-    n: int
-    limit: int
-    """A response without a stop token ends after this many tokens."""
-    banned: tuple[int, ...] = ()
-    """Tokens that none of its responses begins with; the first token is drawn from the others, in proportion."""
+from gradtrace.rollout.turns import Environment, Responses, Start, in_turns
 
 
 class Sampler:
@@ -53,11 +28,19 @@ class Sampler:
     The model is read at every call, so it may be trained in between.
     """
 
-    def __init__(self, model: Any, pad_token_id: int = 0, max_batch_tokens: int = 32_768) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pad_token_id: int = 0,
+        max_batch_tokens: int = 32_768,
+        environment: Environment | None = None,
+        max_turns: int = 1,
+    ) -> None:
         """`model`: a transformers causal LM, or peft's wrapper around one.
 
         `pad_token_id` fills responses after their end; it is never shown to the model.
         `max_batch_tokens` bounds rows x (prompt + response) held in the cache at once; at least one row runs.
+        `environment` answers calls, after which the policy goes on, up to `max_turns` turns.
         """
         if max_batch_tokens < 1:
             raise GradtraceError(f"max_batch_tokens={max_batch_tokens}; it must be at least 1")
@@ -70,6 +53,8 @@ class Sampler:
         self.model = model
         self.pad_token_id = pad_token_id
         self.max_batch_tokens = max_batch_tokens
+        self.environment = environment
+        self.max_turns = max_turns
 
     def generate(
         self,
@@ -90,11 +75,14 @@ class Sampler:
         starts = [Start(list(prompt), params.n, params.max_new_tokens) for prompt in prompts]
         responses = self.respond(starts, params, generator, progress)
         longest = int(responses.lengths.max())
+        mask = torch.arange(longest) < responses.lengths[:, None]
         return RolloutBatch(
             prompts=[list(prompt) for prompt in prompts],
             group=torch.arange(len(prompts)).repeat_interleave(params.n),
             responses=responses.tokens[:, :longest].clone(),
-            response_mask=torch.arange(longest) < responses.lengths[:, None],
+            response_mask=mask if responses.written is None else responses.written[:, :longest].clone(),
+            lengths=None if responses.written is None else responses.lengths,
+            segments=responses.segments,
             finished=responses.finished,
             sampler_log_probs=responses.log_probs[:, :longest].clone(),
             items=list(items or []),
@@ -108,7 +96,28 @@ class Sampler:
         progress: Callable[[int, int], None] | None = None,
     ) -> Responses:
         """Responses to every start in order, each as many and as long as it says (`params.n` and
-        `params.max_new_tokens` do not count). Randomness and progress are as in `generate`."""
+        `params.max_new_tokens` do not count), with all turns where there is an environment. Randomness and progress
+        are as in `generate`, for each turn."""
+        if self.environment is None:
+            return self._one_turn(starts, params, generator, progress)
+        stops = (*params.stop_token_ids, *self.environment.stop_token_ids)
+        turn = replace(params, stop_token_ids=stops)
+        return in_turns(
+            lambda these: self._one_turn(these, turn, generator, progress),
+            starts,
+            self.environment,
+            self.max_turns,
+            self.pad_token_id,
+        )
+
+    def _one_turn(
+        self,
+        starts: list[Start],
+        params: SamplingParams,
+        generator: torch.Generator | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> Responses:
+        """Responses up to the first stop token."""
         self._check(starts)
         row_start = torch.tensor([index for index, start in enumerate(starts) for _ in range(start.n)])
         row_count, longest = len(row_start), max(start.limit for start in starts)

@@ -77,10 +77,10 @@ class Chain:
         return zlib.crc32(self.prompt.encode()) % VALIDATION_SHARE == 0
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(vocabulary: list[str] = VOCABULARY) -> PreTrainedTokenizerFast:
     """One token per character."""
     tokenizer = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>")
+        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

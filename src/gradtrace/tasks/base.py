@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from gradtrace.rollout.turns import Environment
+
 Item = dict[str, Any]
 """All that is known about a prompt: its text under "prompt", "answer", "source", and the task's own keys."""
 
@@ -25,6 +27,8 @@ class Task(ABC):
     name: str
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
+    environment: Environment | None = None
+    """What answers the policy's calls, in a task of several turns (`rollout.max_turns`)."""
 
     @abstractmethod
     def next_prompts(self, count: int) -> list[Prompt]:

@@ -1,8 +1,8 @@
-"""The demo's starting policy: a tiny transformer that has learnt the task, and then wrong habits.
+"""The demos' starting policies: a tiny transformer that has learnt the task, and then wrong habits.
 
-Stage 1 trains on correct chains until they are sampled right often enough; stage 2 briefly on chains with
-`misapply` steps, down to about 20 % correct. RL has those habits to unlearn. The result is a plain transformers
-folder, kept under a name made from the settings, so that the next run starts at once.
+Stage 1 trains on right responses until they are sampled often enough; stage 2 briefly on responses with wrong steps
+(`misapply`, or a guess instead of a call), down to about 20 % correct. RL has those habits to unlearn. The result is a
+plain transformers folder, kept under a name made from the settings, so that the next run starts at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gradtrace.algorithms.logits import log_probs_from_logits
-from gradtrace.config import ArithmeticConfig
+from gradtrace.config import ArithmeticConfig, CalculatorConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.arithmetic import VOCABULARY, Chain, build_tokenizer
+from gradtrace.tasks import arithmetic, calculator
+from gradtrace.tasks.arithmetic import VOCABULARY, Chain
 from gradtrace.trace.atomic import atomic_directory
 
 VERSION = 1
@@ -31,9 +33,13 @@ WARMUP_STEPS = 20
 
 Progress = Callable[[str, int, float], None]
 """(stage, step, accuracy so far) while it runs."""
+Lessons = Callable[[random.Random, int, float], tuple[Tensor, Tensor]]
+"""(rng, how many, probability that a step goes wrong) → long[count, S], prompts and responses, padded on the right; and
+bool[count, S]: what the policy has to write of them."""
+TinyConfig = ArithmeticConfig | CalculatorConfig
 
 
-def warm_start(config: ArithmeticConfig, cache: Path, progress: Progress | None = None) -> Path:
+def warm_start(config: TinyConfig, cache: Path, progress: Progress | None = None) -> Path:
     """The folder of the warm-started model, made now if it is not in the cache."""
     settings = json.dumps({"version": VERSION, **dataclasses.asdict(config)}, sort_keys=True)
     folder = cache / f"warm_start_{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
@@ -42,20 +48,26 @@ def warm_start(config: ArithmeticConfig, cache: Path, progress: Progress | None 
     model = train(config, progress or (lambda stage, step, accuracy: None))
     with atomic_directory(folder) as unfinished:
         model.save_pretrained(unfinished)
-        build_tokenizer().save_pretrained(unfinished)
+        task = arithmetic if isinstance(config, ArithmeticConfig) else calculator
+        task.build_tokenizer().save_pretrained(unfinished)
         (unfinished / "warm_start.json").write_text(settings)
     return folder
 
 
-def build_model(config: ArithmeticConfig, seed: int) -> Qwen2ForCausalLM:
+def build_model(config: TinyConfig, seed: int) -> Qwen2ForCausalLM:
+    name, vocabulary = (
+        ("arithmetic", VOCABULARY)
+        if isinstance(config, ArithmeticConfig)
+        else ("calculator", calculator.VOCABULARY)
+    )
     if config.hidden_size % config.heads:
         raise GradtraceError(
-            f"task.arithmetic.heads={config.heads} does not divide hidden_size={config.hidden_size}."
+            f"task.{name}.heads={config.heads} does not divide hidden_size={config.hidden_size}."
         )
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(VOCABULARY),
+            vocab_size=len(vocabulary),
             hidden_size=config.hidden_size,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
@@ -69,10 +81,10 @@ def build_model(config: ArithmeticConfig, seed: int) -> Qwen2ForCausalLM:
     )
 
 
-def train(config: ArithmeticConfig, progress: Progress) -> Qwen2ForCausalLM:
+def train(config: TinyConfig, progress: Progress) -> Qwen2ForCausalLM:
     settings = config.warm_start
     rng = random.Random(f"warm_start/{settings.seed}")
-    model = build_model(config, settings.seed)
+    model, lessons = build_model(config, settings.seed), lessons_of(config)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -83,8 +95,8 @@ def train(config: ArithmeticConfig, progress: Progress) -> Qwen2ForCausalLM:
         step += 1
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / WARMUP_STEPS)
-        tokens = draw_tokens(rng, config.operations, settings.batch_size, corruption)
-        loss = -response_log_probs(model, tokens, config.operations).mean()
+        tokens, learnt = lessons(rng, settings.batch_size, corruption)
+        loss = -learnt_log_probs(model, tokens, learnt).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -92,15 +104,27 @@ def train(config: ArithmeticConfig, progress: Progress) -> Qwen2ForCausalLM:
     for number in range(1, settings.max_steps + 1):
         learn(0.0)
         if number % CHECK_EVERY == 0:
-            reached = accuracy(model, rng, config.operations)
+            reached = accuracy(model, rng, lessons)
             progress("clean chains", number, reached)
             if reached >= settings.target_accuracy:
                 break
     for number in range(1, settings.corrupted_steps + 1):
         learn(settings.corruption)
         if number % CHECK_EVERY == 0:
-            progress("wrong habits", number, accuracy(model, rng, config.operations))
+            progress("wrong habits", number, accuracy(model, rng, lessons))
     return model.eval()
+
+
+def lessons_of(config: TinyConfig) -> Lessons:
+    if isinstance(config, CalculatorConfig):
+        return partial(calculator.draw_lessons, config)
+    prompt = 2 * config.operations + 2
+
+    def draw(rng: random.Random, count: int, corruption: float) -> tuple[Tensor, Tensor]:
+        tokens = draw_tokens(rng, config.operations, count, corruption)
+        return tokens, (torch.arange(tokens.shape[1]) >= prompt).expand(tokens.shape)
+
+    return draw
 
 
 def draw_tokens(rng: random.Random, operations: int, count: int, corruption: float = 0.0) -> Tensor:
@@ -114,15 +138,15 @@ def draw_tokens(rng: random.Random, operations: int, count: int, corruption: flo
     return torch.tensor(rows)
 
 
-def response_log_probs(model: Qwen2ForCausalLM, tokens: Tensor, operations: int) -> Tensor:
-    """Log-probs float[count, T] of the tokens after the prompt."""
-    prompt = 2 * operations + 2
-    logits = model(tokens[:, :-1], use_cache=False).logits[:, prompt - 1 :]
-    return log_probs_from_logits(logits, tokens[:, prompt:])
+def learnt_log_probs(model: Qwen2ForCausalLM, tokens: Tensor, learnt: Tensor) -> Tensor:
+    """Log-probs float[N] of the tokens that the policy has to write, row by row."""
+    logits = model(tokens[:, :-1], use_cache=False).logits[learnt[:, 1:]]
+    return log_probs_from_logits(logits, tokens[learnt])
 
 
 @torch.no_grad()
-def accuracy(model: Qwen2ForCausalLM, rng: random.Random, operations: int, chains: int = 256) -> float:
-    """Mean probability of sampling the whole correct response: its accuracy without the noise of sampling."""
-    tokens = draw_tokens(rng, operations, chains)
-    return float(response_log_probs(model, tokens, operations).sum(-1).exp().mean())
+def accuracy(model: Qwen2ForCausalLM, rng: random.Random, lessons: Lessons, count: int = 256) -> float:
+    """Mean probability of sampling the whole right response: its accuracy without the noise of sampling."""
+    tokens, learnt = lessons(rng, count, 0.0)
+    found = torch.zeros(tokens.shape).masked_scatter(learnt, learnt_log_probs(model, tokens, learnt))
+    return float(found.sum(-1).exp().mean())

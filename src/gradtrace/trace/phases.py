@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from gradtrace.batch import RolloutBatch
+from gradtrace.batch import RolloutBatch, Segment
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.atomic import DamagedError, atomic_write, make_folder, remove_leftovers, seal, unseal
 
@@ -78,7 +79,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def save_batch(batch: RolloutBatch, sampling: dict[str, Any], path: Path) -> None:
     """`sampling`: the parameters it was drawn with (temperature, top_p, top_k)."""
-    notes = {"items": batch.items, "texts": batch.texts, "sampling": sampling}
+    own = batch.segments
+    segments = None if own is None else [[dataclasses.astuple(part) for part in parts] for parts in own]
+    notes = {"items": batch.items, "texts": batch.texts, "segments": segments, "sampling": sampling}
     metadata = {name: json.dumps(value) for name, value in notes.items()}
     atomic_write(path, save(batch.to_tensors(), metadata))
 
@@ -88,7 +91,9 @@ def load_batch(path: Path) -> tuple[RolloutBatch, dict[str, Any]]:
     tensors, notes = load_tensors(path)
     try:
         texts = {name: json.loads(notes[name]) for name in ("items", "texts")}
-        batch = RolloutBatch.from_tensors(tensors, **texts)
+        segments = json.loads(notes.get("segments", "null"))
+        parts = None if segments is None else [[Segment(*part) for part in own] for own in segments]
+        batch = RolloutBatch.from_tensors(tensors, **texts, segments=parts)
         return batch, json.loads(notes["sampling"])
     except (KeyError, TypeError, ValueError) as error:
         raise GradtraceError(f"{path} is not a batch that we saved: {error}") from error

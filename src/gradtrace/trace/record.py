@@ -29,7 +29,13 @@ from gradtrace.errors import GradtraceError
 
 logger = logging.getLogger(__name__)
 
-Level = Literal["meta", "group", "response", "token", "pairwise", "continuation"]
+Level = Literal["meta", "group", "response", "token", "pairwise", "continuation", "segment"]
+
+TURN_COLUMNS = (
+    *("loss_mask", "segment_offsets", "segment_start", "segment_turn", "segment_role"),
+    *("segment_tool_offsets", "segment_tool"),
+)
+"""What files of every kind have where responses hold tokens that the policy did not write."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class InstrumentRecord:
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of all columns that its step files may have."""
-        return self.required + self.optional
+        return self.required + self.optional + TURN_COLUMNS
 
     @property
     def knob(self) -> str:

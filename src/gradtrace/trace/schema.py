@@ -7,6 +7,7 @@ step of it is one npz file of flat one-dimensional arrays. With G groups (prompt
     level response   one value per response            [R]
     level token      one value per response token      [N], response r at token_offsets[r]:token_offsets[r+1]
     level continuation  one value per sampled continuation  [C]
+    level segment    one value per segment of a response that one author wrote
     level pairwise   effect of a token on a response   blocks [T_r, n_r], row-major, one per response
     level meta       about the file
 
@@ -27,7 +28,7 @@ from gradtrace.trace.kinds.counterfactual import COUNTERFACTUAL
 from gradtrace.trace.kinds.entropy_probe import ENTROPY_PROBE, ProbeBatch
 from gradtrace.trace.kinds.entropy_trace import ENTROPY_TRACE
 from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE, PAIRWISE
-from gradtrace.trace.kinds.shared import SIGN_STATEMENT, GroupStatus, Selection
+from gradtrace.trace.kinds.shared import SIGN_STATEMENT, GroupStatus, SegmentRole, Selection
 from gradtrace.trace.kinds.tracin import TRACIN, TracinReason
 from gradtrace.trace.record import COLUMNS, KINDS, Column
 
@@ -46,6 +47,7 @@ __all__ = [
     "GroupStatus",
     "ProbeBatch",
     "SchemaError",
+    "SegmentRole",
     "Selection",
     "TracinReason",
     "check_layout",
@@ -57,7 +59,12 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-COUNTED_BY = {"group": "group_id", "response": "group", "continuation": "continuation_response"}
+COUNTED_BY = {
+    "group": "group_id",
+    "response": "group",
+    "continuation": "continuation_response",
+    "segment": "segment_start",
+}
 """For each level: the column that every file with something of that level has, one value each."""
 
 # Columns that another column of the same file decides, filled in when the caller leaves them out.

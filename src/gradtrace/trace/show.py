@@ -15,7 +15,7 @@ from gradtrace.trace import schema
 from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.step import Response, Step
 from gradtrace.trace.token_text import TokenBytes
-from gradtrace.trace.units import aggregate, units_of
+from gradtrace.trace.units import aggregate, turns_of, units_of
 
 
 def score_columns(step: Step) -> list[str]:
@@ -71,7 +71,7 @@ def show_group(
     unit: str = "token",
 ) -> None:
     """`column`: None where tokens have no scores, as in a TracIn trace; then a response's line has its own. `unit`:
-    token, sentence or line, that a number is shown for."""
+    token, sentence, line or turn, that a number is shown for."""
     group = step.group(group_index)
     status = f" · {group.status.name.lower()}" if group.status is not None else ""
     console.print(
@@ -87,7 +87,7 @@ def show_group(
         return
     if column is not None:
         console.print(Text(f"{column}: {schema.COLUMNS[column].meaning}", style="dim"))
-    shown_tokens = {r: _by_unit(step.tokens(r), column, token_bytes, unit) for r in group.responses}
+    shown_tokens = {r: _by_unit(step, r, column, token_bytes, unit) for r in group.responses}
     scale = _scale([tokens for _, tokens in shown_tokens.values()], column) if column else 1.0
     for r, (shown, tokens) in shown_tokens.items():
         console.print(Text(_headline(step.response(r)), style="bold"))
@@ -114,14 +114,18 @@ def _headline(response: Response) -> str:
 
 
 def _by_unit(
-    tokens: dict[str, np.ndarray], column: str | None, token_bytes: TokenBytes | None, unit: str
+    step: Step, r: int, column: str | None, token_bytes: TokenBytes | None, unit: str
 ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """The pieces of a response and their numbers: its tokens, or its sentences or lines with sums or means."""
+    """The pieces of a response and their numbers: its tokens, or its sentences, lines or turns with sums or means."""
+    tokens = step.tokens(r)
     shown = pieces(tokens["token_id"], token_bytes, continues=True)
     if unit == "token" or column is None or token_bytes is None:
         return shown, tokens
-    texts = [token.text for token in token_bytes.texts(tokens["token_id"], continues=True)]
-    units = units_of(texts, unit)
+    if unit == "turn":
+        units = turns_of([part.start for part in step.segments(r)], len(shown))
+    else:
+        texts = [token.text for token in token_bytes.texts(tokens["token_id"], continues=True)]
+        units = units_of(texts, unit)
     names = [name for name in (column, "entropy", "log_prob") if name in tokens]
     joined = [
         "".join(np.array(shown, object)[units == each]) for each in range(int(units.max(initial=-1)) + 1)

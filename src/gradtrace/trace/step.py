@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtrace.batch import Segment
 from gradtrace.trace import schema
 from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
@@ -126,6 +127,26 @@ class Step:
             return None
         credit = Credit(self["credit"][r]) if "credit" in self else known[0]
         return self._slice(SCORE_OF_CREDIT[credit], r)
+
+    def written(self, r: int) -> np.ndarray:
+        """bool[T_r]: the tokens of response r that the policy wrote; the others are never scored."""
+        return self._slice("loss_mask", r) if "loss_mask" in self else np.ones(int(self["length"][r]), bool)
+
+    def segments(self, r: int) -> list[Segment]:
+        """Who wrote which part of response r; one segment of the policy where the file does not say."""
+        if "segment_start" not in self:
+            return [Segment(0, 0, "assistant")]
+        first, last = self["segment_offsets"][r : r + 2].tolist()
+        names = self["segment_tool_offsets"]
+        return [
+            Segment(
+                int(self["segment_start"][k]),
+                int(self["segment_turn"][k]),
+                schema.SegmentRole(self["segment_role"][k]).name.lower(),
+                self["segment_tool"][names[k] : names[k + 1]].tobytes().decode(errors="replace"),
+            )
+            for k in range(first, last)
+        ]
 
     def pairwise(self, r: int) -> Pairwise | None:
         """The block of response r, None where none is stored."""

@@ -1,4 +1,4 @@
-"""Sentences and lines of a response: long answers are read in them, so numbers can be shown for them as well."""
+"""Sentences, lines and turns of a response: long answers are read in them, so numbers can be shown for them as well."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-UNITS = ("token", "sentence", "line")
+UNITS = ("token", "sentence", "line", "turn")
 SUMMED = ("influence", "delta_v", "share")
 """Columns whose names contain one of these add up over a unit; of the others the mean is taken."""
 _ENDS = {
@@ -23,6 +23,11 @@ def units_of(texts: list[str], by: str) -> np.ndarray:
     ends = [match.end() for match in _ENDS[by].finditer("".join(texts))]
     starts = np.cumsum([0, *map(len, texts)])[:-1]
     return np.searchsorted(ends, starts, side="right")
+
+
+def turns_of(starts: list[int], length: int) -> np.ndarray:
+    """int[T]: the number of the segment that each token is in: what the policy wrote in a turn, or what it was told."""
+    return np.searchsorted(np.array(starts), np.arange(length), side="right") - 1
 
 
 def aggregate(column: str, values: np.ndarray, units: np.ndarray) -> np.ndarray:

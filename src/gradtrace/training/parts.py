@@ -6,17 +6,19 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
 from gradtrace.algorithms import advantage, policy_loss
-from gradtrace.config import Config, RewardConfig
+from gradtrace.config import Config, RewardConfig, RolloutConfig
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import Policy, Reference, load_policy, load_reference
 from gradtrace.rollout import Sampler
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
+from gradtrace.tasks.calculator import CalculatorTask
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.rewards import RewardFunction, add_rewards, load_user_reward, named_reward
 from gradtrace.tasks.tokenizer import load_tokenizer
@@ -44,7 +46,7 @@ class Parts:
 
 def build_parts(config: Config, checkpoint: Path | None = None, progress: Progress | None = None) -> Parts:
     """Load the model and the data, from the start or with the weights of a checkpoint."""
-    if config.task.name == "arithmetic":
+    if config.task.name in ("arithmetic", "calculator"):
         torch.set_num_threads(config.trainer.cpu_threads or SMALL_MODEL_THREADS)  # for the warm start as well
     reward = build_reward(config.reward)
     path, task = build_task(config, progress)
@@ -63,7 +65,7 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
         task=task,
         reward=reward or RewardFunction(f"{task.name}.reward", task.reward),
         policy=policy,
-        sampler=Sampler(policy.model, task.tokenizer.pad_token_id, config.rollout.max_batch_tokens),
+        sampler=build_sampler(policy.model, task, config.rollout),
         optimizer=Optimizer(policy.trainable(), config.actor.optim, config.trainer.total_steps),
         reference=reference,
         critic=critic,
@@ -72,6 +74,11 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
             for index, name in enumerate(("rollout", "update"))
         },
     )
+
+
+def build_sampler(model: Any, task: Task, config: RolloutConfig) -> Sampler:
+    pad, environment = task.tokenizer.pad_token_id, task.environment
+    return Sampler(model, pad, config.max_batch_tokens, environment, config.max_turns)
 
 
 def seed_global_generators(seed: int) -> None:
@@ -83,10 +90,13 @@ def seed_global_generators(seed: int) -> None:
 
 def build_task(config: Config, progress: Progress | None) -> tuple[str | Path, Task]:
     """The task, and the model to start from."""
+    cache, seed = Path(config.trainer.runs_dir) / ".cache", config.trainer.seed
     if config.task.name == "arithmetic":
-        cache = Path(config.trainer.runs_dir) / ".cache"
         path = config.model.path or warm_start(config.task.arithmetic, cache, progress)
-        return path, ArithmeticTask(config.task.arithmetic, config.trainer.seed)
+        return path, ArithmeticTask(config.task.arithmetic, seed)
+    if config.task.name == "calculator":
+        path = config.model.path or warm_start(config.task.calculator, cache, progress)
+        return path, CalculatorTask(config.task.calculator, seed)
     path = config.model.path
     return path, DatasetTask(config.data, load_tokenizer(path), config.trainer.seed)
 

@@ -73,6 +73,8 @@ class Material:
     """Stored scores; empty where there are none."""
     origin: str
     """Where the scores that are judged come from."""
+    written: list[Tensor]
+    """Of each response which tokens the policy wrote."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +228,11 @@ def of_trace(step: Step, groups: int) -> Material:
     rows = [r for g in order[:groups] for r in np.flatnonzero(number == g).tolist()]
     prompts = [torch.from_numpy(step.group(int(number[r])).prompt_ids.astype(np.int64)) for r in rows]
     tokens = [torch.from_numpy(step.tokens(r)["token_id"].astype(np.int64)) for r in rows]
-    scores = {place: torch.from_numpy(np.array(step.influence(r))).double() for place, r in enumerate(rows)}
+    written = [torch.from_numpy(step.written(r)) for r in rows]
+    scores = {
+        place: torch.from_numpy(np.array(step.influence(r))).double()[written[place]]
+        for place, r in enumerate(rows)
+    }
     given: dict[str, Scores] = {STORED: scores}
     kinds = sorted({int(credit[r]) for r in rows})
     for kind in kinds if len(kinds) > 1 else ():
@@ -247,6 +253,7 @@ def of_trace(step: Step, groups: int) -> Material:
         torch.from_numpy(step["advantage"][rows].astype(np.float64)),
         given,
         origin,
+        written,
     )
 
 
@@ -284,6 +291,7 @@ def sampled(loaded: Loaded, settings: Settings, store: PhaseStore, progress: Pro
         response_advantages(batch).double(),
         {},
         "fresh",
+        [mask[:n] for mask, n in zip(batch.response_mask, batch.response_lengths.tolist(), strict=True)],
     )
 
 
@@ -294,7 +302,7 @@ def trial_of(run: Config, loaded: Loaded, material: Material) -> Trial:
     for parameter, state in loaded.optimizer.state.items():
         for key, value in state.items():
             state[key] = in_precision(value, parameter)
-    lengths = [len(s) - p for s, p in zip(material.sequences, material.prompt_lengths, strict=True)]
+    lengths = [int(mask.sum()) for mask in material.written]
     per_step = (run.actor.mini_batch_size or run.data.train_batch_size) * run.rollout.n
     return Trial(
         loaded.policy.model,
@@ -307,6 +315,7 @@ def trial_of(run: Config, loaded: Loaded, material: Material) -> Trial:
         temperature=run.rollout.temperature,
         grad_clip=run.actor.optim.grad_clip,
         tokens=round(per_step * sum(lengths) / len(lengths)),
+        written=material.written,
     )
 
 

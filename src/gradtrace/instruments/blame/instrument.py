@@ -96,7 +96,7 @@ class BlameInstrument(StepObserver):
             return nullcontext()
         micro = backward.micro
         self._terms = backward.token_terms
-        self._weights[micro.rows] = backward.token_weights[:, 0].double().cpu()
+        self._weights[micro.rows] = backward.token_weights.amax(1).double().cpu()
         self._now.optimizer_step[micro.rows] = backward.number
         return (
             self.gradients.capture(response=micro.response, tokens=micro.tokens)

@@ -35,6 +35,8 @@ def choose(words: str, group: Measurement, clues: Clues, only: list[int] | None 
     nodes[[0, *group.ends]] = True
     for r in range(len(group.responses)) if only is None else only:
         for position in _positions(words, group, clues, r):
+            if group.written is not None and not group.written[r][position]:
+                continue
             node = tree.paths[r][position]
             nodes[[node, tree.parent[node]]] = True
     return nodes

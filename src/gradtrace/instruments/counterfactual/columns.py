@@ -17,7 +17,7 @@ from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
 
 RESPONSE_COLUMNS = ("row", "finished", "accepted", "advantage")
-TOKEN_COLUMNS = ("entropy", "log_prob")
+TOKEN_COLUMNS = ("entropy", "log_prob", "loss_mask")
 
 
 @dataclass(eq=False)
@@ -89,13 +89,14 @@ def _group(step: Step, g: int, about: dict[str, Any]) -> MeasuredGroup:
         rewards=step["reward"][group.responses].astype(float),
         ended=np.array(
             [
-                bool(step["finished"][r]) or len(own) == limit
+                bool(step["finished"][r]) or len(own) == limit or about.get("max_turns", 1) > 1
                 for r, own in zip(group.responses, responses, strict=True)
             ]
         ),
         log_probs=[own["sampling_log_prob"].astype(float) for own in tokens],
         measured=measured,
         samples=list(_samples(step, group.responses, tree)),
+        written=[own["loss_mask"] for own in tokens] if "loss_mask" in step else None,
     )
     columns = {name: step[name][group.responses] for name in RESPONSE_COLUMNS if name in step}
     for name in TOKEN_COLUMNS:

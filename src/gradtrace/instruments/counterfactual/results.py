@@ -29,14 +29,17 @@ def results(group: Measurement) -> list[Counterfactual]:
     """The estimates of a group's responses."""
     values = group.values()
     found = []
-    for path, reward in zip(group.tree.paths, group.rewards, strict=True):
+    for r, (path, reward) in enumerate(zip(group.tree.paths, group.rewards, strict=True)):
+        delta, stderr = values.delta[path], values.delta_stderr[path]
+        if group.written is not None:
+            delta[~group.written[r]] = stderr[~group.written[r]] = np.nan
         along = [0, *path]
         found.append(
             Counterfactual(
                 value=values.value[along],
                 value_stderr=np.sqrt(values.variance[along]),
-                delta_v=values.delta[path],
-                stderr=values.delta_stderr[path],
+                delta_v=delta,
+                stderr=stderr,
                 reward=float(reward),
             )
         )

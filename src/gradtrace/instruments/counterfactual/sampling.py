@@ -43,8 +43,11 @@ class Continuations:
         self._judge = judge
         self._known: dict[str, float] = {}
 
-    def begin(self, prompt: list[int], responses: list[list[int]]) -> Measurement:
-        """The responses with their rewards and probabilities; nothing is measured yet."""
+    def begin(
+        self, prompt: list[int], responses: list[list[int]], written: list[np.ndarray] | None = None
+    ) -> Measurement:
+        """The responses with their rewards and probabilities; nothing is measured yet. `written`: which of their tokens
+        the policy wrote; None: all."""
         longest = max(len(response) for response in responses)
         if longest > self.params.max_new_tokens:
             raise GradtraceError(
@@ -53,16 +56,21 @@ class Continuations:
         ended = [
             len(response) == self.params.max_new_tokens
             or response[-1:] in [[s] for s in self.params.stop_token_ids]
+            or self.sampler.environment is not None
             for response in responses
         ]
+        log_probs = [self.log_probs(prompt, response) for response in responses]
+        for own, mask in zip(log_probs, written or [], strict=False):
+            own[~mask] = np.nan
         return Measurement(
             prompt=list(prompt),
             responses=[list(response) for response in responses],
             rewards=np.array(self.rewards(responses)),
             ended=np.array(ended),
-            log_probs=[self.log_probs(prompt, response) for response in responses],
+            log_probs=log_probs,
             measured=np.zeros(len(PrefixTree(responses)), bool),
             samples=[],
+            written=written,
         )
 
     def log_probs(self, prompt: list[int], response: list[int]) -> np.ndarray:
@@ -97,6 +105,7 @@ class Continuations:
                 int(nodes[node]),
                 self.params.max_new_tokens - len(prefix),
                 tuple(tree.children[node]),
+                group.turn(node),
             )
             for node, prefix in zip(chosen, prefixes, strict=True)
         ]

@@ -93,10 +93,14 @@ class Measurement:
     ended: np.ndarray
     """bool[R]: nothing can follow the response: it has a stop token, or is as long as one may be."""
     log_probs: list[np.ndarray]
-    """Of each response's tokens, in the distribution that continuations are drawn from."""
+    """Of each response's tokens, in the distribution that continuations are drawn from; NaN where the policy did not
+    write them."""
     measured: np.ndarray
     """bool[N]: the nodes of the tree whose V is asked for."""
     samples: list[Sample]
+    written: list[np.ndarray] | None = None
+    """Of each response which tokens the policy wrote; None: all. The others follow for certain from what stands before
+    them, as a calculator's results do: their probability is 1, and they have no ΔV."""
 
     @cached_property
     def tree(self) -> PrefixTree:
@@ -107,7 +111,7 @@ class Measurement:
         """float64[N]: of each node's token after its parent."""
         found = np.ones(len(self.tree))
         for path, log_probs in zip(self.tree.paths, self.log_probs, strict=True):
-            found[path] = np.exp(log_probs)
+            found[path] = np.exp(np.nan_to_num(log_probs))
         return found
 
     @cached_property
@@ -128,6 +132,13 @@ class Measurement:
     def measure(self, nodes: np.ndarray) -> None:
         """Ask for V at these nodes as well (bool[N])."""
         self.measured = self.measured | nodes
+
+    def turn(self, node: int) -> int:
+        """Turns of the policy that are over at a node: what others wrote stands after each."""
+        if self.written is None:
+            return 0
+        own = self.written[self.tree.owner[node]][: self.tree.depth[node]]
+        return int((own[:-1] & ~own[1:]).sum())
 
     def stretches(self) -> Stretches:
         return Stretches.of(self)

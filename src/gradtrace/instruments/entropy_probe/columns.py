@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import response_columns, token_column
+from gradtrace.instruments.columns import response_columns, token_column, turn_columns, with_gaps
 from gradtrace.instruments.entropy_probe.estimates import Measured, Tokens, covariance_change
 from gradtrace.instruments.entropy_probe.probe import Prediction, Shares
 from gradtrace.trace.schema import ProbeBatch, ragged
@@ -86,8 +86,12 @@ class Probed:
         e["reward"] = np.full(len(evaluation), np.nan, np.float32)
         prompts = [update.prompts[group] for group in u_groups.tolist()] + evaluation.prompts
         prompt_ids, prompt_offsets = ragged(prompts)
+        both = [update.select(rows).only().replace(items=[]), evaluation.only().replace(items=[])]
         u_tokens = int(update.response_lengths[rows].sum())
-        e_tokens = len(prediction.d_entropies)
+        e_tokens = int(evaluation.response_lengths.sum())
+
+        def of_e(values: Any) -> np.ndarray:
+            return with_gaps(values, evaluation, e_rows)
 
         def joined(first: Any, second: Any) -> np.ndarray:
             return np.concatenate([np.asarray(first), np.asarray(second)])
@@ -99,6 +103,7 @@ class Probed:
             "group": joined(place, len(u_groups) + evaluation.group),
             "row": joined(rows, np.full(len(evaluation), -1)),
             **{name: joined(u[name], e[name]) for name in ("reward", "length", "finished", "token_id")},
+            **turn_columns(RolloutBatch.concat(both)),
             "accepted": joined(u["accepted"], np.zeros(len(evaluation), bool)),
             "advantage": joined(u["advantage"], np.full(len(evaluation), np.nan, np.float32)),
             "batch": joined(
@@ -106,15 +111,15 @@ class Probed:
                 np.full(len(evaluation), int(ProbeBatch.EVALUATION)),
             ),
             "share": joined(self.shares.responses, np.zeros(len(evaluation))),
-            "token_share": joined(self.shares.tokens, np.zeros(e_tokens)),
+            "token_share": joined(with_gaps(self.shares.tokens, update, rows), np.zeros(e_tokens)),
             "entropy": joined(
-                token_column(update.need("entropies"), update, rows), prediction.base.entropies
+                token_column(update.need("entropies"), update, rows), of_e(prediction.base.entropies)
             ),
             "log_prob": joined(
-                token_column(update.need("old_log_probs"), update, rows), prediction.base.log_probs
+                token_column(update.need("old_log_probs"), update, rows), of_e(prediction.base.log_probs)
             ),
-            "entropy_change": joined(np.zeros(u_tokens), prediction.d_entropies),
+            "entropy_change": joined(np.zeros(u_tokens), of_e(prediction.d_entropies)),
             "entropy_change_measured": joined(
-                np.zeros(u_tokens), self.after.entropies - prediction.base.entropies
+                np.zeros(u_tokens), of_e(self.after.entropies - prediction.base.entropies)
             ),
         }

@@ -104,7 +104,7 @@ class EntropyProbeInstrument(StepObserver):
     def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
         step = self._step
         if step is not None and step.active and backward.update.number == 0:
-            step.weights[backward.micro.rows] = backward.token_weights[:, 0].cpu()
+            step.weights[backward.micro.rows] = backward.token_weights.amax(1).cpu()
             step.token_terms = backward.token_terms
         return nullcontext()
 
@@ -151,7 +151,7 @@ class EntropyProbeInstrument(StepObserver):
 
     def _terms(self, step: _Step, rows: Tensor) -> TokenBatch:
         """U: the loss terms of the mini-batch that the gradient is of."""
-        lengths = step.batch.response_lengths[rows]
+        lengths = step.batch.written_counts[rows]
         weights = step.weights[rows].repeat_interleave(lengths)
         token_terms = step.token_terms
         assert token_terms is not None

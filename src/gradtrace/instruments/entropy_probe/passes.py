@@ -110,7 +110,7 @@ def evaluation_batch(policy: Policy, batch: RolloutBatch, token_budget: int = 16
     def one(micro: MicroBatch) -> Pass:
         return Pass(micro.rows, lambda: torch.stack(exact.statistics(micro)))
 
-    return TokenBatch(batch.response_lengths, batch.group, _passes(batch, token_budget, one))
+    return TokenBatch(batch.written_counts, batch.group, _passes(batch, token_budget, one))
 
 
 def update_batch(loss: PolicyLoss, batch: RolloutBatch, token_budget: int = 16384) -> TokenBatch:
@@ -126,7 +126,7 @@ def update_batch(loss: PolicyLoss, batch: RolloutBatch, token_budget: int = 1638
 
         return Pass(micro.rows, terms)
 
-    return TokenBatch(batch.response_lengths, batch.group, _passes(batch, token_budget, one))
+    return TokenBatch(batch.written_counts, batch.group, _passes(batch, token_budget, one))
 
 
 def _passes(

@@ -90,7 +90,7 @@ class Moment:
     # ------------------------------------------------------------ who
 
     def response(self, row: int, share: float | None = None) -> Culprit:
-        ids = self.batch.responses[row][self.batch.response_mask[row]].tolist()
+        ids = self.batch.response_ids[row]
         return Culprit(self.decode(ids), int(self.batch.group[row]), row, share=share)
 
     def token(self, row: int, position: int, share: float | None = None) -> Culprit:

@@ -11,7 +11,14 @@ from torch import Tensor
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import SIGN, UNIT, InfluenceConfig, InfluenceTrace
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import Truth, group_columns, log_prob_columns, no_truth, response_columns
+from gradtrace.instruments.columns import (
+    Truth,
+    group_columns,
+    log_prob_columns,
+    no_truth,
+    response_columns,
+    with_gaps,
+)
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.schema import GroupStatus, Selection, ragged
@@ -85,17 +92,20 @@ def influence_columns(
         "prompt_influence": np.array(
             [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
         ),
-        "captured": flat(captured, torch.bool),
+        "captured": with_gaps(flat(captured, torch.bool), batch, rows, False),
         **log_prob_columns(batch, rows),
     }
-    columns |= score_columns(entries, config)
-    pairwise, stored = pairwise_columns(entries, pairwise_max_mb)
+    for name, scores in score_columns(entries, config).items():
+        gap = False if scores.dtype == bool else np.nan
+        columns[name] = scores if name == "credit" else with_gaps(scores, batch, rows, gap)
+    pairwise, stored = pairwise_columns(entries, pairwise_max_mb, batch)
     said = {key: value for part in scored for key, value in part.trace.meta.items() if key not in OWN_MEANING}
     return columns | pairwise, said | {"pairwise_responses": stored, "mini_batches": len(scored)}
 
 
 def score_columns(entries: list[Entry], config: InfluenceConfig) -> dict[str, Any]:
-    """Every token's scores: of the backward pass for all responses, of its own loss term for those that have it."""
+    """Scores of the tokens that the policy wrote: of the backward pass for all responses, of their own loss terms for
+    those that have them."""
     traces = [(part.trace, local) for _, local, part in entries]
     backward = Credit.TAIL if config.tail_only else Credit.POSITION
     position = [trace.position_scores[local] for trace, local in traces]
@@ -140,12 +150,12 @@ def flat(tensors: list[Tensor], dtype: torch.dtype) -> np.ndarray:
     return torch.cat([torch.empty(0, dtype=dtype), *(tensor.to("cpu", dtype) for tensor in tensors)]).numpy()
 
 
-def pairwise_columns(entries: list[Entry], max_mb: float) -> tuple[dict[str, Any], int]:
+def pairwise_columns(entries: list[Entry], max_mb: float, batch: RolloutBatch) -> tuple[dict[str, Any], int]:
     """Effects of tokens on sibling responses, for as many responses as the budget allows; and how many that is."""
     index_of = {(id(part), local): index for index, (_, local, part) in enumerate(entries)}
     budget = max_mb * 2**20
     members, blocks, stored = [], [], 0
-    for _, local, part in entries:
+    for row, local, part in entries:
         siblings, block = part.trace.pairwise_of(local)
         length = len(part.trace.position_scores[local])
         budget -= 4 * length * len(siblings)
@@ -156,7 +166,7 @@ def pairwise_columns(entries: list[Entry], max_mb: float) -> tuple[dict[str, Any
         full = torch.zeros(length, len(siblings))  # tokens past the cap have zeros, and `captured` says so
         full[: len(block)] = block.float().cpu()
         members.append(np.array([index_of[id(part), sibling] for sibling in siblings], np.int32))
-        blocks.append(full.flatten().numpy())
+        blocks.append(with_gaps(full, batch, torch.tensor([row])).ravel())
         stored += 1
     if not stored:
         return {}, 0

@@ -102,7 +102,7 @@ class InfluenceTraceInstrument(StepObserver):
         if state.update is not backward.update:
             self.capture.begin(backward.update.rows, backward.update.number)
             state.update = backward.update
-        traced = self._traced(backward.micro, backward.token_weights[:, 0], backward.number)
+        traced = self._traced(backward.micro, backward.token_weights.amax(1), backward.number)
         if not self.capture.holds(traced):
             return nullcontext()
         roles = self.capture.roles(backward.number)
@@ -192,7 +192,7 @@ class InfluenceTraceInstrument(StepObserver):
                     "its passes belong to several optimizer steps, so its scores to different weights. Run "
                     "`gradtrace verify` on a checkpoint, or gradtrace.verify() between two rollouts"
                 )
-            tokens = int(state.batch.response_lengths[update.rows].sum())
+            tokens = int(state.batch.written_counts[update.rows].sum())
             raised = lambda places: self._terms(places)[0]  # noqa: E731
             state.validity = check.run(state.batch, plan, self.capture.scored[-1], raised, tokens)
         except Exception as error:

@@ -36,6 +36,7 @@ def verify(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
     rewards: Sequence[float],
+    loss_mask: Sequence[Sequence[bool]] | None = None,
     advantages: Sequence[float] | None = None,
     scores: Sequence[Tensor] | Mapping[str, Sequence[Tensor]] | None = None,
     config: InfluenceConfig | None = None,
@@ -55,6 +56,7 @@ def verify(
     how well scores predicted them. Model, optimizer and gradients are the same afterwards, bit by bit.
 
     Lists have one entry per response; responses with one prompt are a group. `advantages`: GRPO's where left out.
+    `loss_mask`: for each token of each response whether the policy wrote it; left out: all of them. T_r counts these.
     `scores`: your own, one tensor [T_r] per response, by name if there are several; the verdict is about the first.
     `config`: settings of the score that is judged where none is given. `grad_clip`: as your loop clips. `batch_tokens`:
     over how many tokens your loss averages (0: those of these responses). `budget`: seconds. `folder`: keep what was
@@ -76,6 +78,7 @@ def verify(
         grad_clip=grad_clip,
         tokens=batch_tokens,
         original=original,
+        written=written_tokens(response_ids, loss_mask),
     )
     named = scores if isinstance(scores, Mapping) else {} if scores is None else {GIVEN: scores}
     given = {name: checked(name, some, trial.lengths) for name, some in named.items()}
@@ -97,6 +100,20 @@ def check_lists(prompts: Sequence[Any], responses: Sequence[Any], rewards: Seque
         )
     if empty := [r for r, ids in enumerate(responses) if not len(ids)]:
         raise GradtraceError(f"response {empty[0]} has no tokens ({len(empty)} such): leave it out")
+
+
+def written_tokens(
+    responses: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]] | None
+) -> list[Tensor] | None:
+    """Of each response which tokens the policy wrote; None: all."""
+    if loss_mask is None:
+        return None
+    masks = [torch.as_tensor(mask).bool() for mask in loss_mask]
+    if [len(mask) for mask in masks] != [len(ids) for ids in responses]:
+        raise GradtraceError("loss_mask must have one value for each token of each response")
+    if silent := [r for r, mask in enumerate(masks) if not bool(mask.any())]:
+        raise GradtraceError(f"loss_mask: the policy wrote no token of response {silent[0]}; leave it out")
+    return masks
 
 
 def checked(name: str, scores: Sequence[Tensor], lengths: list[int]) -> dict[int, Tensor]:
@@ -124,6 +141,7 @@ def identity(trial: Trial, seed: int, config: InfluenceConfig | None) -> dict[st
     return {
         "sequences": [ids.tolist() for ids in trial.sequences],
         "advantages": trial.advantages.tolist(),
+        "written": [mask.tolist() for mask in trial.masks],
         "weights": weights,
         "seed": seed,
         "config": repr(config),

@@ -57,7 +57,7 @@ class TrainingCheck:
             return {}
         check({name: p for name, p in self.model.named_parameters() if p.requires_grad}, self.optimizer)
         rows = scored.rows[places].tolist()
-        lengths = batch.response_lengths[rows].tolist()
+        lengths, counts = batch.response_lengths[rows].tolist(), batch.written_counts[rows].tolist()
         prompts = [batch.prompts[g] for g in batch.group[rows].tolist()]
         trial = Trial(
             self.model,
@@ -73,7 +73,8 @@ class TrainingCheck:
             temperature=self.temperature,
             grad_clip=self.grad_clip,
             tokens=tokens,
-            step_terms=lambda some: list(raised([places[r] for r in some]).split([lengths[r] for r in some])),
+            written=[batch.response_mask[r, :n] for r, n in zip(rows, lengths, strict=True)],
+            step_terms=lambda some: list(raised([places[r] for r in some]).split([counts[r] for r in some])),
         )
         scores = {r: scored.trace.token_scores[place].double().cpu() for r, place in enumerate(places)}
         generator = torch.Generator().manual_seed(plan.step)

@@ -46,6 +46,8 @@ class Trial:
     """N, the tokens of the mini-batch that training would take; 0: those of the responses that are here."""
     original: Original | None = None
     """What model and optimizer were copied from, where they were."""
+    written: list[Tensor] | None = None
+    """Of each response which tokens the policy wrote, T_r of them; None: all."""
     step_terms: Callable[[list[int]], list[Tensor]] | None = None
     """Responses → [T_r] each: what training raises, token by token, where that is more than A ℓ_t."""
     _steps: RealSteps = field(init=False)
@@ -53,7 +55,9 @@ class Trial:
     def __post_init__(self) -> None:
         self._steps = RealSteps(self.model, self.optimizer, self.grad_clip, self.original)
         self._idle: dict[tuple[int, ...], Tensor] = {}
-        self.lengths = [len(s) - p for s, p in zip(self.sequences, self.prompt_lengths, strict=True)]
+        after = [len(s) - p for s, p in zip(self.sequences, self.prompt_lengths, strict=True)]
+        self.masks = self.written or [torch.ones(length, dtype=torch.bool) for length in after]
+        self.lengths = [int(mask.sum()) for mask in self.masks]
         self.tokens = self.tokens or sum(self.lengths)
         mixed = [
             g for g in self.group.unique().tolist() if self.accepted[self.group == g].unique().numel() == 2
@@ -83,13 +87,13 @@ class Trial:
         return list(found.split([self.lengths[r] for r in responses]))
 
     def _padded(self, responses: list[int]) -> tuple[Tensor, Tensor]:
-        """ids and where they are response tokens, [B, S]. Padding on the right is 0: nothing before it sees it."""
+        """ids and where the policy wrote them, [B, S]. Padding on the right is 0: nothing before it sees it."""
         longest = max(len(self.sequences[r]) for r in responses)
         ids = torch.zeros(len(responses), longest, dtype=torch.long)
         tokens = torch.zeros(len(responses), longest, dtype=torch.bool)
         for i, r in enumerate(responses):
             ids[i, : len(self.sequences[r])] = self.sequences[r]
-            tokens[i, self.prompt_lengths[r] : len(self.sequences[r])] = True
+            tokens[i, self.prompt_lengths[r] : len(self.sequences[r])] = self.masks[r]
         return ids, tokens
 
     def contrasts(self, groups: list[int]) -> Tensor:

@@ -37,6 +37,17 @@ class Selection(enum.IntEnum):
     """Traced up to `max_tokens_per_response`; later tokens have `captured` = False."""
 
 
+class SegmentRole(enum.IntEnum):
+    """Who wrote a segment of a response."""
+
+    ASSISTANT = 0
+    """The policy."""
+    TOOL = 1
+    USER = 2
+    ENVIRONMENT = 3
+    """Not the policy, and no more is known: a tool's result, a template."""
+
+
 # fmt: off
 register_columns((
     Column("format_version", "int32", "meta", "version of this layout, one number"),
@@ -69,6 +80,19 @@ register_columns((
            unit="nats", ragged_by="token_offsets"),
     Column("sampler_log_prob", "float32", "token", "its log-prob as the sampler reported it when it drew the token",
            unit="nats", ragged_by="token_offsets", heading="sampler"),
+    Column("loss_mask", "bool", "token", "the policy wrote it; where False (a tool's result, a user's words, a "
+           "template) it has no loss and no scores, which are NaN; a file without it has no such tokens",
+           ragged_by="token_offsets"),
+    Column("segment_offsets", "int64", "response", "where each response begins in the segment columns",
+           is_offsets=True),
+    Column("segment_start", "int32", "segment", "index of its first token in the response; it ends at the next",
+           ragged_by="segment_offsets"),
+    Column("segment_turn", "int32", "segment", "the policy's turn that it belongs to, from 0",
+           ragged_by="segment_offsets"),
+    Column("segment_role", "uint8", "segment", "who wrote it", values=SegmentRole, ragged_by="segment_offsets"),
+    Column("segment_tool_offsets", "int64", "segment", "where each name begins in segment_tool", is_offsets=True),
+    Column("segment_tool", "uint8", "segment", "names of the tools that wrote segments, as UTF-8 bytes",
+           ragged_by="segment_tool_offsets"),
 ))
 # fmt: on
 

@@ -1,0 +1,206 @@
+"""A task of several turns: work a chain of operations out, left to right, with a calculator that does one at a time.
+
+    prompt    47*38-906=
+    response  <calc>47*38</calc><result>1786</result><calc>1786-906</calc><result>880</result>880<eos>
+
+What stands in <result>…</result> is the calculator's: no loss, no score. The policy decides whether to call, copies
+numbers into calls, and copies the last result into its answer; the reward is 1 for the right number after the last
+result. Numbers are too long for a tiny transformer to work out by itself, so calling is what there is to learn.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from dataclasses import dataclass
+
+import torch
+from tokenizers import AddedToken
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from gradtrace.config import CalculatorConfig
+from gradtrace.errors import GradtraceError
+from gradtrace.tasks import arithmetic
+from gradtrace.tasks.base import Item, Prompt, Task
+from gradtrace.tasks.sources import read_source
+
+TAGS = ["<calc>", "</calc>", "<result>", "</result>"]
+VOCABULARY = [*arithmetic.VOCABULARY, *TAGS]
+ID = {token: index for index, token in enumerate(VOCABULARY)}
+STOP, CALL_END = ID["<eos>"], ID["</calc>"]
+_PIECES = re.compile("|".join(TAGS) + "|.")
+_CALL = re.compile(r"<calc>(-?\d{1,12})([-+*])(-?\d{1,12})</calc>$")
+
+
+def encode(text: str) -> list[int]:
+    """One token for each tag and each other character."""
+    return [ID[piece] for piece in _PIECES.findall(text)]
+
+
+def apply(left: int, operator: str, right: int) -> int:
+    return {"+": left + right, "-": left - right, "*": left * right}[operator]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = arithmetic.build_tokenizer(VOCABULARY)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+class Calculator:
+    """The tool: does one operation; a call that it does not understand has an empty result."""
+
+    name = "calc"
+    stop_token_ids: tuple[int, ...] = (CALL_END,)
+
+    def reply(self, ids: list[int]) -> tuple[list[int], str] | None:
+        call = _CALL.search("".join(VOCABULARY[token] for token in ids if 0 <= token < len(VOCABULARY)))
+        result = "" if call is None else str(apply(int(call[1]), call[2], int(call[3])))
+        return encode(f"<result>{result}</result>"), self.name
+
+
+@dataclass(frozen=True)
+class Problem:
+    numbers: tuple[int, ...]
+    operators: str
+
+    @staticmethod
+    def draw(rng: random.Random, operations: int, digits: int) -> Problem:
+        numbers = tuple(rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(operations + 1))
+        return Problem(numbers, "".join(rng.choice(arithmetic.OPERATORS) for _ in range(operations)))
+
+    @property
+    def prompt(self) -> str:
+        pairs = zip(self.operators, self.numbers[1:], strict=True)
+        return str(self.numbers[0]) + "".join(f"{operator}{number}" for operator, number in pairs) + "="
+
+    @property
+    def answer(self) -> int:
+        value = self.numbers[0]
+        for operator, number in zip(self.operators, self.numbers[1:], strict=True):
+            value = apply(value, operator, number)
+        return value
+
+    @property
+    def is_validation(self) -> bool:
+        return zlib.crc32(self.prompt.encode()) % arithmetic.VALIDATION_SHARE == 0
+
+    def worked(self, guesses: float = 0.0, rng: random.Random | None = None) -> list[tuple[str, bool]]:
+        """Parts of a response, and whether the policy writes them. With probability `guesses` an operation is done in
+        the head, which goes wrong, instead of by a call."""
+        value, parts = self.numbers[0], []
+        for operator, number in zip(self.operators, self.numbers[1:], strict=True):
+            if rng is not None and rng.random() < guesses:
+                value = apply(value, operator, number) + rng.choice((-10, -2, -1, 1, 2, 10))
+                continue
+            parts.append((f"<calc>{value}{operator}{number}</calc>", True))
+            value = apply(value, operator, number)
+            parts.append((f"<result>{value}</result>", False))
+        return [*parts, (str(value), True)]
+
+
+def draw_lessons(
+    config: CalculatorConfig, rng: random.Random, count: int, guesses: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """long[count, S], padded, prompts with worked responses; and bool[count, S], what the policy has to write."""
+    rows: list[tuple[list[int], list[bool]]] = []
+    while len(rows) < count:
+        problem = Problem.draw(rng, config.operations, config.digits)
+        if problem.is_validation:
+            continue
+        ids = encode(problem.prompt)
+        learnt = [False] * len(ids)
+        for text, own in problem.worked(guesses, rng):
+            part = encode(text)
+            ids, learnt = ids + part, learnt + [own] * len(part)
+        rows.append(([*ids, STOP], [*learnt, True]))
+    longest = max(len(ids) for ids, _ in rows)
+    tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+    return tokens, torch.tensor([learnt + [False] * (longest - len(learnt)) for _, learnt in rows])
+
+
+class CalculatorTask(Task):
+    name = "calculator"
+
+    def __init__(self, config: CalculatorConfig, seed: int = 0) -> None:
+        self.config = config
+        self.seed = seed
+        self.tokenizer = build_tokenizer()
+        self.stop_token_ids = (STOP,)
+        self.environment = Calculator()
+        self._drawn = 0
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            problem = self._problem("train", self._drawn)
+            self._drawn += 1
+            if not problem.is_validation:
+                prompts.append(self._prompt(problem))
+        return prompts
+
+    def validation_prompts(self, count: int) -> list[Prompt]:
+        possible = (9 * 10 ** (self.config.digits - 1)) ** (
+            self.config.operations + 1
+        ) * 3**self.config.operations
+        count = min(count, possible // (2 * arithmetic.VALIDATION_SHARE))
+        prompts: dict[str, Prompt] = {}
+        index = 0
+        while len(prompts) < count:
+            problem = self._problem("validation", index)
+            index += 1
+            if problem.is_validation:
+                prompts.setdefault(problem.prompt, self._prompt(problem))
+        return list(prompts.values())
+
+    def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
+        rows = [(file, number, row) for file in files for number, row in enumerate(read_source(file, key))]
+        prompts = []
+        for file, number, row in rows:
+            prompt = self.parse(str(row.get("prompt", "")))
+            if prompt is None:
+                raise GradtraceError(
+                    f'{key}: {file}, row {number} is no problem of the calculator task: {row}. Write {{"prompt": '
+                    '"47*38-906="}.'
+                )
+            prompts.append(prompt)
+        if not prompts:
+            raise GradtraceError(f"{key}={files}: no rows, so there is no validation set.")
+        return prompts
+
+    def find(self, ids: list[int]) -> Item | None:
+        prompt = self.parse("".join(VOCABULARY[token] for token in ids if 0 <= token < len(VOCABULARY)))
+        return None if prompt is None else prompt.item
+
+    @staticmethod
+    def reward(response: str, item: Item) -> float:
+        """1 if what stands after the last result is the answer."""
+        return float(response.rpartition("</result>")[2] == item["answer"])
+
+    @staticmethod
+    def truth(item: Item, response: list[int]) -> tuple[list[int] | None, int | None]:
+        return encode(item["answer"]), None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._drawn = state["drawn"]
+
+    def parse(self, text: str) -> Prompt | None:
+        """The prompt that is written so; None if it is no problem."""
+        if not re.fullmatch(r"\d{1,9}([-+*]\d{1,9})+=", text):
+            return None
+        numbers = tuple(int(number) for number in re.findall(r"\d+", text))
+        return self._prompt(Problem(numbers, "".join(re.findall(r"[-+*]", text))))
+
+    def _problem(self, split: str, index: int) -> Problem:
+        # Each problem from its own seed: the position in the stream is the whole state of it.
+        rng = random.Random(f"{split}/{self.seed}/{index}")
+        return Problem.draw(rng, self.config.operations, self.config.digits)
+
+    def _prompt(self, problem: Problem) -> Prompt:
+        item = {"prompt": problem.prompt, "answer": str(problem.answer), "source": self.name}
+        return Prompt(encode(problem.prompt), item)

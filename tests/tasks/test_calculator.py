@@ -1,0 +1,89 @@
+"""The calculator task: what the tool replies, how answers are judged, and what the warm start is taught."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from gradtrace.config import CalculatorConfig
+from gradtrace.config_loader import load_config
+from gradtrace.errors import GradtraceError
+from gradtrace.tasks.calculator import (
+    VOCABULARY,
+    Calculator,
+    CalculatorTask,
+    Problem,
+    build_tokenizer,
+    draw_lessons,
+    encode,
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        ("47*38", "1786"),
+        ("-5-12", "-17"),
+        ("3--4", "7"),
+        ("47*", ""),
+        ("1+2+3", ""),
+        ("", ""),
+        ("9" * 13 + "+1", ""),
+    ],
+)
+def test_the_tool_does_one_operation_and_answers_nonsense_with_nothing(call: str, result: str) -> None:
+    prompt = encode("1+1=<calc>2+2</calc><result>4</result>")
+    assert Calculator().reply([*prompt, *encode(f"<calc>{call}</calc>")]) == (
+        encode(f"<result>{result}</result>"),
+        "calc",
+    )
+
+
+def test_the_answer_is_what_stands_after_the_last_result() -> None:
+    task = CalculatorTask(CalculatorConfig())
+    prompt = task.parse("47*38-906=")
+    assert prompt is not None and prompt.item["answer"] == "880" and task.parse("47*38") is None
+    assert task.find(prompt.ids) == prompt.item
+    right = "<calc>47*38</calc><result>1786</result><calc>1786-906</calc><result>880</result>880"
+    assert task.reward(right, prompt.item) == task.reward("880", prompt.item) == 1.0
+    assert task.reward(right[:-3], prompt.item) == task.reward(right + "0", prompt.item) == 0.0
+
+
+def test_validation_problems_are_never_trained_on() -> None:
+    task = CalculatorTask(CalculatorConfig(digits=1))
+    held_out = {prompt.item["prompt"] for prompt in task.validation_prompts(1000)}
+    assert held_out and not held_out & {prompt.item["prompt"] for prompt in task.next_prompts(200)}
+
+
+def test_lessons_teach_calls_and_never_what_the_tool_writes() -> None:
+    config = CalculatorConfig(operations=2)
+    tokens, learnt = draw_lessons(config, random.Random(0), 8)
+    for row, own in zip(tokens.tolist(), learnt.tolist(), strict=True):
+        text = "".join(VOCABULARY[t] for t in row)
+        shown = "".join(VOCABULARY[t] for t, is_own in zip(row, own, strict=True) if is_own)
+        assert text.count("<result>") == 2 and "<result>" not in shown and shown.count("<calc>") == 2
+    problem, rng = Problem((12, 7), "+"), random.Random(0)
+    ((guess, written),) = problem.worked(1.0, rng)
+    assert written and int(guess) != problem.answer
+
+
+def test_tags_are_single_tokens_of_the_saved_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    build_tokenizer().save_pretrained(tmp_path)
+    text = "<calc>12+7</calc><result>19</result>19"
+    for tokenizer in (build_tokenizer(), AutoTokenizer.from_pretrained(tmp_path)):
+        assert tokenizer(text).input_ids == encode(text)
+        assert tokenizer.decode(encode(text)) == text
+
+
+def test_turns_without_a_tool_and_verl_are_refused_with_what_to_use(tmp_path: Path) -> None:
+    with pytest.raises(GradtraceError, match=r"rollout.max_turns=2: task.name=arithmetic has no tool"):
+        load_config(["rollout.max_turns=2"])
+    with pytest.raises(GradtraceError, match="leave engine=verl out"):
+        load_config(["recipe=calculator", "engine=verl"])
+    with pytest.raises(GradtraceError, match="row 0 is no problem of the calculator task"):
+        (tmp_path / "x.jsonl").write_text('{"prompt": "one plus one"}\n')
+        CalculatorTask(CalculatorConfig()).read_prompts([str(tmp_path / "x.jsonl")], "data.validation")
