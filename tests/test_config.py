@@ -61,7 +61,7 @@ def test_unknown_key_names_the_nearest_valid_key_with_its_path(override: str, ne
 
 def test_unknown_key_in_a_recipe_file_is_found_too(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("rollout: {m: 4}\n")
+    recipe.write_text("rollout: {nn: 4}\n")
     message = error(f"recipe={recipe}")
     assert "mine.yaml" in message and "'rollout.n'" in message
 

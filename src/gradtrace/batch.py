@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,17 @@ class Segment:
     """assistant (the policy), tool, user, or environment where the author is not known."""
     tool: str = ""
     """Name of the tool, where a tool wrote it."""
+
+
+class Environment(Protocol):
+    """What answers the policy between its turns."""
+
+    stop_token_ids: tuple[int, ...]
+    """A turn that ends with one of these is a call; the response goes on after the reply to it."""
+
+    def reply(self, ids: list[int]) -> tuple[list[int], str] | None:
+        """The reply to a call at the end of `ids` (prompt, and the response so far), and the name of the tool that
+        wrote it; None: there is none, and the response is over."""
 
 
 def segments_by_mask(written: list[bool]) -> list[Segment]:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.batch import RolloutBatch
+from gradtrace.batch import Environment, RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.rollout import llama_decoder
 from gradtrace.rollout.decoder import Decoder, ModelDecoder, Prompts
 from gradtrace.rollout.draw import draw
 from gradtrace.rollout.llama_decoder import LlamaDecoder
 from gradtrace.rollout.params import SamplingParams
-from gradtrace.rollout.turns import Environment, Responses, Start, in_turns
+from gradtrace.rollout.turns import Responses, Start, in_turns
 
 
 class Sampler:

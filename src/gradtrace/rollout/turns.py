@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradtrace.batch import Segment
-
-
-class Environment(Protocol):
-    """What answers the policy between its turns."""
-
-    stop_token_ids: tuple[int, ...]
-    """A turn that ends with one of these is a call; the response goes on after the reply to it."""
-
-    def reply(self, ids: list[int]) -> tuple[list[int], str] | None:
-        """The reply to a call at the end of `ids` (prompt, and the response so far), and the name of the tool that
-        wrote it; None: there is none, and the response is over."""
+from gradtrace.batch import Environment, Segment
 
 
 @dataclass

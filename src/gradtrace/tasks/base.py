@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gradtrace.rollout.turns import Environment
+from gradtrace.batch import Environment
 
 Item = dict[str, Any]
 """All that is known about a prompt: its text under "prompt", "answer", "source", and the task's own keys."""
