@@ -61,6 +61,9 @@ class RolloutConfig:
     max_turns: int = number(1, minimum=1)
     """Turns of the policy in a response: after a call the task's tool replies, and the policy goes on. The replies
     count in max_new_tokens. 1: no calls."""
+    precision: str = choice("float32", "bfloat16")
+    """What the embedded loop's sampler computes in. `bfloat16`: from a rounded copy of the weights, as rollout engines
+    on GPUs do; then its log-probs are not the trainer's (docs/mismatch.md)."""
     max_batch_tokens: int = number(32768, minimum=1)
     """Responses × (prompt + response) tokens in the key-value cache at once; the rest waits its turn."""
 

@@ -101,6 +101,8 @@ class TrainerConfig:
     entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
     blame: BlameConfig = field(default_factory=BlameConfig)
     findings: FindingsConfig = field(default_factory=FindingsConfig)
+    mismatch_every: int = number(10, minimum=0)
+    """Steps between measurements of mismatch/share_of_update, made where sampler and trainer disagree; 0 is never."""
 
     def validate(self, path: str) -> None:
         if unknown := set(self.logger) - TRACKERS:

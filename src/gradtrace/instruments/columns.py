@@ -85,9 +85,11 @@ def turn_columns(batch: RolloutBatch) -> dict[str, Any]:
 
 
 def log_prob_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
-    """Entropies, the trainer's log-probs and the sampler's, as far as the host knows them."""
+    """Entropies, the trainer's log-probs, the sampler's and their ratio, as far as the host knows them."""
     sampled = batch.sampler_log_probs if bool(batch.sampler_log_probs.any()) else None
     known = {"entropy": batch.entropies, "log_prob": batch.old_log_probs, "sampler_log_prob": sampled}
+    if sampled is not None and batch.old_log_probs is not None:
+        known["ratio"] = (batch.old_log_probs - sampled).exp()
     return {name: token_column(values, batch, rows) for name, values in known.items() if values is not None}
 
 

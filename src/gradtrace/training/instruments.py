@@ -20,6 +20,7 @@ from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
+from gradtrace.instruments.mismatch import MismatchShare
 from gradtrace.instruments.observer import Observers, StepObserver
 from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import aggregated
@@ -43,6 +44,10 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     meta = {"task": parts.task.name, "temperature": parts.config.rollout.temperature}
     truth = parts.task.truth
     observers: list[StepObserver] = []
+    if trainer.mismatch_every:  # before those whose hooks listen to the passes of training
+        algorithm = parts.config.algorithm
+        loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
+        observers.append(MismatchShare(parts.policy, loss, trainer.mismatch_every))
     if enabled_kinds(trainer):
         files.write_token_bytes(TokenBytes.from_tokenizer(parts.task.tokenizer))
     if trainer.tracin.enable:  # first: what it leaves out, the others do not see
@@ -59,11 +64,10 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
         try:
             record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
             record.say_scope(parts.config.data.train_batch_size, parts.config.actor.mini_batch_size)
-            loss = loss_traits(parts.config.algorithm)
             instrument = InfluenceTraceInstrument(
                 parts.policy,
                 record,
-                loss,
+                loss_traits(parts.config.algorithm),
                 parts.optimizer.adamw,
                 grad_clip=parts.config.actor.optim.grad_clip,
             )

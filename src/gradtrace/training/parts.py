@@ -16,6 +16,7 @@ from gradtrace.config import Config, RewardConfig, RolloutConfig
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import Policy, Reference, load_policy, load_reference
 from gradtrace.rollout import Sampler
+from gradtrace.rollout.half_precision import HalfPrecisionSampler
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.calculator import CalculatorTask
@@ -28,6 +29,7 @@ from gradtrace.training.critic import Critic, load_critic
 SMALL_MODEL = 2_000_000
 """Parameters below which operations are too short to share among many threads."""
 SMALL_MODEL_THREADS = 1
+SAMPLERS = {"float32": Sampler, "bfloat16": HalfPrecisionSampler}
 
 
 @dataclass
@@ -78,7 +80,8 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
 
 def build_sampler(model: Any, task: Task, config: RolloutConfig) -> Sampler:
     pad, environment = task.tokenizer.pad_token_id, task.environment
-    return Sampler(model, pad, config.max_batch_tokens, environment, config.max_turns)
+    kind = SAMPLERS[config.precision]
+    return kind(model, pad, config.max_batch_tokens, environment, config.max_turns)
 
 
 def seed_global_generators(seed: int) -> None:

@@ -26,7 +26,7 @@ CREDITS = ("loss_term", "tail", "position")
 LIKELIER = "likelier"
 """The score of a step that makes a token likelier, instead of the step that training takes on it."""
 SCORES = (*CREDITS, LIKELIER)
-TOKEN_CHANNELS = ("entropy", "log_prob", *(f"influence_{score}" for score in SCORES))
+TOKEN_CHANNELS = ("entropy", "log_prob", "mismatch", *(f"influence_{score}" for score in SCORES))
 NO_STEP = "no_step"
 """A channel of the group page: 1 where training takes no step on the token, such as a clipped one."""
 
@@ -123,6 +123,9 @@ class StepView:
         return {}
 
     def _make_channel(self, name: str) -> np.ndarray | None:
+        if name == "mismatch":  # the trainer's log-prob minus the sampler's
+            ratio = self._make_channel("ratio")
+            return None if ratio is None else np.log(ratio)
         if self.layout is not self.influence and name in self.layout:
             return self.layout[name].astype(np.float32)
         if self.influence is None or name not in self.influence:

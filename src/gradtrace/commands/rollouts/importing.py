@@ -320,4 +320,6 @@ def columns_of(groups: list[list[Rollout]]) -> dict[str, Any]:
     for name in sorted({name for row in rows for name in row.tokens}):
         parts = [row.tokens.get(name, [np.nan] * len(row.response)) for row in rows]
         columns[name] = np.concatenate(parts).astype(np.float32)
+    if "log_prob" in columns and "sampler_log_prob" in columns:
+        columns["ratio"] = np.exp(columns["log_prob"] - columns["sampler_log_prob"])
     return columns

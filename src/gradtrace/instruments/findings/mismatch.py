@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from gradtrace.instruments.findings.base import Finding, Moment, named, sure
-from gradtrace.instruments.findings.statistics import later_gap, sampler_gap
+from gradtrace.instruments.findings.statistics import later_gap
+from gradtrace.instruments.mismatch import sampler_gap
 
 MEAN, LARGEST, LATER = "mismatch/mean_gap", "mismatch/max_gap", "mismatch/later_gap"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradtrace.algorithms import count_groups
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.mismatch import sampler_gap
 
 
 def batch_statistics(batch: RolloutBatch, blame: StepBlame | None) -> dict[str, float]:
@@ -31,6 +32,7 @@ def batch_statistics(batch: RolloutBatch, blame: StepBlame | None) -> dict[str, 
         found["mismatch/mean_gap"] = float(seen.abs().mean()) if len(seen) else 0.0
         found["mismatch/max_gap"] = float(seen.abs().max()) if len(seen) else 0.0
         found["mismatch/kl"] = float(-seen.mean()) if len(seen) else 0.0
+        found["mismatch/max_ratio"] = float(seen.max().exp()) if len(seen) else 1.0
         later = later_gap(batch, blame)
         if later is not None:
             found["mismatch/later_gap"] = float(later.abs().max())
@@ -86,14 +88,6 @@ def reward_length_correlation(batch: RolloutBatch) -> float | None:
     if float(lengths.std()) < 0.2 or float(rewards.std()) < 1e-6:
         return None
     return float((lengths * rewards).mean() / (lengths.square().mean() * rewards.square().mean()).sqrt())
-
-
-def sampler_gap(batch: RolloutBatch) -> Tensor | None:
-    """float[R, T]: the trainer's log-prob of a token minus the sampler's; None where a host does not know both.
-    Rows that are zero throughout were taken over from the sampler."""
-    if batch.old_log_probs is None or not bool(batch.sampler_log_probs.any()):
-        return None
-    return torch.where(batch.response_mask, batch.old_log_probs - batch.sampler_log_probs, 0.0)
 
 
 def later_gap(batch: RolloutBatch, blame: StepBlame | None) -> Tensor | None:

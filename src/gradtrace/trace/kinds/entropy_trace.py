@@ -17,7 +17,7 @@ register_instrument(
         optional=(
             *EXPECTED,
             *("group_status", "advantage", "selection", "optimizer_step", "first_wrong"),
-            *("entropy", "log_prob", "sampler_log_prob"),  # imported rollouts may have none of them
+            *("entropy", "log_prob", "sampler_log_prob", "ratio"),  # imported rollouts may have none of them
         ),
         meta={
             **RUN_META,

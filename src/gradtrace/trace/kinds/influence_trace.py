@@ -76,7 +76,16 @@ register_instrument(
         optional=(
             *EXPECTED,
             *("advantage", "prompt_influence", "first_wrong"),
-            *("entropy", "log_prob", "sampler_log_prob", "credit", "influence_likelier", "no_step", *SCORES),
+            *(
+                "entropy",
+                "log_prob",
+                "sampler_log_prob",
+                "ratio",
+                "credit",
+                "influence_likelier",
+                "no_step",
+                *SCORES,
+            ),
             *PAIRWISE,
         ),
         one_of=SCORES,

@@ -93,6 +93,8 @@ register_columns((
     Column("segment_tool_offsets", "int64", "segment", "where each name begins in segment_tool", is_offsets=True),
     Column("segment_tool", "uint8", "segment", "names of the tools that wrote segments, as UTF-8 bytes",
            ragged_by="segment_tool_offsets"),
+    Column("ratio", "float32", "token", "its probability under the trainer's policy, before the first update, over the "
+           "sampler's; 1 = they agree", ragged_by="token_offsets"),
 ))
 # fmt: on
 

@@ -16,6 +16,9 @@ VALIDATION_FIELDS = ["prompts", "responses", "response_mask", "rm_scores"]
 """Fields of responses that are not trained on."""
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "advantages", "old_log_probs", "entropy"]
 
+SAMPLED = "rollout_log_probs"
+"""The sampler's log-probs, where verl asks for them (actor_rollout_ref.rollout.calculate_log_probs)."""
+
 
 def group_of_key(key: str) -> str:
     """The group of a response, from its key, which is UID_SESSION_INDEX."""
@@ -31,7 +34,7 @@ def read_batch(
 ) -> RolloutBatch:
     """The responses `keys` in that order; groups are numbered as they come. Columns that are not among `fields` are
     missing, log-probs zero."""
-    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=[*fields, "extra_info"])
+    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=[*fields, SAMPLED, "extra_info"])
     missing = [name for name in fields if found.get(name, None) is None]
     if missing:
         raise GradtraceError(
@@ -56,7 +59,7 @@ def read_batch(
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
 
     def dense(name: str) -> Tensor | None:
-        if name not in fields:
+        if name not in (*fields, SAMPLED):
             return None
         return found[name].to_padded_tensor(0.0).float()[:, : mask.shape[1]]
 
@@ -64,6 +67,7 @@ def read_batch(
     last = responses.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
     finished = torch.isin(last, torch.tensor(stop_token_ids)) | (lengths < response_length)
     rewards, old_log_probs = dense("rm_scores"), dense("old_log_probs")
+    sampled = dense(SAMPLED) if found.get(SAMPLED, None) is not None else None
     assert rewards is not None
     return RolloutBatch(
         prompts=prompts,
@@ -71,7 +75,7 @@ def read_batch(
         responses=responses,
         response_mask=mask,
         finished=finished,
-        sampler_log_probs=torch.zeros(mask.shape) if old_log_probs is None else old_log_probs,
+        sampler_log_probs=torch.zeros(mask.shape) if sampled is None else sampled,
         items=items,
         rewards=rewards.sum(1),
         old_log_probs=old_log_probs,

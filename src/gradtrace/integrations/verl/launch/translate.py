@@ -50,12 +50,14 @@ LAUNCHER = (
 LAUNCHER_TRAINER = ("trainer.runs_dir", "trainer.name", "trainer.cpu_threads", "trainer.traces")
 NOT_NEEDED = {
     "rollout.max_batch_tokens": "bounds the memory of the embedded sampler; a rollout engine bounds its own",
+    "trainer.mismatch_every": "the share of the update is measured by the embedded loop; kl and max_ratio by both",
     "trainer.samples_every": "the table in the embedded loop's terminal; the viewer shows responses of either",
 }
 REFUSED = {
     "model.lora.dropout": "verl has no dropout on its FSDP adapters",
     "algorithm.dynamic_sampling.max_batches": "verl's sampler goes on until the batch is full",
     "actor.old_log_probs": "verl recomputes them; for its own bypass see verl.algorithm.rollout_correction.*",
+    "rollout.precision": "it emulates on a CPU what rollout engines do; see verl.actor_rollout_ref.rollout.dtype",
     "actor.packing": "choose with verl.actor_rollout_ref.model.use_remove_padding=true|false",
     "actor.share_prompts": "verl's engine has no such layout",
     "actor.optim.schedule_steps": "verl's schedules end with trainer.total_steps",

@@ -1,4 +1,4 @@
-// The five things a heat map can show, and how each becomes colour.
+// The six things a heat map can show, and how each becomes colour.
 
 import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "./scales.js";
 
@@ -11,6 +11,7 @@ export const CHANNELS = {
   influence: { title: "Influence", ramp: "", signed: true, unit: "influence" },
   delta_v: { title: "ΔV", ramp: "", signed: true, unit: "change of the expected reward" },
   log_prob: { title: "Log-prob", ramp: "l", signed: false, unit: "nats" },
+  mismatch: { title: "Mismatch", ramp: "", signed: true, unit: "nats, trainer minus sampler" },
   advantage: { title: "Advantage", ramp: "", signed: true, unit: "of the whole response" },
 };
 

@@ -68,6 +68,14 @@ export function explanation(slot, channel, target, { sign, sentence, hasClipped 
       "Negative, bar below: less likely. V after the token minus V before it, by sampled continuations.",
     );
   }
+  if (channel === "mismatch") {
+    node.append(
+      sample("p4"),
+      "Positive, bar above: the trainer finds the token likelier than the sampler that drew it. ",
+      sample("n4"),
+      "Negative, bar below: less likely. Zero where both compute the same policy.",
+    );
+  }
   if (channel === "advantage") {
     node.append(
       sample("p4"),

@@ -19,6 +19,10 @@ export function tokenMetrics(group, token, context) {
     const shown = probability >= 0.01 ? fixed(probability, 2) : probability.toExponential(0);
     lines.push({ name: "log-prob", text: `${fixed(logProb, 3)} (p ${shown})` });
   }
+  const mismatch = group.values("mismatch")?.[token];
+  if (Number.isFinite(mismatch) && Math.abs(mismatch) >= 5e-4) {
+    lines.push({ name: "trainer/sampler", text: `ratio ${fixed(Math.exp(mismatch), 3)}` });
+  }
   for (const credit of [...group.scores].sort((a) => (a === shown ? -1 : 1))) {
     const value = group.values("influence", credit)[token];
     const name = credit === shown ? "influence" : credit === LIKELIER ? "if likelier" : `by ${CREDIT_NAMES[credit]}`;
