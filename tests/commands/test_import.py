@@ -189,6 +189,20 @@ def test_prime_rls_tokens_are_cut_at_the_mask_and_keep_both_log_probs(model: Pat
         np.testing.assert_array_equal(trace[name], np.full(4, value, np.float32))
 
 
+def test_a_mask_with_gaps_becomes_turns(model: Path, tmp_path: Path) -> None:
+    gaps = {"loss_mask": [False] * 4 + [True, False, False, True]}
+    rows = [prime_row("1+1=", "2ok3", 1.0, **gaps), prime_row("1+1=", "5", 0.0)]
+    run = imported(write(tmp_path / "rank_0.jsonl", rows), model)
+    trace = run.step("entropy_trace", 7)
+    assert trace["loss_mask"].tolist() == [True, False, False, True, True]
+    assert [(part.start, part.role) for part in trace.segments(0)] == [
+        (0, "assistant"),
+        (1, "environment"),
+        (3, "assistant"),
+    ]
+    assert np.isfinite(trace["entropy"]).tolist() == trace["loss_mask"].tolist()
+
+
 BAD = [
     ("not json\n", "is not valid JSON"),
     ("[1]\n", "is no JSON object"),
@@ -227,7 +241,6 @@ REFUSED = [
     ([{"question": "a", "reply": "b"}], [], "no known format"),
     ([{"prompt": prompt, "response": "b", "reward": 1, "group": 1} for prompt in "ab"], [],
      "rows.jsonl:2: its group '1' has another prompt at"),
-    ([prime_row("a", "bcd", 1.0) | {"loss_mask": [False, True, False, True]}], [], "several turns"),
     (plain_rows(), ["--reward", "no_such"], "no_such"),
     (plain_rows(), ["--temperature", "0"], "temperature"),
     ([], [], "no rows"),

@@ -53,6 +53,8 @@ class Rollout:
     finished: bool = True
     tokens: Mapping[str, list[float]] = field(default_factory=dict)
     """Columns with a number for each token of the response: sampler_log_prob, log_prob, entropy."""
+    written: list[bool] | None = None
+    """Which tokens of the response the policy wrote; None: all."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +188,15 @@ def prime_rl_row(row: JsonRow, where: str, encoder: Encoder) -> Rollout:
     if len(mask) != len(ids) or not any(mask):
         raise BadRowError(f"{len(ids)} token_ids and a loss_mask of {len(mask)}, {sum(mask)} of them trained")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
-    if not all(mask[first:end]):
-        raise BadRowError("its loss_mask has gaps: a response of several turns, which cannot be imported yet")
     own = slice(first, end)
     names = {"inference_logprobs": "sampler_log_prob", "trainer_logprobs": "log_prob", "entropy": "entropy"}
-    tokens = {column: _numbers(row, name)[own] for name, column in names.items() if row.get(name)}
+    tokens = {
+        column: [
+            value if wrote else math.nan for value, wrote in zip(_numbers(row, name), mask, strict=True)
+        ][own]
+        for name, column in names.items()
+        if row.get(name) and len(row[name]) == len(ids)
+    }
     values = {
         name: row[name][first] if isinstance(row.get(name), list) and len(row[name]) == len(ids) else None
         for name in ("rewards", "advantages")
@@ -206,6 +212,7 @@ def prime_rl_row(row: JsonRow, where: str, encoder: Encoder) -> Rollout:
         float(reward),
         advantage=values["advantages"] if isinstance(values["advantages"], int | float) else None,
         tokens=tokens,
+        written=mask[own],
     )
 
 

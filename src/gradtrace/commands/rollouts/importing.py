@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gradtrace.algorithms import accepted
+from gradtrace.batch import RolloutBatch
 from gradtrace.commands.rollouts.formats import (
     FORMATS,
     BadRowError,
@@ -26,6 +27,7 @@ from gradtrace.config import Config, DataConfig, ModelConfig, RewardConfig, Roll
 from gradtrace.config.keys import check_fields
 from gradtrace.config_loader import check_reward, to_yaml
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.columns import turn_columns
 from gradtrace.tasks.datasets import encode, is_conversation
 from gradtrace.tasks.sources import read_source
 from gradtrace.tasks.tokenizer import load_tokenizer
@@ -299,6 +301,16 @@ def write_run(
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
 
+def batch_of(rows: list[Rollout], number: torch.Tensor) -> RolloutBatch:
+    """The responses with their loss masks, for what is made of these alone."""
+    lengths = torch.tensor([len(row.response) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    for r, row in enumerate(rows):
+        mask[r, : len(row.response)] = torch.tensor(row.written or [True] * len(row.response))
+    unused = torch.zeros(mask.shape)
+    return RolloutBatch([], number, unused.long(), mask, number >= 0, unused, lengths=lengths)
+
+
 def columns_of(groups: list[list[Rollout]]) -> dict[str, Any]:
     """The columns of a step's file."""
     rows = [dataclasses.replace(row, group=str(g)) for g, group in enumerate(groups) for row in group]
@@ -314,6 +326,8 @@ def columns_of(groups: list[list[Rollout]]) -> dict[str, Any]:
         "finished": np.array([row.finished for row in rows]),
         "token_id": np.concatenate([row.response for row in rows]),
     }
+    if not all(all(row.written or [True]) for row in rows):
+        columns |= turn_columns(batch_of(rows, number))
     columns["prompt_ids"], columns["prompt_offsets"] = ragged([group[0].prompt for group in groups])
     if all(row.advantage is not None for row in rows):
         columns["advantage"] = np.array([row.advantage for row in rows], np.float32)
