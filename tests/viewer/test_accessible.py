@@ -34,6 +34,9 @@ PAGES = {
     "findings": ("findings", "real", ".finding"),
     "blame": ("blame?step=2", "real", ".responses tr.opens"),
     "ablation": ("ablation", "ablation", ".ablation-table td"),
+    "harmful tokens": ("find?what=harm", "chains", "tbody tr"),
+    "a prompt over time": ("find?what=prompt&step=1&group=0", "chains", ".history section"),
+    "two responses compared": ("group?step=1&group=0&diff=0.1", "chains", ".diff-line"),
     "a step that was not traced": ("step?step=77", "chains", ".empty"),
 }
 

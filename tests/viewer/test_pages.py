@@ -491,6 +491,7 @@ def test_narrow_windows_need_no_sideways_scrolling(viewer: Watched, width: int) 
         "#/group?step=2": ".row .t",
         "#/group?run=prose&step=1": ".overview canvas",
         "#/tokens?step=2": "td.c-count",
+        "#/find?what=harm": "tbody tr",
     }.items():
         page = viewer.open(hash_)
         expect(page.locator(part).last).to_be_visible()

@@ -31,6 +31,7 @@ def written(
     first_wrong: dict[int, int] | None = None,
     scores: dict[str, list[list[float]]] | None = None,
     effects: list[np.ndarray] | None = None,
+    step: int = 1,
     **meta: Any,
 ) -> StepView:
     """A step of one group, as the trainer would have written it."""
@@ -51,7 +52,7 @@ def written(
     }  # fmt: skip
     about = {"task": "any", "temperature": 1.0}
     with TraceWriter(path, ENTROPY_TRACE, on_error="raise") as writer:
-        writer.write(1, shared, about)
+        writer.write(step, shared, about)
     if scores is not None:
         columns = {f"influence_{name}": np.concatenate(values) for name, values in scores.items()}
         if effects is not None:
@@ -67,8 +68,8 @@ def written(
         }  # fmt: skip
         standard = {"output_function": "training_loss", "target": "log_prob", "pairwise_credit": "tail"}
         with TraceWriter(path, INFLUENCE_TRACE, on_error="raise") as writer:
-            writer.write(1, {**shared, **more, **columns}, about | standard | meta)
-    view = load_step_view(open_run(path), 1)
+            writer.write(step, {**shared, **more, **columns}, about | standard | meta)
+    view = load_step_view(open_run(path), step)
     assert view is not None
     return view
 

@@ -31,10 +31,12 @@ from gradtrace.viewer.news import run_news, state_of
 from gradtrace.viewer.resample import MOST_K, ResampleJob, Sampling
 from gradtrace.viewer.resample import Request as ResampleRequest
 from gradtrace.viewer.response_payload import response_payload
+from gradtrace.viewer.search import LOOKS, Query, prompt_key, search
 from gradtrace.viewer.security import Access, Gate
 from gradtrace.viewer.step_view import SCORES, StepView
 from gradtrace.viewer.story import group_story, run_story, step_story
 
+LONGEST_QUERY = 200
 SMALLEST_COMPRESSED = 1400
 """Answers that fit into one packet are not worth compressing."""
 
@@ -281,6 +283,17 @@ def told_group(view: StepView, g: int, served: ServedRun, measured: MeasuredGrou
     return {**payload.group_payload(view, g, served.vocabulary), "story": story}
 
 
+def find(question: Question) -> Answer:
+    """A search of the run, or, below a group, what became of its prompt."""
+    what, text = question.query.get("what", "prompt"), question.query.get("q", "")
+    if what not in LOOKS or (what == "prompt") != ("group" in question.path):
+        raise HTTPException(400, f"what is one of {', '.join(name for name in LOOKS if name != 'prompt')}")
+    if what in ("text", "token") and not 0 < len(text) <= LONGEST_QUERY:
+        raise HTTPException(400, f"say what to look for, in at most {LONGEST_QUERY} characters")
+    prompt = prompt_key(question.view, question.group) if what == "prompt" else ""
+    return as_json(search(question.served, Query(what, text, prompt), int(question.number("after"))))
+
+
 def ablation(question: Question) -> Answer:
     table = readable(lambda: ablation_payload(question.served.run.path))
     if table is None:
@@ -371,6 +384,8 @@ API: dict[str, Handler] = {
     f"{GROUP}/pairwise/on/{{response:int}}": lambda q: as_floats(
         payload.pairwise_column(q.view, q.group, q.response)
     ),
+    "runs/{run:int}/find": find,
+    f"{GROUP}/history": find,
     f"{GROUP}/counterfactual": counterfactual,
     f"{GROUP}/counterfactual/{{response:int}}/{{position:int}}": continuations,
     "resample": lambda q: as_json(q.job.state() if q.job is not None else {"state": "off"}),

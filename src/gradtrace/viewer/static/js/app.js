@@ -3,6 +3,7 @@
 import { Chrome } from "./chrome.js";
 import { element } from "./dom.js";
 import { openAblationPage } from "./pages/ablation.js";
+import { openFindPage } from "./pages/find.js";
 import { openFindingsPage } from "./pages/findings.js";
 import { openGroupPage } from "./pages/group.js";
 import { openInstrumentPage } from "./pages/instrument.js";
@@ -24,10 +25,11 @@ const PAGES = {
   tracin: openTracinPage,
   probe: openProbePage,
   ablation: openAblationPage,
+  find: openFindPage,
   findings: openFindingsPage,
 };
 /** Pages of the whole run, which need no traced step. */
-const OF_THE_RUN = ["run", "ablation", "findings"];
+const OF_THE_RUN = ["run", "ablation", "find", "findings"];
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
 const CARRIED = [
   "run",
@@ -262,6 +264,7 @@ export class App {
       },
       { page: "tokens", label: "Tokens", href: href("tokens"), stepper: this.neighbours("step", context) },
     ];
+    if (this.source.isLive) tabs.push({ page: "find", label: "Find", href: href("find") });
     if (run.isAblation || run.onlyPage) tabs.length = 0; // there is nothing for the other pages
     for (const { kind, label, page: own } of this.instruments) {
       if (own !== null && (run.traces[kind].present || page === own))

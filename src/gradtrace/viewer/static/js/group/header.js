@@ -1,6 +1,6 @@
 // The head of the group page: the prompt, the facts, and why something is missing.
 
-import { button, element, emptyState, fact, passDots } from "../dom.js";
+import { button, element, emptyState, fact, passDots, setAttributes } from "../dom.js";
 import { fixed, MISSING, numberStyle } from "../format.js";
 import { piecesOf, rawText, visibleText } from "../token_text.js";
 import { meanOf } from "./model.js";
@@ -16,7 +16,8 @@ export function storyLine(group, onShow) {
   return node;
 }
 
-export function promptSection(group, credit) {
+/** historyHref: where this prompt is followed over time; null where that cannot be asked. */
+export function promptSection(group, credit, historyHref) {
   const { step, group: index } = group.structure;
   const text = element("div", `text${group.isChain ? " chain-prompt" : ""}`);
   const pieces = piecesOf(group.prompt);
@@ -31,6 +32,10 @@ export function promptSection(group, credit) {
   });
   const left = element("div", "", element("h1", "caption", `Prompt, group ${index} of step ${step}`), text);
   if (text.textContent.length > LONG_PROMPT) left.append(foldButton(text));
+  if (historyHref) {
+    const link = setAttributes(element("a", "link-button", "this prompt over time"), { href: historyHref });
+    left.append(element("p", "prompt-links", link));
+  }
   return element("section", "prompt", left, factsOf(group, credit));
 }
 

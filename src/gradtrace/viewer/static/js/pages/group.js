@@ -64,13 +64,18 @@ class GroupPage extends Page {
     this.readState();
     this.node.append(
       storyLine(group, (token) => this.select(token).catch(context.fail)),
-      promptSection(group, this.score),
+      promptSection(group, this.score, this.historyHref()),
     );
     for (const problem of group.structure.problems) this.node.append(element("p", "notice problem", problem));
     const why = whyNoInfluence(group);
     if (why) this.node.append(element("p", "strip notice", why));
     if (group.responses.length) this.build();
     else this.node.append(responsesNotStored());
+  }
+
+  historyHref() {
+    const { step, group } = this.group.structure;
+    return this.context.source.isLive ? this.context.href("find", { what: "prompt", step, group }) : null;
   }
 
   readState() {

@@ -1,0 +1,225 @@
+"""Find across the steps of a run: a text, a token, the most harmful tokens, and what became of prompts.
+
+A run can be larger than memory, so an answer covers as many steps as fit into its time and says where to go on: the
+page asks again until it has enough. No step stays in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradtrace.trace.reader import StepUnreadableError
+from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
+from gradtrace.viewer.catalog import ServedRun
+from gradtrace.viewer.counterfactual_payload import answer_of
+from gradtrace.viewer.step_view import StepView, load_step_view, token_ids
+from gradtrace.viewer.vocabulary import Vocabulary
+
+SECONDS = 0.5
+"""An answer ends after the step at which this time is over."""
+MOST_A_STEP = 25
+"""Hits of one step; `more` counts the others."""
+AROUND = 40
+"""Characters before and after a hit."""
+PREVIEW = 160
+MOST_ANSWERS = 4
+
+Hit = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Query:
+    what: str
+    text: str = ""
+    prompt: str = ""
+    """The key of the prompt to follow."""
+
+
+def search(served: ServedRun, query: Query, after: int, seconds: float = SECONDS) -> dict[str, Any]:
+    """Hits in the steps after `after`. `next`: the last step that was looked at, None once all were."""
+    steps = sorted({step for kind in (ENTROPY_TRACE, INFLUENCE_TRACE) for step in served.entries(kind)})
+    answer: dict[str, Any] = {"hits": [], "more": 0, "unreadable": [], "steps": len(steps), "next": None}
+    look, ends = LOOKS[query.what], time.monotonic() + seconds
+    for step in steps:
+        if step <= after:
+            continue
+        try:
+            view = load_step_view(served.run, step)
+        except StepUnreadableError:
+            answer["unreadable"].append(step)
+            continue
+        if view is not None:
+            hits, more = look(view, query, served.vocabulary)
+            answer["hits"] += [{"step": step, **hit} for hit in hits]
+            answer["more"] += more
+        if time.monotonic() >= ends and step != steps[-1]:
+            answer["next"] = step
+            break
+    answer["searched"] = sum(step <= (answer["next"] or steps[-1]) for step in steps) if steps else 0
+    return answer
+
+
+def prompt_key(view: StepView, g: int) -> str:
+    """The same for the same prompt in every step."""
+    ids = np.ascontiguousarray(view.layout.group(g).prompt_ids, dtype="<i8")
+    return hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+
+
+def _members(view: StepView) -> Iterator[tuple[int, int, int]]:
+    """(group, index in it, response) of every response."""
+    for g, members in enumerate(view.members):
+        for index, r in enumerate(members):
+            yield g, index, r
+
+
+def _limited(found: list[Hit]) -> tuple[list[Hit], int]:
+    return found[:MOST_A_STEP], max(0, len(found) - MOST_A_STEP)
+
+
+def _texts(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
+    """The first place in each prompt and each response where the text stands, whatever its case."""
+    wanted, found = re.compile(re.escape(query.text), re.IGNORECASE), []
+    for g in range(view.n_groups):
+        text = vocabulary.text(view.layout.group(g).prompt_ids.tolist())
+        if hit := wanted.search(text):
+            found.append({"group": g, "response": None, **_around(hit)})
+    for g, index, r in _members(view):
+        ids = token_ids(view.layout, r).tolist()
+        if hit := wanted.search(vocabulary.text(ids)):
+            position = _token_at(vocabulary, ids, hit.start())
+            found.append({**_place(view, g, index, r, position), **_around(hit)})
+    return _limited(found)
+
+
+def _around(hit: re.Match[str]) -> dict[str, str]:
+    start, end = hit.span()
+    text = hit.string
+    return {
+        "before": text[max(0, start - AROUND) : start],
+        "match": hit[0],
+        "after": text[end : end + AROUND],
+    }
+
+
+def _token_at(vocabulary: Vocabulary, ids: list[int], at: int) -> int:
+    """The token that holds the character: the first whose text, with all before it, reaches beyond it."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if len(vocabulary.text(ids[: middle + 1])) > at:
+            high = middle
+        else:
+            low = middle + 1
+    return min(low, len(ids) - 1)
+
+
+def _place(view: StepView, g: int, index: int, r: int, position: int) -> Hit:
+    accepted = bool(view.response_value("accepted", r))
+    return {"group": g, "response": index, "position": position, "accepted": accepted}
+
+
+def _score_hits(view: StepView, rows: np.ndarray, vocabulary: Vocabulary) -> list[Hit]:
+    """Tokens by their place in the step, with their score by the credit that all scored groups of the step have."""
+    credit = view.common_credit
+    scores = view.channel(f"influence_{credit}") if credit else None
+    index_of = {r: (g, index) for g, index, r in _members(view)}
+    hits = []
+    for row in rows.tolist():
+        r = int(np.searchsorted(view.offsets, row, side="right")) - 1
+        g, index = index_of[r]
+        position = row - int(view.offsets[r])
+        ids = token_ids(view.layout, r).tolist()
+        score = float(scores[row]) if scores is not None else float("nan")
+        words = {
+            "before": vocabulary.text(ids[max(0, position - 12) : position])[-AROUND:],
+            "match": vocabulary.text([ids[position]]),
+            "after": vocabulary.text(ids[position + 1 : position + 13])[:AROUND],
+        }
+        hits.append({**_place(view, g, index, r, position), **words, "score": score, "credit": credit})
+    return hits
+
+
+def _tokens(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
+    """Every token with this text, or #id; those with the largest score first."""
+    ids = view.layout["token_id"]
+    if query.text.startswith("#") and query.text[1:].isdigit():
+        rows = np.flatnonzero(ids == int(query.text[1:]))
+    else:
+        same = [int(i) for i in np.unique(ids) if vocabulary.text([int(i)]).strip() == query.text.strip()]
+        rows = np.flatnonzero(np.isin(ids, same))
+    scores = view.channel(f"influence_{view.common_credit}") if view.common_credit else None
+    if scores is not None:
+        rows = rows[np.argsort(-np.abs(np.nan_to_num(scores[rows])), kind="stable")]
+    return _score_hits(view, rows[:MOST_A_STEP], vocabulary), max(0, len(rows) - MOST_A_STEP)
+
+
+def _harmful(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
+    """The tokens on which training's step hurts the accepted answers most: the lowest scores."""
+    scores = view.channel(f"influence_{view.common_credit}") if view.common_credit else None
+    if scores is None:
+        return [], 0
+    negative = np.flatnonzero(scores < 0)
+    rows = negative[np.argsort(scores[negative], kind="stable")][:MOST_A_STEP]
+    return _score_hits(view, rows, vocabulary), len(negative) - len(rows)
+
+
+def _passed(view: StepView, g: int) -> list[int]:
+    """Responses of a group that were accepted; of one where all rewards are equal, all if it is above 0."""
+    members = view.members[g]
+    rewards = {float(view.layout["reward"][r]) for r in members}
+    if len(rewards) == 1:
+        return members if max(rewards) > 0 else []
+    return [r for r in members if view.response_value("accepted", r)]
+
+
+def _prompt_row(view: StepView, g: int) -> Hit:
+    members = view.members[g]
+    rewards = [float(view.layout["reward"][r]) for r in members]
+    return {
+        "group": g, "key": prompt_key(view, g), "passed": len(_passed(view, g)), "responses": len(members),
+        "reward": float(np.mean(rewards)), "length": float(np.mean([view.layout["length"][r] for r in members])),
+    }  # fmt: skip
+
+
+def _prompts(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
+    """Every prompt with how many of its answers passed; the page puts the steps together."""
+    rows = [_prompt_row(view, g) for g in range(view.n_groups) if view.members[g]]
+    for row in rows:
+        row["prompt"] = vocabulary.words(view.layout.group(row["group"]).prompt_ids.tolist())[:PREVIEW]
+    return rows, 0
+
+
+def _one_prompt(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
+    """The groups of one prompt, with the answers that were given and how often. The same answer counts twice where
+    some who gave it passed and others did not: a reward can ask for more than the answer."""
+    rows = []
+    for g in range(view.n_groups):
+        if not view.members[g] or prompt_key(view, g) != query.prompt:
+            continue
+        passed = set(_passed(view, g))
+        given = Counter(
+            (answer_of(vocabulary.words(token_ids(view.layout, r).tolist())), r in passed)
+            for r in view.members[g]
+        ).most_common()
+        answers = [
+            {"text": text, "times": times, "accepted": yes} for (text, yes), times in given[:MOST_ANSWERS]
+        ]
+        rows.append({**_prompt_row(view, g), "answers": answers, "others": len(given[MOST_ANSWERS:])})
+    return rows, 0
+
+
+LOOKS: dict[str, Callable[[StepView, Query, Vocabulary], tuple[list[Hit], int]]] = {
+    "text": _texts,
+    "token": _tokens,
+    "harm": _harmful,
+    "prompts": _prompts,
+    "prompt": _one_prompt,
+}

@@ -1,0 +1,229 @@
+// The find page: a text, a token, the most harmful tokens of all steps, prompts whose pass rate fell, and one prompt
+// over time. The server answers for a few steps at a time; the page shows how far it is and can be stopped.
+
+import { CREDIT_NAMES } from "../channels.js";
+import { searchBox, segmentedControl } from "../controls.js";
+import { acceptedMark, append, button, element, passDots, setAttributes } from "../dom.js";
+import { count, fixed, numberStyle, plural } from "../format.js";
+import { Page, pageHead } from "../page.js";
+
+const WHAT = {
+  text: "a text",
+  token: "a token",
+  harm: "most harmful tokens",
+  prompts: "prompts whose pass rate fell",
+  prompt: "one prompt over time",
+};
+const SAYS = {
+  text: "Prompts and responses that hold a text, in all traced steps; the first place in each.",
+  token: "Every occurrence of a token: its text, or #id. Those with the largest score first in each step.",
+  harm: "The lowest scores of all steps: where training’s step on a token is estimated to hurt the accepted answers against the rejected ones. Scores of different steps are taken at different weights, and of different credits in different units.",
+  prompts: "Prompts that were drawn more than once, by how much less often they passed the last time than the first.",
+  prompt: "Every step in which this prompt was drawn.",
+};
+/** The page stops here and offers to go on; for prompts it keeps more, because it must put steps together. */
+const MOST_HITS = { text: 200, token: 200, harm: 2000, prompts: 50000, prompt: 2000 };
+const MOST_ROWS = 200;
+
+export async function openFindPage(context) {
+  return () => new FindPage(context);
+}
+
+class FindPage extends Page {
+  constructor(context) {
+    super(context, "find", [["/", "find"]], "find-page");
+    this.what = this.url.choice("what", Object.keys(WHAT));
+    this.query = this.url.get("q") ?? "";
+    this.status = setAttributes(element("div", "find-status"), { "aria-live": "polite" });
+    this.results = element("div");
+    this.node.append(pageHead("Find", SAYS[this.what]), this.makeControls(), this.status, this.results);
+    this.ticket = 0;
+    this.begin();
+  }
+
+  makeControls() {
+    const offered = Object.entries(WHAT).filter(([value]) => value !== "prompt" || this.what === "prompt");
+    const kinds = segmentedControl({
+      label: "Find",
+      value: this.what,
+      options: offered.map(([value, label]) => ({ value, label })),
+      onChange: (what) => this.context.go("find", { what, q: this.query || null }),
+    });
+    const controls = element("div", "controls strip", kinds);
+    if (["text", "token"].includes(this.what)) {
+      const box = searchBox("Type, then Enter", `Find ${WHAT[this.what]} in the whole run`, this.query, (value) => {
+        this.query = value;
+      });
+      box.addEventListener("keydown", (event) => event.key === "Enter" && this.begin());
+      controls.append(box);
+    }
+    return controls;
+  }
+
+  begin() {
+    const needs = ["text", "token"].includes(this.what);
+    this.url.update({ q: this.query || null });
+    this.hits = [];
+    this.more = 0;
+    this.limit = MOST_HITS[this.what];
+    this.results.replaceChildren();
+    this.status.replaceChildren();
+    if (!needs || this.query) this.search(0).catch(this.context.fail);
+  }
+
+  get path() {
+    const { run, step, group } = this.context;
+    if (this.what === "prompt") return `runs/${run.id}/steps/${step}/groups/${group}/history?`;
+    return `runs/${run.id}/find?what=${this.what}&q=${encodeURIComponent(this.query)}&`;
+  }
+
+  async search(from) {
+    const ticket = ++this.ticket;
+    let after = from;
+    while (after !== null) {
+      const answer = await this.context.source.json(`${this.path}after=${after}`);
+      if (ticket !== this.ticket) return; // stopped, or another search began
+      this.hits.push(...answer.hits);
+      this.more += answer.more;
+      after = answer.next;
+      const isFull = this.hits.length >= this.limit && after !== null;
+      this.showStatus(answer, after, isFull);
+      this.show();
+      if (isFull) return;
+    }
+  }
+
+  showStatus({ searched, steps, unreadable }, after, isFull) {
+    const found = this.what.startsWith("prompt") ? plural(this.hits.length, "group") : count(this.hits.length);
+    const left = this.more ? ` (${count(this.more)} more in these steps are left out)` : "";
+    const damaged = unreadable.length ? ` Steps that cannot be read: ${unreadable.join(", ")}.` : "";
+    const words = `${searched} of ${plural(steps, "traced step")} searched, ${found} found${left}.${damaged}`;
+    this.status.replaceChildren(element("span", "", words));
+    if (after === null) return;
+    const goOn = () => {
+      this.limit += MOST_HITS[this.what];
+      this.search(after).catch(this.context.fail);
+    };
+    const stop = () => {
+      this.ticket += 1;
+      this.status.replaceChildren(element("span", "", `${words} Stopped.`), button("link-button", "go on", goOn));
+    };
+    this.status.append(isFull ? button("link-button", "go on", goOn) : button("link-button", "stop", stop));
+  }
+
+  show() {
+    const draw = {
+      text: () => this.tokenTable(this.hits),
+      token: () => this.tokenTable(this.hits),
+      harm: () => this.tokenTable([...this.hits].sort((a, b) => a.score - b.score)),
+      prompts: () => this.fallen(),
+      prompt: () => this.history(),
+    };
+    this.results.replaceChildren(draw[this.what]());
+  }
+
+  place({ step, group, response, position }, text) {
+    const sel = response === null || response === undefined ? null : `${response}.${position}`;
+    return setAttributes(element("a", "link-button", text), { href: this.context.href("group", { step, group, sel }) });
+  }
+
+  tokenTable(hits) {
+    const body = element("tbody");
+    for (const hit of hits.slice(0, MOST_ROWS)) {
+      const who = hit.response === null ? "prompt" : `r${hit.response}, token ${hit.position}`;
+      const score = Number.isFinite(hit.score) ? numberStyle(Math.abs(hit.score), 3).signed(hit.score) : "";
+      const text = element("td", "context", oneLine(hit.before), element("mark", "", oneLine(hit.match)));
+      const row = element(
+        "tr",
+        "",
+        element("td", "", `step ${hit.step}`),
+        element("td", "", this.place(hit, `group ${hit.group}`)),
+        element("td", "", hit.response === null ? null : acceptedMark(hit.accepted), ` ${who}`),
+        element("td", "number", score ? `${score} ${CREDIT_NAMES[hit.credit] ?? ""}` : ""),
+        append(text, oneLine(hit.after)),
+      );
+      body.append(row);
+    }
+    return table(["Step", "Group", "Where", "Score", "Text"], body);
+  }
+
+  /** The first and the last group of every prompt that was drawn in several steps. */
+  fallen() {
+    const prompts = new Map();
+    for (const hit of this.hits) {
+      const known = prompts.get(hit.key);
+      prompts.set(hit.key, { first: known?.first ?? hit, last: hit, times: (known?.times ?? 0) + 1 });
+    }
+    const again = [...prompts.values()].filter(({ first, last }) => first.step !== last.step);
+    const fell = again.filter((each) => rate(each.last) < rate(each.first)).sort((a, b) => drop(b) - drop(a));
+    const body = element("tbody");
+    for (const { first, last, times } of fell.slice(0, MOST_ROWS)) {
+      const steps = `${first.step} → ${last.step}`;
+      const href = this.context.href("find", { what: "prompt", step: last.step, group: last.group });
+      const link = setAttributes(element("a", "link-button", `${times} times`), { href });
+      const rates = `${first.passed}/${first.responses} → ${last.passed}/${last.responses}`;
+      const sure = isSure(first, last) ? "beyond chance" : "may be chance";
+      const cells = [steps, link, rates, sure].map((cell) => element("td", "", cell));
+      body.append(element("tr", "", ...cells, element("td", "context", oneLine(last.prompt))));
+    }
+    const words = again.length
+      ? `${plural(again.length, "prompt")} drawn in several steps, ${fell.length} passed less often the last time.`
+      : "No prompt was drawn in two of these steps, so none can be followed.";
+    return element(
+      "div",
+      "",
+      element("p", "dim", words),
+      fell.length ? table(["Steps", "Drawn", "Passed", "", "Prompt"], body) : null,
+    );
+  }
+
+  history() {
+    const node = element("div", "history");
+    for (const hit of this.hits) {
+      const answers = element("ul");
+      for (const { text, times, accepted } of hit.answers)
+        answers.append(element("li", "", acceptedMark(accepted), element("span", "", text), `×${times}`));
+      const more = hit.others ? element("p", "dim", `${plural(hit.others, "other answer")}`) : null;
+      node.append(
+        element(
+          "section",
+          "",
+          element("h2", "", this.place(hit, `Step ${hit.step}`)),
+          element("p", "", passDots(hit.passed, hit.responses), ` ${hit.passed}/${hit.responses}`),
+          element("p", "dim", `mean length ${fixed(hit.length, 1)}, reward ${fixed(hit.reward, 2)}`),
+          answers,
+          more,
+        ),
+      );
+    }
+    return node;
+  }
+
+  destroy() {
+    super.destroy();
+    this.ticket += 1;
+  }
+}
+
+const rate = ({ passed, responses }) => passed / responses;
+const drop = ({ first, last }) => rate(first) - rate(last);
+
+/** Two standard errors of the difference of two shares, taken at their common rate. */
+function isSure(first, last) {
+  const common = (first.passed + last.passed) / (first.responses + last.responses);
+  const error = Math.sqrt(common * (1 - common) * (1 / first.responses + 1 / last.responses));
+  return rate(first) - rate(last) > 2 * error;
+}
+
+function oneLine(text) {
+  return text.replaceAll("\n", "↵");
+}
+
+function table(heads, body) {
+  const row = element(
+    "tr",
+    "",
+    ...heads.map((name) => element(name ? "th" : "td", name === "Score" ? "number" : "", name)),
+  );
+  return element("table", "fixed", element("thead", "", row), body);
+}
