@@ -4,18 +4,23 @@ Checkpoints of two seeds at eight points of training each. For every one, U is t
 the update is that of the checkpoint's AdamW with its moments, and E is many disjoint batches of 128 held-out prompts.
 - Same batch: predicted over measured at η = 0.01·lr on the same E, and the log-log slope of the measured change over η.
   No noise enters, so both must be 1: `same_batch_ratio_*`, `log_log_slope_*` (smallest and largest of all checkpoints).
-- Independent batches: predicted on one E, measured with importance weights on another. `coverage_*` is the share of
-  pairs that are closer than 1.96 standard errors of their difference, √(se² of one + se² of the other); 0.95 is right.
+- Independent batches: predicted on one E, measured with importance weights on another. `coverage_independent_*` is the
+  share of pairs that are closer than 1.96 standard errors of their difference, √(se² of one + se² of the other).
 - Fresh samples: predicted on one E, measured by sampling anew from the updated policy for another E's prompts.
+- Intervals, at an early and a late checkpoint: 64 independent E each, of 128 prompts × 1 response and of 16 × 4.
+  `coverage_95_*` is how many of their 95 % intervals hold the value of all 64 together, `spread_over_stated_*` the
+  spread of their values over the standard error that they state (root mean square). Six values cannot tell 1 from 1.3.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import itertools
 import json
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +42,7 @@ from gradtrace.instruments.entropy_probe import (
     evaluation_batch,
     update_batch,
 )
-from gradtrace.instruments.entropy_probe.estimates import fresh_change
+from gradtrace.instruments.entropy_probe.estimates import Estimate, fresh_change
 from gradtrace.instruments.entropy_probe.passes import FullPrecision
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
@@ -195,6 +200,28 @@ def probe_checkpoint(run_dir: Path, step: int, batches: int, prompts: int) -> di
     }
 
 
+def interval_coverage(run_dir: Path, step: int, repetitions: int) -> dict[str, float]:
+    """Whether 95 % intervals of the predicted and of the measured change hold the truth 95 times in 100."""
+    checkpoint = Checkpoint.open(run_dir, step)
+    probe = checkpoint.probe
+    update = probe.update(checkpoint.update_batch(16, 8))
+    found: dict[str, float] = {}
+    for prompts, n in ((128, 1), (16, 4)):
+        checkpoint.params = dataclasses.replace(checkpoint.params, n=n)
+        estimates: dict[str, list[Estimate]] = {"predicted": [], "measured": []}
+        for _, E, _ in checkpoint.evaluation_batches(repetitions, prompts):
+            prediction = probe.predict(E, update)
+            estimates["predicted"].append(prediction.change)
+            estimates["measured"].append(probe.measure(prediction, E, update, REAL)[0].change)
+        for name, values in estimates.items():
+            truth = statistics.mean(one.value for one in values)
+            label = f"{name}_{prompts}x{n}_step_{step}"
+            found[f"coverage_95_{label}"] = statistics.mean(abs(e.value - truth) <= e.half for e in values)
+            stated = math.sqrt(statistics.mean(one.stderr**2 for one in values))
+            found[f"spread_over_stated_{label}"] = statistics.stdev(one.value for one in values) / stated
+    return found
+
+
 def kept_row(run_dir: Path, seed: int, step: int, batches: int, prompts: int) -> dict[str, Any]:
     """`probe_checkpoint`, once for each trained run: with --runs an interrupted benchmark goes on where it was."""
     path = run_dir / f"probe_accuracy_{step}_{batches}x{prompts}.json"
@@ -277,10 +304,24 @@ def extra(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="where trained runs and their results are kept (default: a temporary folder)",
     )
+    parser.add_argument(
+        "--intervals",
+        type=Path,
+        metavar="RUN",
+        help="only coverage of intervals, at the first and the last checkpoint of this run of the demo",
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra)
+    if args.intervals:
+        saved = sorted(int(path.name[5:]) for path in (args.intervals / "checkpoints").glob("step_*"))
+        found = {}
+        for step in (saved[0], saved[-1]):
+            found |= interval_coverage(args.intervals, step, 6 if args.quick else 64)
+            print(json.dumps(found), flush=True)
+        emit("probe_accuracy", found, {"run": str(args.intervals), "machine": machine()})
+        return
     steps = [5, 10] if args.quick else [5, 10, 20, 30, 40, 50, 60, 80]
     seeds = [0] if args.quick else [0, 1]
     batches, prompts = (4, 64) if args.quick else (6, 128)
@@ -298,6 +339,12 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{row['same_batch_ratio']:.4f}, slope {row['log_log_slope']:.4f}",
                     flush=True,
                 )
+        coverages: dict[str, float] = {}
+        for step in (steps[0], steps[-1]):
+            coverages |= interval_coverage(
+                trained_run(folder, seeds[0], steps), step, 6 if args.quick else 64
+            )
+            print(json.dumps(coverages), flush=True)
     ratios = [row["same_batch_ratio"] for row in rows]
     slopes = [row["log_log_slope"] for row in rows]
     large = smollm2(args.quick)
@@ -310,6 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
         "coverage_independent_small_step": coverage(rows, "small", SMALL[-1]),
         "coverage_independent_real_step": coverage(rows, "real", REAL),
         "coverage_fresh_real_step": coverage(rows, "fresh", REAL),
+        **coverages,
         "same_batch_ratio_smollm2": large["ratio_small"],
         "log_log_slope_smollm2": large["log_log_slope"],
     }

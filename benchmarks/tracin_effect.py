@@ -1,25 +1,37 @@
-"""Does TracIn selection help? The demo's task with 0, 20 and 40 % of the training rewards flipped.
+"""Which use of a few trusted prompts helps most, when the other rewards are wrong? TracIn selection among the answers.
 
-Compared with vanilla GRPO, with dropping as many responses at random, and with training on the validation rollouts too
-(the same rollouts that selection uses, with their true rewards). Held-out accuracy against training steps, trained
-responses and all generated responses, validation rollouts counted. The prompts that accuracy is measured on are neither
-trained on nor used by selection.
+The demo's task. 32 prompts are *trusted* (their rewards are true) and there are no others like them: they are used
+again and again. The rewards of all other training prompts err: at random (0, 20, 40 % flipped) or by rule (a verifier
+that computes every `-` the wrong way round). Every arm makes equally many optimizer steps and samples equally many
+responses:
 
-    python -m benchmarks.tracin_effect --quick            a look: one seed, 12 steps
-    python -m benchmarks.tracin_effect --write-docs       the study of docs/tracin_effect.md, and its pictures
-    python -m benchmarks.tracin_effect --methods positive,soft --flips 0.2,0.4 --seeds 0,1       other settings
+    vanilla            48 noisy prompts × 8 responses a step
+    random             the same, as many dropped at random as `selection` drops
+    selection          32 noisy prompts, selected by 16 trusted prompts, which are not trained on
+    trusted_only       the 32 trusted prompts × 12 responses, nothing else
+    trusted_too        32 noisy and 16 trusted prompts, all trained on
+    trusted_random     the same, as many noisy responses dropped at random as `trusted_selection` drops
+    trusted_selection  the same, the noisy ones selected by the trusted ones (`trainer.tracin.train_on_validation`)
+    trusted_soft       the same with soft weights in place of dropping
+    trusted_averaged   the same with scores averaged over the trusted rollouts of the last four steps
 
-Every finished run is a line in runs/.cache/tracin_effect/results.jsonl and is not made again: the study can be
+Held-out accuracy on prompts that are neither trained on nor trusted. Settings are the defaults, which were chosen on
+seeds 0 and 1 of one warm start; reported seeds and the second warm start have been used for nothing else.
+
+    python -m benchmarks.tracin_effect --quick                      a look: one seed, 3 steps
+    python -m benchmarks.tracin_effect                              the study of docs/tracin_effect.md
+    python -m benchmarks.tracin_effect --made-only --write-docs     that page from the runs that were made
+
+Every finished run is a line in runs/.cache/tracin_effect/study.jsonl and is not made again: the study can be
 interrupted. Delete the file to start anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,109 +41,171 @@ from typing import Any
 
 import torch
 
-from benchmarks._tracin_effect_page import LABELS, TRIED, TRIED_SEEDS, summarise, write_page
+from benchmarks._tracin_effect_page import ARMS, NOISES, summarise, write_page
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config, TracinConfig
+from gradtrace.config import Config
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.columns import no_truth
 from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import with_advantage
-from gradtrace.instruments.tracin.validation import ValidationSource
+from gradtrace.instruments.tracin.validation import ValidationSet
 from gradtrace.metrics import Timer
-from gradtrace.policy.rollouts import judge, rollout
+from gradtrace.policy.rollouts import add_advantages, judge, rollout
 from gradtrace.rollout import SamplingParams
+from gradtrace.tasks.arithmetic import Chain, apply
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.training.experience import Experience
+from gradtrace.training.experience import Experience, flip_rewards
 from gradtrace.training.instruments import tracin_instrument
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 CACHE = REPOSITORY / "runs" / ".cache" / "tracin_effect"
-FLIPS, SEEDS, STEPS = (0.4, 0.2, 0.0), (0, 1, 2, 3, 4), 16
-EVALUATION_PROMPTS, EVALUATION_N, EVALUATE_EVERY = 512, 2, 4
+SEEDS = (10, 11, 12, 13, 14, 15)
+"""Reported; the even ones have warm start 0, the odd ones warm start 1."""
+STEPS, EVALUATE_EVERY = 12, 6
+EVALUATION_PROMPTS, EVALUATION_N = 512, 2
+TRUSTED, TRUSTED_PER_STEP, NOISY, N = 32, 16, 32, 8
+AVERAGED_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Method:
-    kind: str
-    """vanilla, selection, random (as many dropped as `selection` did) or val_too."""
+class Setup:
+    """What one arm does."""
+
+    noisy: int = NOISY
+    """Noisy prompts in a step."""
+    observer: str = "none"
+    """none, selection (TracIn), trusted (rollouts of trusted prompts, no scores) or dropping (at random, too)."""
+    like: str = ""
+    """The arm whose number of dropped responses is copied."""
     knobs: tuple[str, ...] = ()
-    """Of trainer.tracin, beyond its defaults."""
+    """Of trainer.tracin."""
+    averaged: bool = False
 
 
-METHODS: dict[str, Method] = {
-    "vanilla": Method("vanilla"),
-    "selection": Method("selection"),
-    "random": Method("random"),
-    "val_too": Method("val_too"),
-    # Other settings of selection, tried to find its defaults
-    "no_preconditioner": Method("selection", ("preconditioner=none",)),
-    "drop_all_negative": Method("selection", ("drop_share=1",)),
-    "positive": Method("selection", ("selection=positive",)),
-    "soft": Method("selection", ("selection=soft", "soft_temperature=0.5")),
-    "refresh_4": Method("selection", ("val_refresh_every=4",)),
-    "prompts_32": Method("selection", ("drop_share=1", "val_batch_size=32")),
+TOO = ("train_on_validation=true",)
+SETUPS = {
+    "vanilla": Setup(noisy=NOISY + TRUSTED_PER_STEP),
+    "random": Setup(noisy=NOISY + TRUSTED_PER_STEP, observer="dropping", like="selection"),
+    "selection": Setup(observer="selection", knobs=("train_on_validation=false",)),
+    "trusted_only": Setup(noisy=0),
+    "trusted_too": Setup(observer="trusted", knobs=TOO),
+    "trusted_random": Setup(observer="dropping", like="trusted_selection", knobs=TOO),
+    "trusted_selection": Setup(observer="selection", knobs=TOO),
+    "trusted_soft": Setup(observer="selection", knobs=(*TOO, "selection=soft")),
+    "trusted_averaged": Setup(observer="selection", knobs=TOO, averaged=True),
 }
 
 
-def configuration(method: Method, flip: float, seed: int, steps: int) -> Config:
+def configuration(arm: str, seed: int, steps: int, trusted: Path) -> Config:
+    setup = SETUPS[arm]
+    groups = (setup.noisy or TRUSTED) + (TRUSTED_PER_STEP if TOO[0] in setup.knobs else 0)
     return load_config(
         [
             f"trainer.runs_dir={CACHE}",
             f"trainer.seed={seed}",
+            f"task.arithmetic.warm_start.seed={seed % 2}",
             f"trainer.total_steps={steps}",
-            f"reward.flip_probability={flip}",
+            f"data.train_batch_size={setup.noisy or TRUSTED}",
+            f"actor.mini_batch_size={groups // 4}",  # four optimizer steps on every rollout, in every arm
+            f"rollout.n={N if setup.noisy else (NOISY + TRUSTED_PER_STEP) * N // TRUSTED}",
             "trainer.cpu_threads=1",
             "trainer.entropy_trace.enable=false",
             "trainer.influence_trace.enable=false",
+            "trainer.blame.enable=false",
+            f"trainer.tracin.val_batch_size={TRUSTED_PER_STEP}",
+            f"trainer.tracin.val_files=[{trusted}]",
             "trainer.tracin.diagnose_every=0",
-            # Never reached; it keeps these prompts out of the validation set of selection.
-            f"trainer.validation.prompts={EVALUATION_PROMPTS}",
-            *[f"trainer.tracin.{knob}" for knob in method.knobs],
+            *[f"trainer.tracin.{knob}" for knob in setup.knobs],
         ]
     )
 
 
-@functools.cache
-def settings_of(method: Method) -> dict[str, Any]:
-    """All of trainer.tracin, resolved."""
-    return dataclasses.asdict(configuration(method, 0.0, 0, 1).trainer.tracin)
+# ---------------------------------------------------------------- what errs, and what drops
 
 
-class RandomDrop(StepObserver):
-    """Leaves out as many responses as selection did in the same step, chosen at random."""
+def wrong_minus(response: str, item: dict[str, Any]) -> float:
+    """The reward of a verifier that computes a − b as b − a."""
+    chain = Chain(tuple(map(int, re.findall(r"\d", item["prompt"]))), re.sub(r"[\d=]", "", item["prompt"]))
+    value = chain.digits[0]
+    expected = str(value)
+    for operator, digit in zip(chain.operators, chain.digits[1:], strict=True):
+        value = apply(digit, operator, value) if operator == "-" else apply(value, operator, digit)
+        expected += f"{operator}{digit}={value}"
+    return float(response == expected)
 
-    def __init__(self, dropped: list[int], seed: int) -> None:
-        self.dropped = dropped
+
+class NoisyExperience(Experience):
+    """Training rollouts whose rewards err; of `trusted` prompts alone, where there are some, and then they do not."""
+
+    def __init__(self, inner: Experience, noise: str, trusted: list[Prompt]) -> None:
+        self.__dict__.update(inner.__dict__)
+        self.noise, self.trusted = noise, trusted
+
+    def collect(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
+        if self.trusted:
+            return self._rollout(self.trusted, generator, timer)[0], {}
+        batch, metrics = super().collect(generator, timer)
+        if self.noise != "systematic":
+            return flip_rewards(batch, float(self.noise), generator), metrics
+        items = [batch.items[group] for group in batch.group.tolist()]
+        seen = torch.tensor([wrong_minus(*pair) for pair in zip(batch.texts or [], items, strict=True)])
+        return batch.replace(rewards=seen, flipped=seen != batch.need("rewards")), metrics
+
+
+class Dropping(StepObserver):
+    """Rollouts of the trusted prompts, trained on, if there is `trusted`; no scores. Leaves out `dropped[step − 1]` of
+    the other responses, chosen at random."""
+
+    def __init__(self, trusted: TracinInstrument | None, dropped: list[int], seed: int) -> None:
+        self.trusted, self.dropped = trusted, dropped
         self.generator = torch.Generator().manual_seed(seed)
+        self.extra = 0
+
+    def more_rollouts(self, step: int) -> RolloutBatch | None:
+        more = None if self.trusted is None else self.trusted.more_rollouts(step)
+        self.extra = 0 if more is None else len(more)
+        return more
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         rows = with_advantage(batch)
-        count = min(self.dropped[step - 1], max(0, len(rows) - 1))
+        rows = rows[rows < len(batch) - self.extra]
+        count = min(self.dropped[step - 1], max(0, len(rows) - 1)) if self.dropped else 0
         kept = torch.ones(len(batch), dtype=torch.bool)
         kept[rows[torch.randperm(len(rows), generator=self.generator)[:count]]] = False
         return batch.replace(kept=kept)
 
 
-class WithValidation(Experience):
-    """Rollouts of the training prompts, and the validation rollouts of the step with their true rewards."""
+class Averaged(TracinInstrument):
+    """Scores against the trusted rollouts of the last steps together; only the newest are trained on."""
 
-    def __init__(self, inner: Experience, source: ValidationSource) -> None:
-        self.__dict__.update(inner.__dict__)
-        self.source = source
-        self.step = 0
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        newest = self._sample(step)
+        earlier = self.__dict__.setdefault("earlier", [])
+        earlier.append(newest.batch.replace(advantages=None, returns=None))
+        del earlier[:-AVERAGED_STEPS]
+        whole = add_advantages(RolloutBatch.concat(earlier), self.source.estimator)
+        self.source._current = ValidationSet(whole, newest.pool_index, step)
+        return super().before_update(batch, step)
 
-    def collect(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
-        batch, metrics = super().collect(generator, timer)
-        self.step += 1
-        validation, _ = self.source.at(self.step)
-        extra = validation.batch.replace(advantages=None)
-        if batch.flipped is not None:
-            extra = extra.replace(flipped=torch.zeros(len(extra), dtype=torch.bool))
-        return RolloutBatch.concat([batch, extra], self.sampler.pad_token_id), metrics
+
+def observer_of(arm: str, parts: Parts, seed: int, dropped: list[int]) -> StepObserver:
+    setup = SETUPS[arm]
+    if setup.observer == "none":
+        return StepObserver()
+    tracin = tracin_instrument(parts, None, {}, no_truth, lambda line: None)
+    if setup.observer == "selection":
+        if setup.averaged:
+            tracin.__class__ = Averaged
+        return tracin
+    return Dropping(tracin if setup.knobs else None, dropped, seed)
+
+
+# ---------------------------------------------------------------- a run
 
 
 def accuracy(parts: Parts, prompts: list[Prompt]) -> float:
@@ -143,102 +217,90 @@ def accuracy(parts: Parts, prompts: list[Prompt]) -> float:
         stop_token_ids=parts.task.stop_token_ids,
     )
     batch = rollout(parts.sampler, prompts, params, torch.Generator().manual_seed(99))
-    rewards = judge(batch, parts.task.tokenizer, parts.reward).need("rewards")
-    return float(rewards.mean())
+    return float(judge(batch, parts.task.tokenizer, parts.reward).need("rewards").mean())
 
 
-def run_one(
-    name: str, flip: float, seed: int, steps: int, dropped: list[int] | None = None
-) -> dict[str, Any]:
-    method = METHODS[name]
-    config = configuration(method, flip, seed, steps)
-    parts = build_parts(config)
-    observer: StepObserver = StepObserver()
-    if method.kind == "selection":
-        observer = tracin_instrument(parts, None, {}, no_truth, lambda line: None)
-    elif method.kind == "random":
-        assert dropped is not None
-        observer = RandomDrop(dropped, seed)
-    record: dict[str, Any] = {"dropped": [], "dropped_of_flipped": [], "dropped_of_unflipped": []}
-    trained = generated = 0
-    prompts = parts.task.validation_prompts(EVALUATION_PROMPTS)
-    points = [{"step": 0, "trained": 0, "generated": 0, "accuracy": accuracy(parts, prompts)}]
-    begin, evaluating = time.perf_counter(), 0.0
+def dropped_shares(batch: RolloutBatch) -> dict[str, float]:
+    """Of the noisy responses that have a gradient: the share dropped of those judged wrongly, and of the others."""
+    if batch.flipped is None or batch.kept is None:
+        return {}
+    learnable = torch.zeros(len(batch), dtype=torch.bool)
+    learnable[with_advantage(batch)] = True
+    shares = {}
+    for label, chosen in (("wrong", batch.flipped & learnable), ("right", ~batch.flipped & learnable)):
+        if bool(chosen.any()):
+            shares[label] = float((~batch.kept & chosen).sum() / chosen.sum())
+    return shares
+
+
+def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int]) -> dict[str, Any]:
+    begin, processor = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(parts, RunFiles(Path(folder)), observer, SilentDisplay())
-        if method.kind == "val_too":
-            source = tracin_instrument(parts, None, {}, no_truth, lambda line: None).source
-            trainer.experience = WithValidation(trainer.experience, source)
+        trusted_file = Path(folder) / "trusted.jsonl"
+        parts = None
+        for _ in range(2):  # the prompts come from the task, and the configuration names their file
+            if parts is not None:
+                held_out = parts.task.validation_prompts(EVALUATION_PROMPTS + TRUSTED)
+                lines = [json.dumps({"prompt": p.item["prompt"]}) for p in held_out[EVALUATION_PROMPTS:]]
+                trusted_file.write_text("\n".join(lines))
+            parts = build_parts(configuration(arm, seed, steps, trusted_file))
+        observer = observer_of(arm, parts, seed, dropped)
+        trainer = Trainer(parts, RunFiles(Path(folder) / "run"), observer, SilentDisplay())
+        trusted = held_out[EVALUATION_PROMPTS:] if not SETUPS[arm].noisy else []
+        trainer.experience = NoisyExperience(trainer.experience, noise, trusted)
+        prompts = held_out[:EVALUATION_PROMPTS]
+        points = [{"step": 0, "accuracy": accuracy(parts, prompts)}]
+        record: dict[str, Any] = {"points": points, "dropped": [], "shares": [], "generated": 0, "updates": 0}
         for step in range(1, steps + 1):
             batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
+            sampled = len(batch)
             batch, metrics = trainer.train_step(batch, step, Timer())
+            extra = len(batch) - sampled
+            record["generated"] += sampled + int(metrics.get("tracin/val_generated", extra))
             kept = len(batch) if batch.kept is None else int(batch.kept.sum())
-            trained += kept
-            generated += len(batch) + int(metrics.get("tracin/val_generated", 0))
             record["dropped"].append(len(batch) - kept)
-            if batch.flipped is not None and batch.kept is not None:
-                for label, chosen in (("flipped", batch.flipped), ("unflipped", ~batch.flipped)):
-                    learnable = torch.zeros(len(batch), dtype=torch.bool)
-                    learnable[with_advantage(batch)] = True
-                    counted = chosen & learnable
-                    if bool(counted.any()):
-                        share = float((~batch.kept & counted).sum() / counted.sum())
-                        record[f"dropped_of_{label}"].append(share)
+            record["shares"].append(dropped_shares(batch))
             if step % EVALUATE_EVERY == 0 or step == steps:
-                start = time.perf_counter()
-                now = {"step": step, "trained": trained, "generated": generated}
-                points.append(now | {"accuracy": accuracy(parts, prompts)})
-                evaluating += time.perf_counter() - start
-    record["points"] = points
-    record["seconds"] = round(time.perf_counter() - begin - evaluating, 2)
+                points.append({"step": step, "accuracy": accuracy(parts, prompts)})
+        state = next(iter(parts.optimizer.adamw.state.values()))
+        record["updates"] = int(state["step"])
+    record["seconds"] = round(time.perf_counter() - begin, 1)
+    record["cpu_seconds"] = round(time.process_time() - processor, 1)
     return record
 
 
 class Results:
-    """Finished runs, one JSON line each. What counts is how they were made, not what the method was called."""
+    """Finished runs, one JSON line each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: dict[str, dict[str, Any]] = {}
-        if path.is_file():
-            for line in path.read_text().splitlines():
-                entry = json.loads(line)
-                self.records[entry["key"]] = entry
+        self.records: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.read()
 
-    def key(self, name: str, flip: float, seed: int, steps: int) -> str:
-        method = METHODS[name]
-        selection = None if method.kind == "vanilla" else settings_of(method)
-        return json.dumps([method.kind, selection, flip, seed, steps], sort_keys=True)
+    def read(self) -> None:
+        lines = self.path.read_text().splitlines() if self.path.is_file() else []
+        for entry in map(json.loads, lines):
+            self.records[entry["arm"], entry["noise"], entry["seed"], entry["steps"]] = entry
 
-    def find(self, name: str, flip: float, seed: int, steps: int) -> dict[str, Any] | None:
+    def find(self, arm: str, noise: str, seed: int, steps: int) -> dict[str, Any] | None:
         """The run, if it was made."""
-        found = self.records.get(self.key(name, flip, seed, steps))
-        return None if found is None else found | {"method": name}
+        return self.records.get((arm, noise, seed, steps))
 
-    def get(self, name: str, flip: float, seed: int, steps: int) -> dict[str, Any]:
-        """The run, made now if it is not there."""
-        key = self.key(name, flip, seed, steps)
+    def get(self, arm: str, noise: str, seed: int, steps: int) -> dict[str, Any]:
+        """The run, made now if it is not there. Trusted prompts alone know no noise: one run serves all of it."""
+        if SETUPS[arm].noisy == 0 and noise != "0":
+            return self.get(arm, "0", seed, steps) | {"noise": noise}
+        key = (arm, noise, seed, steps)
         if key not in self.records:
-            dropped = None
-            if METHODS[name].kind == "random":
-                dropped = self.get("selection", flip, seed, steps)["dropped"]
-            record = run_one(name, flip, seed, steps, dropped)
-            entry = {"key": key, "flip": flip, "seed": seed, "steps": steps, **record}
+            like = SETUPS[arm].like
+            dropped = self.get(like, noise, seed, steps)["dropped"] if like else []
+            entry = {"arm": arm, "noise": noise, "seed": seed, "steps": steps}
+            entry |= run_one(arm, noise, seed, steps, dropped)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
             self.records[key] = entry
-        return self.records[key] | {"method": name}
-
-
-def described() -> str:
-    """The defaults of selection, in short."""
-    c = TracinConfig()
-    return (
-        f"`selection={c.selection}` (`drop_share={c.drop_share:g}`), `preconditioner={c.preconditioner}`, "
-        f"{c.val_batch_size} validation prompts, `val_strategy={c.val_strategy}`, "
-        f"`val_refresh_every={c.val_refresh_every}`"
-    )
+        return self.records[key]
 
 
 def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -246,60 +308,51 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", type=listed(str), default=list(LABELS), help="names, by comma")
-    parser.add_argument("--flips", type=listed(float), default=list(FLIPS))
+    parser.add_argument("--arms", type=listed(str), default=list(ARMS), help="names, by comma")
+    parser.add_argument("--noises", type=listed(str), default=list(NOISES), help="0, 0.2, 0.4, systematic")
     parser.add_argument("--seeds", type=listed(int), default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="begin no run after so many; run it again to go on"
+    )
     parser.add_argument("--made-only", action="store_true", help="only report on runs that were made already")
     parser.add_argument(
-        "--write-docs", action="store_true", help="rewrite docs/tracin_effect.md and its pictures"
+        "--write-docs", action="store_true", help="rewrite docs/tracin_effect.md and its picture"
     )
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, add_arguments)
     if args.quick:
-        args.methods, args.flips, args.seeds, args.steps = ["vanilla", "selection"], [0.4], [0], 12
+        args.arms, args.noises, args.seeds, args.steps = ["vanilla", "trusted_selection"], ["0.4"], [10], 3
     torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    results = Results(CACHE / "results.jsonl")
-    runs = []
+    results = Results(CACHE / "study.jsonl")
+    runs, end = [], time.monotonic() + 60 * args.minutes
     for seed in args.seeds:
-        for flip in args.flips:
-            for name in args.methods:
-                find = results.find if args.made_only else results.get
-                run = find(name, flip, seed, args.steps)
-                if run is None:
-                    continue
-                runs.append(run)
-                last = run["points"][-1]
-                print(
-                    f"{flip:4.0%} flipped  seed {seed}  {name:22} step {last['step']}: {last['accuracy']:.3f}  "
-                    f"({run['seconds']:.0f} s)",
-                    flush=True,
-                )
+        for noise in args.noises:
+            for arm in args.arms:
+                if args.made_only or time.monotonic() > end:
+                    source = "0" if arm == "trusted_only" else noise
+                    run = results.find(arm, source, seed, args.steps)
+                    run = None if run is None else run | {"noise": noise}
+                else:
+                    run = results.get(arm, noise, seed, args.steps)
+                    last = run["points"][-1]["accuracy"]
+                    print(
+                        f"seed {seed}  {noise:10}  {arm:18} {last:.3f}  ({run['cpu_seconds']:.0f} s)",
+                        flush=True,
+                    )
+                runs += [] if run is None else [run]
     summary = summarise(runs)
     if args.write_docs:
-        tried = [
-            made
-            for name in ("vanilla", "selection", *TRIED)
-            for flip in args.flips
-            for seed in TRIED_SEEDS
-            if (made := results.find(name, flip, seed, args.steps)) is not None
-        ]
-        write_page(REPOSITORY / "docs", summary, runs, summarise(tried), machine(), described())
-    ratios = {}
-    for flip, by_method in summary.items():
-        if "vanilla" not in by_method:
-            continue
-        for name, found in by_method.items():
-            if name != "vanilla":
-                for axis in ("steps", "generated"):
-                    base = by_method["vanilla"][axis]["mean"]
-                    label = f"accuracy_over_vanilla_{name}_at_equal_{axis}_{float(flip):.0%}_flips".replace(
-                        "%", ""
-                    )
-                    ratios[label] = found[axis]["mean"] / max(base, 1e-9)
+        write_page(REPOSITORY / "docs", summary, runs, machine())
+    ratios = {
+        f"accuracy_over_vanilla_{arm}_{noise}": found["mean"] / summary["arms"][noise]["vanilla"]["mean"]
+        for noise, arms in summary["arms"].items()
+        for arm, found in arms.items()
+        if arm != "vanilla" and "vanilla" in arms
+    }
     emit("tracin_effect", ratios, {"summary": summary, "steps": args.steps, "machine": machine()})
 
 

@@ -1,7 +1,8 @@
 """Parts of the site that are made from the code, so that they cannot go stale.
 
 `<!-- generated: knobs -->` becomes one table per configuration class, from the fields and the docstrings under them;
-`columns` the columns of step files, `meta` the keys of their meta_json, `commands` each command's `--help`.
+`columns` the columns of step files, `meta` the keys of their meta_json, `commands` each command's `--help`. Beside the
+site stands `llms.txt` (llmstxt.org): every page of the navigation with its first sentence, for programs that read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import io
 import re
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gradtrace import cli, config
@@ -22,6 +24,42 @@ from gradtrace.trace.schema import COLUMNS, KINDS
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATORS[found.group(1)](), markdown)
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> None:
+    """Remember the navigation's sections; their pages have no text yet."""
+    SECTIONS.clear()
+    for item in nav.items:
+        pages = item.children if item.is_section else [item]
+        SECTIONS.setdefault(item.title if item.is_section else "", []).extend(pages)
+
+
+def on_post_build(config: Any) -> None:
+    (Path(config.site_dir) / "llms.txt").write_text(llms_text(config.site_name, config.site_description))
+
+
+SECTIONS: dict[str, list[Any]] = {}
+"""Section of the navigation → its pages."""
+
+
+def llms_text(name: str, description: str) -> str:
+    """The pages of the navigation, one line each, as llmstxt.org asks for it."""
+    lines = [f"# {name}", "", f"> {description}", ""]
+    for title, pages in SECTIONS.items():
+        lines += [f"## {title or 'Start here, and more'}", ""]
+        for page in pages:
+            lines.append(f"- [{page.title}]({page.url or 'index.html'}): {first_sentence(page.markdown)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def first_sentence(markdown: str) -> str:
+    """Of the first paragraph that is text; links become their words."""
+    for paragraph in re.split(r"\n\s*\n", re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)):
+        text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+        if text and text[0] not in "#|<!":
+            return re.split(r"(?<=[.?!:])\s", text.removeprefix("- "))[0].rstrip(":")
+    return ""
 
 
 def docstrings(cls: type) -> dict[str, str]:

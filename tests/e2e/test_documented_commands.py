@@ -70,7 +70,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     run = train(config).run_dir
     assert run == folder / "runs" / "demo"
-    for name in ("mine", "grpo-s0", "grpo-s1", "tracin-s0", "tracin-s1"):
+    for name in ("mine", "grpo-s0", "grpo-s1", "tracin-s0", "tracin-s1", "hacked", "too_hot"):
         shutil.copytree(run, folder / "runs" / name)
     for name, operator in (("data.jsonl", "+"), ("val.jsonl", "-")):
         rows = [

@@ -22,7 +22,12 @@ from gradtrace.instruments.entropy_probe import (
     evaluation_batch,
     update_batch,
 )
-from gradtrace.instruments.entropy_probe.estimates import Tokens, jackknife
+from gradtrace.instruments.entropy_probe.estimates import (
+    Tokens,
+    _predicted,
+    _predicted_columns,
+    jackknife,
+)
 from gradtrace.instruments.entropy_probe.passes import FullPrecision
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
@@ -337,6 +342,26 @@ def test_copies_of_a_response_under_one_prompt_do_not_make_the_error_smaller() -
     together = jackknife(columns, prompts, lambda s: s["x"] / s["n"])
     alone = jackknife({"x": values[::4], "n": torch.ones(20)}, torch.arange(20), lambda s: s["x"] / s["n"])
     assert math.isclose(together.stderr, alone.stderr, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(8, 1), (6, 3)])
+def test_95_percent_intervals_hold_the_truth_95_times_in_100(prompts: int, n: int) -> None:
+    """Of 120 independent small E of a real model: 1.96 standard errors would do so about 90 times in 100 only."""
+    setting = Setting()
+    E = evaluation_batch(setting.policy, sampled(setting.policy, 120 * prompts, n, seed=3))
+    prediction = setting.probe.predict(E, setting.probe.update(setting.U))
+    columns = _predicted_columns(prediction.base, prediction.d_log_probs, prediction.d_entropies)
+    truth = float(_predicted({name: values.sum() for name, values in columns.items()}))
+    estimates = []
+    for chosen in prediction.base.group.unique().split(prompts):
+        own = torch.isin(prediction.base.group, chosen)
+        part = {name: values[own] for name, values in columns.items()}
+        estimates.append(jackknife(part, prediction.base.group[own], _predicted))
+    assert len(estimates) == 120 and estimates[0].prompts == prompts
+    covered = sum(abs(one.value - truth) <= one.half for one in estimates) / 120
+    assert 0.9 <= covered <= 0.995
+    short = sum(abs(one.value - truth) <= 1.96 * one.stderr for one in estimates) / 120
+    assert short < covered
 
 
 def test_all_three_predictions_agree_in_expectation() -> None:

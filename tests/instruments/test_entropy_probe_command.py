@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -240,12 +241,26 @@ def test_damaged_checkpoint_is_refused(checkpoint: Path) -> None:
     [
         ("rollout.top_p=0.9", "top_p=0.9, top_k=0: tokens that cannot be drawn have no importance weight"),
         ("rollout.top_k=5", "top_k=5"),
-        ("rollout.temperature=0.7", "temperature=0.7: the entropy of the policy is the one at temperature 1"),
         ("actor.optim.lr=0", "the learning rate of step 3 is 0"),
     ],
 )
 def test_run_settings_that_spoil_a_probe_are_refused(checkpoint: Path, override: str, sentence: str) -> None:
     assert sentence in refusal(checkpoint, override)
+
+
+def test_entropy_is_that_of_the_temperature_the_run_trains_at(
+    finished: ProbeResults, checkpoint: Path
+) -> None:
+    """Sampled, weighed and differentiated at 0.7: a small step measures what was predicted."""
+    results = run_probe(checkpoint, config(fresh=False), ["rollout.temperature=0.7"])
+    small_step = results.sweep()[0]
+    assert small_step["measured"] == pytest.approx(small_step["predicted"], rel=0.05)
+    missing = [math.log(18) - one.prediction.base.mean_entropy for one in (results, finished)]
+    assert missing[0] > 1.5 * missing[1] > 0  # next to uniform over 18 tokens, what is missing goes with 1/T²
+    log_probs = results.prediction.base.log_probs.float()
+    assert torch.allclose(
+        log_probs, results.evaluation.sampler_log_probs[results.evaluation.response_mask], atol=1e-4
+    )
 
 
 def test_overlapping_or_empty_or_foreign_batches_are_refused(
@@ -263,6 +278,10 @@ def test_overlapping_or_empty_or_foreign_batches_are_refused(
     empty.response_mask[4] = False
     save_batch(empty, sampling, path)
     assert "response 4 has no tokens" in refusal(checkpoint, evaluation_batch=str(path))
+
+    save_batch(E, sampling | {"temperature": 0.5}, path)
+    sentence = refusal(checkpoint, evaluation_batch=str(path))
+    assert "sampled at temperature=0.5, and the run trains at rollout.temperature=1" in sentence
 
     save_batch(E, sampling | {"top_p": 0.5}, path)
     assert "top_p=0.5" in refusal(checkpoint, evaluation_batch=str(path))

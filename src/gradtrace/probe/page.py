@@ -9,16 +9,14 @@ from typing import Any
 from rich.table import Table
 
 from gradtrace.compare.picture import Curve, line_picture
-
-BAR = 1.96
-"""Standard errors on either side of an error bar: 95 %."""
+from gradtrace.instruments.entropy_probe.estimates import Estimate
 
 
 def identity_picture(record: dict[str, Any]) -> str:
     """Predicted against measured over η. Bars: of predicted minus measured, since on one E both share their noise."""
     rows = record["sweep"]
     measured = [row["measured"] for row in rows]
-    bars = [BAR * row["difference_stderr"] for row in rows]
+    bars = [row["difference_half"] for row in rows]
     curves = [
         Curve(
             "same E",
@@ -76,11 +74,11 @@ def sweep_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             f"{row['eta']:g}",
-            _with_error(row["predicted"], row["predicted_stderr"]),
-            _with_error(row["measured"], row["measured_stderr"]),
-            _with_error(row["predicted"] - row["measured"], row["difference_stderr"]),
+            _with_error(row["predicted"], row["predicted_half"]),
+            _with_error(row["measured"], row["measured_half"]),
+            _with_error(row["predicted"] - row["measured"], row["difference_half"]),
             f"{row['ess']:.1f}",
-            _with_error(row["fresh"], row["fresh_stderr"]) if "fresh" in row else "",
+            _with_error(row["fresh"], row["fresh_half"]) if "fresh" in row else "",
             f"{row['fresh_changed']}" if "fresh" in row else "",
         )
         for row in record["sweep"]
@@ -90,7 +88,7 @@ def sweep_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 def sweep_table(record: dict[str, Any]) -> Table:
     """The sweep as a table for the terminal."""
     table = Table(
-        title=f"entropy change at step {record['step']}, nats per token of E (± standard error)",
+        title=f"entropy change at step {record['step']}, nats per token of E (±: 95 % interval)",
         title_justify="left",
     )
     for name in SWEEP_HEAD:
@@ -134,12 +132,12 @@ def summary_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _estimate(estimate: dict[str, float]) -> str:
-    return _with_error(estimate["value"], estimate["stderr"])
+def _estimate(estimate: dict[str, Any]) -> str:
+    return _with_error(estimate["value"], Estimate(**estimate).half)
 
 
-def _with_error(value: float, stderr: float) -> str:
-    return f"{value:+.3g} ± {stderr:.1g}"
+def _with_error(value: float, half: float) -> str:
+    return f"{value:+.3g} ± {half:.1g}"
 
 
 def page(record: dict[str, Any]) -> str:
@@ -166,9 +164,9 @@ td, th {{ border-bottom: 1px solid #8884; }}
 th:first-child {{ text-align: left; }}
 </style></head><body>
 <h1>What the next update does to entropy</h1>
-<p>{html.escape(record["checkpoint"])}. Nats per token of E, ± one standard error (jackknife over prompts);
-positive = entropy rises. The error of predicted − measured is that of the difference: on the same E both share most of
-their noise.</p>
+<p>{html.escape(record["checkpoint"])}. Nats per token of E, ± half of the 95 % interval (jackknife over prompts,
+Student's t); positive = entropy rises. That of predicted − measured is that of the difference: on the same E both
+share most of their noise.</p>
 {identity_picture(record)}
 {sweep_picture(record)}
 <table><tr>{titles}</tr>{body}</table>

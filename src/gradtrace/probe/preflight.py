@@ -15,17 +15,18 @@ from gradtrace.policy.policy import Policy
 from gradtrace.rollout.sampler import evaluation_mode
 
 
-def check_sampling(temperature: float, top_p: float, top_k: int, where: str) -> None:
-    """The probe's batches come from the full distribution that entropies and log-probs speak of."""
+def check_sampling(temperature: float, top_p: float, top_k: int, where: str, wanted: float) -> None:
+    """The probe's batches come from the full distribution that entropies and log-probs speak of, at the temperature
+    `wanted` that the run trains at."""
     if top_p != 1 or top_k != 0:
         raise GradtraceError(
             f"{where} has top_p={top_p:g}, top_k={top_k}: tokens that cannot be drawn have no importance weight. "
             "Use rollout.top_p=1 rollout.top_k=0"
         )
-    if temperature != 1:
+    if temperature != wanted:
         raise GradtraceError(
-            f"{where} has temperature={temperature:g}: the entropy of the policy is the one at temperature 1. Use "
-            "rollout.temperature=1"
+            f"{where} was sampled at temperature={temperature:g}, and the run trains at rollout.temperature="
+            f"{wanted:g}: entropies and log-probs are those of one temperature"
         )
 
 

@@ -79,15 +79,18 @@ class ProbeResults:
                 "eta": eta,
                 "predicted": eta * predicted.value,
                 "predicted_stderr": eta * predicted.stderr,
+                "predicted_half": eta * predicted.half,
                 "measured": measured.change.value,
                 "measured_stderr": measured.change.stderr,
+                "measured_half": measured.change.half,
                 "difference_stderr": measured.difference.stderr,
+                "difference_half": measured.difference.half,
                 "ess": measured.ess,
                 "clipped_weights": measured.clipped,
             }
             if eta in self.fresh:
                 fresh = fresh_change(self.prediction.base, self.fresh[eta].tokens)
-                row |= {"fresh": fresh.value, "fresh_stderr": fresh.stderr}
+                row |= {"fresh": fresh.value, "fresh_stderr": fresh.stderr, "fresh_half": fresh.half}
                 row["fresh_changed"] = self.fresh[eta].changed
             rows.append(row)
         return rows

@@ -35,7 +35,6 @@ from gradtrace.trace.phases import PhaseStore, load_batch
 from gradtrace.trace.run_log import RunLog
 from gradtrace.training.source import Loaded
 
-SAMPLING: dict[str, Any] = {"temperature": 1.0, **EVERY_TOKEN}
 FACTS = "clip_factor, grad_norm"
 OFF_POLICY = 0.01
 """Mean difference of log-probs, in nats per token, above which E was not sampled from this policy."""
@@ -172,7 +171,9 @@ class _Session:
         batch, sampling = load_batch(Path(path))
         preflight.check_batch(batch, f"{key}={path}", len(self.policy.model.get_input_embeddings().weight))
         if key == "evaluation_batch":
-            preflight.check_sampling(**sampling, where=f"{key}={path}")
+            preflight.check_sampling(
+                **sampling, where=f"{key}={path}", wanted=self.source.run.rollout.temperature
+            )
         elif batch.rewards is None:
             raise GradtraceError(f"{key}={path}: its responses have no rewards")
         return [Prompt(ids, {}) for ids in batch.prompts]
@@ -197,8 +198,15 @@ class _Session:
         loss = PolicyLoss(self.policy, run.algorithm, run.rollout.max_new_tokens)
         return update_batch(loss, self.U_rollout, self.config.token_budget)
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How E and U are drawn: from the full distribution, at the temperature that the run trains at."""
+        return {"temperature": self.source.run.rollout.temperature, **EVERY_TOKEN}
+
     def _sample(self, name: str, prompts: list[Prompt], n: int, seed: int) -> RolloutBatch:
-        params = SamplingParams.of(self.source.run.rollout, self.parts.task.stop_token_ids, n=n, **SAMPLING)
+        params = SamplingParams.of(
+            self.source.run.rollout, self.parts.task.stop_token_ids, n=n, **EVERY_TOKEN
+        )
         with self.display.phase(name) as progress:
             return self.parts.sampler.generate(
                 [prompt.ids for prompt in prompts],
@@ -211,7 +219,7 @@ class _Session:
     def _sample_evaluation(self) -> tuple[RolloutBatch, dict[str, Any]]:
         if self.config.evaluation_batch:
             return load_batch(Path(self.config.evaluation_batch))
-        return self._sample("sampling E", self.prompts[0], self.config.evaluation_n, seed=1), SAMPLING
+        return self._sample("sampling E", self.prompts[0], self.config.evaluation_n, seed=1), self.sampling
 
     def _sample_update(self) -> tuple[RolloutBatch, dict[str, Any]]:
         """U with everything that the loss needs."""
@@ -220,7 +228,7 @@ class _Session:
             batch, sampling = load_batch(Path(self.config.update_batch))
         else:
             batch = self._sample("sampling U", self.prompts[1], self.config.update_n, seed=2)
-            batch, sampling = judge(batch, parts.task.tokenizer, parts.reward), SAMPLING
+            batch, sampling = judge(batch, parts.task.tokenizer, parts.reward), self.sampling
         with self.display.phase("log-probs of U"):
             return self.loaded.completed(batch, self.config.token_budget), sampling
 

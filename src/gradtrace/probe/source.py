@@ -39,4 +39,6 @@ class ProbeSource(Source):
         """Refuse, before the model is loaded, sampling that is not the policy's and an optimizer that is not there."""
         self.check_optimizer(self.config.optimizer, "probe")
         rollout = self.run.rollout
-        preflight.check_sampling(rollout.temperature, rollout.top_p, rollout.top_k, "rollout")
+        preflight.check_sampling(
+            rollout.temperature, rollout.top_p, rollout.top_k, "rollout", rollout.temperature
+        )

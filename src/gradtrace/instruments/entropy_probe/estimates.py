@@ -12,15 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradtrace.intervals import t_quantile
+
 LOG_WEIGHT_LIMIT = 10.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An entropy change in nats per token, positive = entropy rises, and its standard error."""
+    """An entropy change in nats per token, positive = entropy rises, and its standard error over prompts."""
 
     value: float
     stderr: float
+    prompts: int
+
+    @property
+    def half(self) -> float:
+        """Half the width of the 95 % interval, by Student's t: a standard error from few prompts is itself unsure."""
+        return t_quantile(self.prompts - 1) * self.stderr if self.prompts > 1 else float("nan")
 
 
 Statistic = Callable[[dict[str, Tensor]], Tensor]
@@ -34,14 +42,14 @@ def jackknife(columns: dict[str, Tensor], group: Tensor, statistic: Statistic) -
     totals = {name: values.double().sum() for name, values in columns.items()}
     value = float(statistic(totals))
     if count < 2:
-        return Estimate(value, float("nan"))
+        return Estimate(value, float("nan"), count)
     without = {
         name: totals[name] - torch.zeros(count, dtype=torch.float64).index_add_(0, member, values.double())
         for name, values in columns.items()
     }
     left_out = statistic(without)
     spread = (count - 1) / count * (left_out - left_out.mean()).square().sum()
-    return Estimate(value, float(spread.sqrt()))
+    return Estimate(value, float(spread.sqrt()), count)
 
 
 @dataclass(frozen=True, eq=False)
