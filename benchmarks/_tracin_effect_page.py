@@ -31,6 +31,7 @@ QUESTIONS = (
     ("trusted_only", "trusted_too"),
     ("selection", "vanilla"),
     ("selection", "trusted_too"),
+    ("trusted_selection", "selection"),
     ("trusted_selection", "trusted_too"),
     ("trusted_selection", "trusted_random"),
     ("trusted_selection", "trusted_only"),
