@@ -121,8 +121,8 @@ again and again. The rewards of the other training prompts err: flipped at rando
 every a − b as b − a, so that it rewards one of the wrong habits the policy starts with). **Every arm makes {updates}
 optimizer steps on {steps} rollouts and samples {generated:,} responses in all**, so one number compares them at equal
 steps and at equal generation: `vanilla` has 48 noisy prompts a step where others have 32 noisy and 16 trusted ones,
-`trusted_only` samples 12 responses to each of its 32. Accuracy: 512 held-out prompts × 2 samples, neither trained on nor
-trusted, after the last step.
+`trusted_only` samples 12 responses to each of its 32. Accuracy: 512 held-out prompts × 2 samples, neither trained on
+nor trusted, after the last step.
 
 {seeds} seeds that were used for nothing else, half of them from a second warm start; settings are the defaults
 (`drop_lowest`, `drop_share=0.5`, Adam's preconditioner), chosen on other seeds (0 and 1) of the first. Means with 95 %
