@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from gradtrace.trace.schema import Selection
-from gradtrace.viewer.step_view import LIKELIER, NO_STEP, TOKEN_CHANNELS, StepView
+from gradtrace.viewer.step_view import LIKELIER, LOSS_MASK, NO_STEP, TOKEN_CHANNELS, StepView
 from gradtrace.viewer.vocabulary import Vocabulary
 
 MINIATURE_COLUMNS = 180
@@ -147,7 +148,10 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
         "expected": [place[token_id] for token_id in expected],
         "vocabulary": vocabulary.entries(ids),
         "responses": [_response(view, r) for r in members],
-        "channels": ["token", *(n for n in (*TOKEN_CHANNELS, NO_STEP) if view.channel(n) is not None)],
+        "channels": [
+            "token",
+            *(n for n in (*TOKEN_CHANNELS, NO_STEP, LOSS_MASK) if view.channel(n) is not None),
+        ],
         "credits": [score for score in scores if score != LIKELIER],
         "likelier": LIKELIER in scores,
         "scales": view.scales,
@@ -176,7 +180,17 @@ def _response(view: StepView, r: int) -> dict[str, Any]:
         "optimizer_step": view.response_value("optimizer_step", r),
         "prompt_influence": view.response_value("prompt_influence", r),
         "first_wrong": view.response_value("first_wrong", r),
+        "segments": _segments(view, r),
     }
+
+
+def _segments(view: StepView, r: int) -> list[dict[str, Any]] | None:
+    """Who wrote which part of a response; None where it is one turn of the policy."""
+    parts = view.layout.segments(r)
+    if LOSS_MASK not in view.layout or not parts:
+        return None
+    ends = [*(part.start for part in parts[1:]), int(view.layout["length"][r])]
+    return [{**asdict(part), "end": end} for part, end in zip(parts, ends, strict=True)]
 
 
 def group_tokens(view: StepView, g: int, vocabulary: Vocabulary) -> bytes:

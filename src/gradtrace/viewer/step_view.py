@@ -27,6 +27,8 @@ LIKELIER = "likelier"
 """The score of a step that makes a token likelier, instead of the step that training takes on it."""
 SCORES = (*CREDITS, LIKELIER)
 TOKEN_CHANNELS = ("entropy", "log_prob", "mismatch", *(f"influence_{score}" for score in SCORES))
+LOSS_MASK = "loss_mask"
+"""A channel of the group page: 0 where the policy did not write the token."""
 NO_STEP = "no_step"
 """A channel of the group page: 1 where training takes no step on the token, such as a clipped one."""
 

@@ -30,8 +30,8 @@ export function groupControls(group, now, on) {
     by: make(
       "by",
       "By",
-      UNITS.map((value) => ({ value, label: value })),
-      "Influence and ΔV of a sentence or a line are the sums over its tokens; entropy and log-prob are the means.",
+      UNITS.filter((value) => value !== "turn" || group.hasTurns).map((value) => ({ value, label: value })),
+      "Influence and ΔV of a sentence, a line or a turn are the sums over its tokens; entropy and log-prob are the means.",
     ),
     credit: make(
       "credit",

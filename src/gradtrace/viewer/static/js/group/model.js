@@ -31,7 +31,8 @@ export class Group {
     for (const response of this.responses) response.pieces = piecesOf(this.entriesOf(response));
     this.findTwins();
     this.mixed = this.responses.some((response) => response.accepted);
-    this.isChain = this.looksLikeChain();
+    this.hasTurns = this.responses.some((response) => response.segments);
+    this.isChain = !this.hasTurns && this.looksLikeChain();
   }
 
   /** Responses with the same tokens and the same verdict: each knows them all, itself included, in order. */
@@ -91,6 +92,11 @@ export class Group {
   /** Training takes no step on this token: it was clipped. */
   isPassedOver(token) {
     return this.channels.get("no_step")?.[token] === 1;
+  }
+
+  /** A tool, a user or a template wrote this token: it has no loss and no scores. */
+  isOfOthers(token) {
+    return this.channels.get("loss_mask")?.[token] === 0;
   }
 
   /** Position of the token in its response, and the right token there, for the first wrong one. */

@@ -4,6 +4,7 @@
 import { classNameOf } from "../channels.js";
 import { acceptedMark, button, element, setAttributes } from "../dom.js";
 import { drawingClass, drawnText } from "../token_text.js";
+import { chat } from "./turns.js";
 
 const BUILD_AHEAD = "1200px";
 
@@ -42,6 +43,7 @@ export class ResponseRow {
       const marks = [
         position === response.first_wrong ? " fw" : "",
         group.isPassedOver(response.start + position) ? " clipped" : "",
+        group.isOfOthers(response.start + position) ? " ms" : "",
       ];
       return drawing + marks.join("");
     });
@@ -58,7 +60,7 @@ export class ResponseRow {
         fragment.append(span);
       }
       this.spans[slot] = spans;
-      container.replaceChildren(fragment);
+      container.replaceChildren(...(response.segments ? chat(response, spans) : [fragment]));
       container.style.minHeight = "";
     }
     this.paint(colourings);
@@ -101,7 +103,9 @@ export class ResponseRow {
     else flags.delete(flag);
     if (flags.size) this.flags.set(position, [...flags].join(" "));
     else this.flags.delete(position);
-    if (this.isBuilt) for (const slot of [0, 1]) this.spans[slot][position]?.classList.toggle(flag, on);
+    if (!this.isBuilt) return;
+    for (const slot of [0, 1]) this.spans[slot][position]?.classList.toggle(flag, on);
+    if (on && flag !== "hov") for (const slot of [0, 1]) unfold(this.spans[slot][position]);
   }
 
   /** Space for a row that is not built, so that jumps land where they should. */
@@ -109,6 +113,12 @@ export class ResponseRow {
     this.node.style.containIntrinsicBlockSize = `auto ${height}px`;
     if (!this.isBuilt) for (const container of this.slots) container.style.minHeight = `${height}px`;
   }
+}
+
+/** Show a token that stands in a folded part. */
+function unfold(span) {
+  const fold = span?.closest("details");
+  if (fold) fold.open = true;
 }
 
 /** Builds rows when they come near the screen. */

@@ -1,15 +1,20 @@
-// Sentences and lines: long answers are read in them, so numbers can be shown for them instead of single tokens.
+// Sentences, lines and turns: long answers are read in them, so numbers can be shown for them instead of single tokens.
 
 import { CHANNELS } from "../channels.js";
 import { numberStyle } from "../format.js";
 
-export const UNITS = ["token", "sentence", "line"];
+export const UNITS = ["token", "sentence", "line", "turn"];
 const SUMMED = ["influence", "delta_v"];
 /** A sentence ends with its mark and the space after it, a line with its break; as in gradtrace/trace/units.py. */
 const ENDS = { sentence: /[.!?…。！？]+["'”’)\]]*(?=\s|$)|\n+/g, line: /\n+/g };
 
-/** Int32Array: the number of the sentence or line that each token of a response is in. */
+/** Int32Array: the number of the sentence, line or turn (what one author wrote) that each token of a response is in. */
 export function unitsOf(response, by) {
+  if (by === "turn") {
+    const units = new Int32Array(response.pieces.length);
+    for (const [index, { start, end }] of (response.segments ?? []).entries()) units.fill(index, start, end);
+    return units;
+  }
   const texts = response.pieces.map((piece) => piece.text);
   const whole = texts.join("");
   const ends = Array.from(whole.matchAll(ENDS[by]), (match) => match.index + match[0].length);
@@ -44,7 +49,7 @@ export function aggregated(group, channel, values, by) {
   return found;
 }
 
-/** What the sentence or line of a token has in the channels that are shown: [{name, text}], nothing for tokens. */
+/** What the sentence, line or turn of a token has in the channels that are shown: [{name, text}], nothing for tokens. */
 export function unitMetrics(by, colourings, token) {
   if (by === "token") return [];
   const shown = colourings.filter(({ channel, values }) => values !== null && channel !== "advantage");

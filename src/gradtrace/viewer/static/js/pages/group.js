@@ -23,6 +23,7 @@ import { Rail } from "../group/rail.js";
 import { Readout } from "../group/readout.js";
 import { TokenSelection } from "../group/selection.js";
 import { fitsSideBySide, ORDERS, Sheet } from "../group/sheet.js";
+import { showTurns } from "../group/turns.js";
 import { UNITS, unitMetrics } from "../group/units.js";
 
 const NARROW = 1100;
@@ -34,7 +35,7 @@ const HINTS = [
   ["[ ]", "step"],
   ["v", "view"],
   ["s", "scale"],
-  ["b", "by token, sentence, line"],
+  ["b", "by token, sentence, line, turn"],
   ["c", "credit"],
   ["x", "training or likelier"],
   ["o", "order"],
@@ -84,7 +85,7 @@ class GroupPage extends Page {
     this.view = url.choice("view", Object.keys(VIEWS), this.defaultView());
     this.scale = url.choice("scale", SCALES, "group");
     this.order = url.choice("order", ORDERS);
-    this.by = url.choice("by", UNITS);
+    this.by = url.choice("by", this.units);
     this.credit = url.choice("credit", group.credits.length ? group.credits : ["position"]);
     this.asks = group.structure.likelier ? url.choice("asks", Object.keys(QUESTIONS)) : "training";
     const second = group.credits.length ? "influence" : "entropy";
@@ -93,6 +94,11 @@ class GroupPage extends Page {
     this.target = null;
     this.targetValues = null;
     this.current = -1;
+  }
+
+  /** What numbers can be shown for. */
+  get units() {
+    return UNITS.filter((unit) => unit !== "turn" || this.group.hasTurns);
   }
 
   /** Which of the scores is shown: that of a credit, or that of making a token likelier. */
@@ -267,6 +273,7 @@ class GroupPage extends Page {
     const make = (channel) => colouring(group, channel, { scale, by, credit, targetValues: valuesFor(channel) });
     this.sheet.paint(this.channels.map(make));
     this.showLegends();
+    for (const row of this.sheet.rows) showTurns(row, credit, (index, position) => this.jumpTo(index, position));
     for (const row of this.sheet.rows) showCurve(row, (token) => this.select(token).catch(this.context.fail));
     this.tops = this.metricTops();
     const values = group.values("influence", credit);
@@ -408,7 +415,7 @@ class GroupPage extends Page {
       k: () => this.moveRow(-1),
       v: () => this.setView(nextOf(Object.keys(VIEWS), this.view)),
       s: () => this.setScale(nextOf(SCALES, this.scale)),
-      b: () => this.setUnit(nextOf(UNITS, this.by)),
+      b: () => this.setUnit(nextOf(this.units, this.by)),
       c: () => this.setCredit(nextOf(group.credits, this.credit)),
       x: () => group.structure.likelier && this.setQuestion(nextOf(Object.keys(QUESTIONS), this.asks)),
       o: () => this.setOrder(nextOf(ORDERS, this.order)),

@@ -1,0 +1,73 @@
+// Responses of several turns: who wrote which part, as in a chat, and a strip with a number for every turn.
+
+import { button, element, setAttributes } from "../dom.js";
+import { numberStyle } from "../format.js";
+
+const PREVIEW = 40;
+const NAMES = { assistant: "policy", tool: "tool", user: "user", environment: "not the policy" };
+
+/** @typedef {{start: number, end: number, turn: number, role: string, tool: string}} Segment positions in a response */
+
+/** Who wrote a segment, in words. */
+export function authorOf({ role, tool }) {
+  return role === "tool" && tool ? `tool ${tool}` : NAMES[role];
+}
+
+/** The spans of a slot's tokens as a chat: a block for each author, those of tools folded. */
+export function chat(response, spans) {
+  return response.segments.map((segment) => {
+    const own = spans.slice(segment.start, segment.end);
+    if (segment.role === "assistant")
+      return element("div", "segment", element("span", "author", `policy, turn ${segment.turn + 1}`), ...own);
+    const text = response.pieces.slice(segment.start, segment.end).map((piece) => piece.text);
+    const whole = text.join("");
+    const shown = whole.length > PREVIEW ? `${whole.slice(0, PREVIEW - 1)}…` : whole;
+    const summary = element("summary", "", element("span", "author", authorOf(segment)), " ", shown);
+    summary.title = "The policy did not write this: no loss, no scores. Click to see its tokens.";
+    return element("details", `segment ${segment.role}`, summary, ...own);
+  });
+}
+
+/** [{turn, start, influence, delta}]: sums over what the policy wrote in each turn; NaN where nothing is known. */
+export function turnSums(group, response, credit) {
+  const sumOf = (values, { start, end }) => {
+    let sum = NaN;
+    for (let token = response.start + start; values && token < response.start + end; token++)
+      if (Number.isFinite(values[token])) sum = (Number.isNaN(sum) ? 0 : sum) + values[token];
+    return sum;
+  };
+  return response.segments
+    .filter(({ role }) => role === "assistant")
+    .map((segment) => ({
+      turn: segment.turn,
+      start: segment.start,
+      influence: sumOf(group.values("influence", credit), segment),
+      delta: sumOf(group.values("delta_v"), segment),
+    }));
+}
+
+function tint(value, top) {
+  if (!Number.isFinite(value) || !top) return "";
+  const level = Math.ceil((3 * Math.abs(value)) / top);
+  return level ? (value > 0 ? "p" : "n") + Math.min(3, level) : "";
+}
+
+/** A button for every turn of a response with its sums of influence and ΔV; a click goes to the turn. */
+export function showTurns(row, credit, onPick) {
+  row.meta.querySelector(".turns")?.remove();
+  const { group, response } = row;
+  if (!response.segments) return;
+  const everyone = group.responses.filter(({ segments }) => segments).map((each) => turnSums(group, each, credit));
+  const top = Math.max(0, ...everyone.flat().map(({ influence }) => Math.abs(influence) || 0));
+  const style = numberStyle(top);
+  const strip = setAttributes(element("div", "turns"), { role: "group", "aria-label": `Turns of ${response.name}` });
+  for (const { turn, start, influence, delta } of turnSums(group, response, credit)) {
+    const parts = [`turn ${turn + 1}`];
+    if (Number.isFinite(influence)) parts.push(`Σ ${style.signed(influence)}`);
+    if (Number.isFinite(delta)) parts.push(`ΔV ${numberStyle(1).signed(delta)}`);
+    const cell = button(tint(influence, top), parts.join(" "), () => onPick(response.index, start));
+    cell.title = "What the policy wrote in this turn: influence and ΔV, summed over its tokens.";
+    strip.append(cell);
+  }
+  row.meta.append(strip);
+}
