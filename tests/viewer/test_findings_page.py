@@ -12,6 +12,7 @@ from gradtrace.trace.atomic import JsonLines
 from gradtrace.trace.reader import open_run
 from gradtrace.training.run import train
 from gradtrace.viewer.report import make_report
+from gradtrace.viewer.step_view import load_step_view
 from tests.training import small
 from tests.viewer.serving import Watched, serving
 
@@ -76,3 +77,23 @@ def test_a_report_holds_findings(run_dir: Path) -> None:
     page = make_report([run_dir]).page
     data = json.loads(page.split('id="gradtrace-report">')[1].split("</script>")[0])
     assert data["json"]["runs/0/findings"]["findings"][0]["detector"] == "gradient_spike"
+
+
+def test_a_group_shows_the_gradient_shares_of_blame_and_says_why_others_are_missing(
+    run_dir: Path, browser: Browser
+) -> None:
+    run = open_run(run_dir)
+    blame, view = run.step("blame", 2), load_step_view(run, 2)
+    assert view is not None
+    shares = view.channel("token_grad_share")
+    assert shares is not None
+    for r, theirs in view._responses_in(blame).items():
+        assert shares[view.tokens(r)].tolist() == blame.tokens(theirs)["token_grad_share"].tolist()
+    with serving([run_dir]) as address:
+        watched = Watched(browser.new_page(viewport={"width": 1440, "height": 900}), address)
+        page = watched.open("#/group?step=2&group=0&view=side&left=token_grad_share&right=no_step")
+        expect(page.locator(".explain .slot-0")).to_contain_text("All shares of a step add up to 1")
+        expect(page.locator(".explain .slot-1")).to_contain_text("hold no clip mask")
+        expect(page.locator(".row .slot-0 .t:is([class*=' p'], [class*=' n'])").first).to_be_visible()
+        assert watched.errors == []
+        page.close()

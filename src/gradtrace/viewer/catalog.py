@@ -15,7 +15,7 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.manifest import Entry
 from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, KINDS
+from gradtrace.trace.schema import BLAME, ENTROPY_TRACE, INFLUENCE_TRACE, KINDS
 from gradtrace.trace.step import Step
 from gradtrace.viewer.step_view import StepView, load_step_view
 from gradtrace.viewer.vocabulary import TOKEN_BYTES, Vocabulary, load_vocabulary
@@ -139,8 +139,8 @@ class RunCatalog:
 
     def step_tag(self, served: ServedRun, step: int) -> str | None:
         """Changes when the step's files do; None if no trace has the step."""
-        entries = [served.entries(kind).get(step) for kind in (ENTROPY_TRACE, INFLUENCE_TRACE)]
-        if all(entry is None for entry in entries):
+        entries = [served.entries(kind).get(step) for kind in (ENTROPY_TRACE, INFLUENCE_TRACE, BLAME)]
+        if entries[0] is None and entries[1] is None:
             return None
         return "-".join(entry.sha256[:16] if entry else "none" for entry in entries)
 

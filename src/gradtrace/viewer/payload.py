@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from gradtrace.trace.schema import Selection
-from gradtrace.viewer.step_view import LIKELIER, LOSS_MASK, NO_STEP, TOKEN_CHANNELS, StepView
+from gradtrace.viewer.step_view import (
+    BLAME_CHANNELS,
+    LIKELIER,
+    LOSS_MASK,
+    NO_STEP,
+    TOKEN_CHANNELS,
+    StepView,
+)
 from gradtrace.viewer.vocabulary import Vocabulary
 
 MINIATURE_COLUMNS = 180
@@ -150,7 +157,11 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
         "responses": [_response(view, r) for r in members],
         "channels": [
             "token",
-            *(n for n in (*TOKEN_CHANNELS, NO_STEP, LOSS_MASK) if view.channel(n) is not None),
+            *(
+                n
+                for n in (*TOKEN_CHANNELS, *BLAME_CHANNELS, NO_STEP, LOSS_MASK)
+                if view.channel(n) is not None
+            ),
         ],
         "credits": [score for score in scores if score != LIKELIER],
         "likelier": LIKELIER in scores,

@@ -15,7 +15,7 @@ import numpy as np
 
 from gradtrace.trace.kinds.influence_trace import Credit
 from gradtrace.trace.reader import Run, StepUnreadableError
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.trace.schema import BLAME, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.trace.step import Step
 
 TOP_QUANTILE = 0.99
@@ -29,16 +29,26 @@ SCORES = (*CREDITS, LIKELIER)
 TOKEN_CHANNELS = ("entropy", "log_prob", "mismatch", *(f"influence_{score}" for score in SCORES))
 LOSS_MASK = "loss_mask"
 """A channel of the group page: 0 where the policy did not write the token."""
+BLAME_CHANNELS = ("token_grad_share", "reference_gap")
+"""Channels of the group page that stand in the blame of the step."""
 NO_STEP = "no_step"
 """A channel of the group page: 1 where training takes no step on the token, such as a clipped one."""
 
 
 class StepView:
-    def __init__(self, step: int, entropy: Step | None, influence: Step | None, problems: list[str]) -> None:
-        """At least one of the two traces is there. `problems` says why another one could not be read."""
+    def __init__(
+        self,
+        step: int,
+        entropy: Step | None,
+        influence: Step | None,
+        problems: list[str],
+        blame: Step | None = None,
+    ) -> None:
+        """At least one of the first two traces is there. `problems` says why another one could not be read."""
         self.step = step
         self.entropy = entropy
         self.influence = influence
+        self.blame = blame
         self.problems = problems
         layout = entropy if entropy is not None else influence
         assert layout is not None
@@ -69,39 +79,42 @@ class StepView:
     @cached_property
     def influence_group(self) -> dict[int, int]:
         """Group of the layout → group of the influence trace."""
-        if self.influence is None:
-            return {}
-        there = {group_id: g for g, group_id in enumerate(self.influence["group_id"].tolist())}
+        return {} if self.influence is None else self._groups_in(self.influence)
+
+    def _groups_in(self, trace: Step) -> dict[int, int]:
+        """Group of the layout → the same group of another trace."""
+        there = {group_id: g for g, group_id in enumerate(trace["group_id"].tolist())}
         here = self.layout["group_id"].tolist()
         return {g: there[group_id] for g, group_id in enumerate(here) if group_id in there}
 
     @cached_property
     def influence_response(self) -> dict[int, int]:
         """Response of the layout → response of the influence trace, where it was traced."""
-        if self.influence is None:
-            return {}
-        if self.influence is self.layout:
+        return {} if self.influence is None else self._responses_in(self.influence)
+
+    def _responses_in(self, trace: Step) -> dict[int, int]:
+        """Response of the layout → the same response of another trace, where that has it."""
+        if trace is self.layout:
             return {response: response for response in range(self.layout.n_responses)}
         pairs: dict[int, int] = {}
-        traced: list[list[int]] = [[] for _ in range(self.influence.n_groups)]
-        for response, group in enumerate(self.influence["group"].tolist()):
+        traced: list[list[int]] = [[] for _ in range(trace.n_groups)]
+        for response, group in enumerate(trace["group"].tolist()):
             traced[group].append(response)
-        for g, theirs in self.influence_group.items():
-            pairs.update(self._match(self.members[g], traced[theirs]))
+        for g, theirs in self._groups_in(trace).items():
+            pairs.update(self._match(trace, self.members[g], traced[theirs]))
         return pairs
 
-    def _match(self, ours: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
+    def _match(self, trace: Step, ours: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
         """Pairs with the same rollout row; where rows are unknown, the same place in a group
         of the same size. The tokens must agree."""
-        assert self.influence is not None
-        our_rows, their_rows = self.layout["row"], self.influence["row"]
+        our_rows, their_rows = self.layout["row"], trace["row"]
         by_row = {int(their_rows[r]): r for r in theirs if their_rows[r] >= 0}
         if not by_row and len(ours) == len(theirs):
             candidates = list(zip(ours, theirs, strict=True))
         else:
             candidates = [(r, by_row[int(our_rows[r])]) for r in ours if int(our_rows[r]) in by_row]
         for r, s in candidates:
-            if np.array_equal(token_ids(self.layout, r), token_ids(self.influence, s)):
+            if np.array_equal(token_ids(self.layout, r), token_ids(trace, s)):
                 yield r, s
 
     def status(self, group: int) -> GroupStatus | None:
@@ -130,16 +143,18 @@ class StepView:
             return None if ratio is None else np.log(ratio)
         if self.layout is not self.influence and name in self.layout:
             return self.layout[name].astype(np.float32)
-        if self.influence is None or name not in self.influence:
+        trace = self.blame if name in BLAME_CHANNELS else self.influence
+        if trace is None or name not in trace:
             return None
-        found = self.influence[name].astype(np.float32)
+        found = trace[name].astype(np.float32)
         if name.startswith("influence_"):
             found[~self._scored(name)] = np.nan
-        if self.layout is self.influence:
+        if self.layout is trace:
             return found
+        pairs = self.influence_response if trace is self.influence else self._responses_in(trace)
         values = np.full(self.n_tokens, np.nan, np.float32)
-        offsets = self.influence["token_offsets"]
-        for response, theirs in self.influence_response.items():
+        offsets = trace["token_offsets"]
+        for response, theirs in pairs.items():
             values[self.tokens(response)] = found[offsets[theirs] : offsets[theirs + 1]]
         return values
 
@@ -209,15 +224,15 @@ def load_step_view(run: Run, step: int) -> StepView | None:
     """The step from the traces that have it and are readable; None if none is. `problems` tells the rest."""
     traces: dict[str, Step | None] = {}
     problems = []
-    for kind in (ENTROPY_TRACE, INFLUENCE_TRACE):
+    for kind in (ENTROPY_TRACE, INFLUENCE_TRACE, BLAME):
         traces[kind] = None
         if step in run.entries(kind):
             try:
                 traces[kind] = run.step(kind, step)
             except StepUnreadableError as error:
                 problems.append(str(error))
-    if all(trace is None for trace in traces.values()):
+    if traces[ENTROPY_TRACE] is None and traces[INFLUENCE_TRACE] is None:
         if problems:
             raise StepUnreadableError("; ".join(problems))
         return None
-    return StepView(step, traces[ENTROPY_TRACE], traces[INFLUENCE_TRACE], problems)
+    return StepView(step, traces[ENTROPY_TRACE], traces[INFLUENCE_TRACE], problems, traces[BLAME])

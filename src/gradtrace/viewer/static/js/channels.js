@@ -1,4 +1,4 @@
-// The six things a heat map can show, and how each becomes colour.
+// The things a heat map can show, and how each becomes colour.
 
 import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "./scales.js";
 
@@ -11,8 +11,40 @@ export const CHANNELS = {
   influence: { title: "Influence", ramp: "", signed: true, unit: "influence" },
   delta_v: { title: "ΔV", ramp: "", signed: true, unit: "change of the expected reward" },
   log_prob: { title: "Log-prob", ramp: "l", signed: false, unit: "nats" },
-  mismatch: { title: "Mismatch", ramp: "", signed: true, unit: "nats, trainer minus sampler" },
+  mismatch: {
+    title: "Ratio",
+    ramp: "",
+    signed: true,
+    unit: "nats: ln of the trainer’s over the sampler’s probability",
+  },
   advantage: { title: "Advantage", ramp: "", signed: true, unit: "of the whole response" },
+  no_step: { title: "Clip mask", ramp: "l", signed: false, unit: "where training takes no step" },
+  reference_gap: { title: "KL", ramp: "", signed: true, unit: "nats, log-prob minus the reference’s" },
+  token_grad_share: { title: "Gradient share", ramp: "", signed: true, unit: "of ‖g‖² of its optimizer step" },
+};
+
+/** Why a group may lack a channel. */
+export const WHY_MISSING = {
+  entropy: "This run’s files hold no entropies: rollouts that were imported may have none.",
+  log_prob: "This run’s files hold no log-probs: rollouts that were imported may have none.",
+  advantage: "This run’s files hold no advantages.",
+  influence: "No influence was stored for this group; above stands why.",
+  delta_v: "Not measured here: gradtrace counterfactual RUN --step S --group G measures it.",
+  mismatch: "This run’s files hold no ratio: it is written where the sampler reports log-probs of its own.",
+  no_step: "This run’s files hold no clip mask: influence traces have it.",
+  reference_gap:
+    "This step’s files hold no distance to a reference: blame has it (trainer.blame.enable) where training knows a reference.",
+  token_grad_share:
+    "This step has no blame: trainer.blame.enable=true writes it every trainer.blame.write_every steps.",
+};
+/** What the colours mean, in channels that one sentence explains. */
+export const MEANINGS = {
+  entropy: "How undecided the model was when it chose this token. Stronger colour: more undecided.",
+  log_prob: "How unlikely the token was that was sampled. Stronger colour: less likely.",
+  no_step: "Coloured tokens take no step: they were clipped.",
+  reference_gap: "Positive, bar above: the policy likes the token more than the reference does. Negative: less.",
+  token_grad_share:
+    "Positive, bar above: the token’s own term points along the step’s gradient. Negative: against it. All shares of a step add up to 1.",
 };
 
 export function classOf(channel, value, top) {

@@ -1,8 +1,8 @@
 // Column heads: what is shown, in which unit, what the colours and the sign mean.
 
-import { CHANNELS, CREDIT_NAMES, rampOf } from "../channels.js";
+import { CHANNELS, CREDIT_NAMES, MEANINGS, rampOf, WHY_MISSING } from "../channels.js";
 import { LIKELIER } from "../meaning.js";
-import { button, element, setAttributes } from "../dom.js";
+import { append, button, element, setAttributes } from "../dom.js";
 import { numberStyle } from "../format.js";
 
 /** Head of one slot: a menu of the channels, the unit, the colour ramp with its ends. */
@@ -49,17 +49,17 @@ function ends(channel, top, perResponse) {
   if (!(top > 0)) return ["", "no values", ""];
   const style = numberStyle(top, 2);
   if (CHANNELS[channel].signed) return [style.signed(-top), "0", style.signed(top)];
+  if (channel === "no_step") return ["step", "", "no step"];
   if (channel === "log_prob") return ["0", "", `${style.plain(-top)} nats`];
   return ["0", "", `${style.plain(top)} nats`];
 }
 
 /** What the colours mean, in words; below the sticky head, so that it scrolls away once read. */
-export function explanation(slot, channel, target, { sign, sentence, hasClipped }) {
+export function explanation(slot, channel, target, { sign, sentence, hasClipped, isThere }) {
   const node = element("p", `slot-${slot}`);
   const sample = (name) => element("span", `sample ${name}`);
-  if (channel === "entropy")
-    node.append("How undecided the model was when it chose this token. Stronger colour: more undecided.");
-  if (channel === "log_prob") node.append("How unlikely the token was that was sampled. Stronger colour: less likely.");
+  if (!isThere) return append(node, WHY_MISSING[channel]);
+  if (MEANINGS[channel]) node.append(MEANINGS[channel]);
   if (channel === "delta_v") {
     node.append(
       sample("p4"),
@@ -81,7 +81,7 @@ export function explanation(slot, channel, target, { sign, sentence, hasClipped 
       sample("p4"),
       "Positive, bar above: training raises the probability of this response. ",
       sample("n4"),
-      "Negative, bar below: it lowers it.",
+      "Negative, bar below: it lowers it. The parts of a reward are not stored for each response: the run page charts their means (reward_part/…).",
     );
   }
   if (channel === "influence" && target === null) {

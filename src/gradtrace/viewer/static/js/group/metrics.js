@@ -45,6 +45,13 @@ export function tokenMetrics(group, token, context) {
     const tone = deltaV < 0 ? "n4" : "p4";
     lines.push({ name: "ΔV", text: `${signed(deltaV, 3)} ± ${error}`, share: Math.abs(deltaV) / tops.delta_v, tone });
   }
+  for (const [name, channel] of [
+    ["to reference", "reference_gap"],
+    ["gradient share", "token_grad_share"],
+  ]) {
+    const value = group.values(channel)?.[token];
+    if (Number.isFinite(value)) lines.push({ name, text: numberStyle(Math.abs(value)).signed(value) });
+  }
   if (group.isPassedOver(token)) lines.push({ name: "clipped", text: "training takes no step on it" });
   if (response.advantage !== null) lines.push({ name: "advantage", text: signed(response.advantage, 2) });
   return lines;

@@ -1,7 +1,7 @@
 // The responses: a meta cell and two heat maps each. Spans are made when a row comes near the screen, so that a group
 // of 16 × 4,096 tokens opens as fast as a small one.
 
-import { classNameOf } from "../channels.js";
+import { CHANNELS, classNameOf } from "../channels.js";
 import { acceptedMark, button, element, setAttributes } from "../dom.js";
 import { drawingClass, drawnText } from "../token_text.js";
 import { chat } from "./turns.js";
@@ -69,7 +69,8 @@ export class ResponseRow {
   /** Colour classes only: themes are CSS variables and cost nothing. */
   paint(colourings) {
     for (const [slot, { channel }] of colourings.entries()) {
-      const name = channel === "delta_v" ? "ΔV" : channel.replace("_", "-");
+      const { title } = CHANNELS[channel];
+      const name = channel === "delta_v" ? title : title.toLowerCase();
       setAttributes(this.slots[slot], {
         "data-channel": name,
         "aria-label": `${this.response.name}, ${this.response.length} tokens coloured by ${name}; arrow keys walk through them`,

@@ -187,8 +187,8 @@ export class Sheet {
       legend.show({ channel, credit, top, perResponse: top === null, target, targetCredit, onClearTarget, unit });
     }
     const hasClipped = this.group.channels.get("no_step")?.includes(1) ?? false;
-    const texts = this.colourings.map(({ channel }, slot) =>
-      explanation(slot, channel, target, { sign, sentence, hasClipped }),
+    const texts = this.colourings.map(({ channel, values }, slot) =>
+      explanation(slot, channel, target, { sign, sentence, hasClipped, isThere: values !== null }),
     );
     this.explain.replaceChildren(element("span"), ...texts);
     this.measureHead();

@@ -4,7 +4,7 @@ import { CHANNELS } from "../channels.js";
 import { numberStyle } from "../format.js";
 
 export const UNITS = ["token", "sentence", "line", "turn"];
-const SUMMED = ["influence", "delta_v"];
+const SUMMED = ["influence", "delta_v", "token_grad_share"];
 /** A sentence ends with its mark and the space after it, a line with its break; as in gradtrace/trace/units.py. */
 const ENDS = { sentence: /[.!?…。！？]+["'”’)\]]*(?=\s|$)|\n+/g, line: /\n+/g };
 
