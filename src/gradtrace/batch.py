@@ -73,12 +73,12 @@ class Environment(Protocol):
 def segments_by_mask(written: list[bool]) -> list[Segment]:
     """The segments of a response of which only its mask is known: what the policy wrote, and what it did not."""
     found: list[Segment] = []
-    turn = -1 if written and written[0] else 0
+    turn = -1
     for start, own in enumerate(written):
         if start and own == written[start - 1]:
             continue
         turn += own
-        found.append(Segment(start, turn, "assistant" if own else "environment"))
+        found.append(Segment(start, max(turn, 0), "assistant" if own else "environment"))
     return found
 
 
@@ -188,15 +188,6 @@ class RolloutBatch:
             return None
         masks, lengths = self.response_mask.tolist(), self.response_lengths.tolist()
         return [segments_by_mask(mask[:length]) for mask, length in zip(masks, lengths, strict=True)]
-
-    @property
-    def turns(self) -> Tensor:
-        """long[R, T]: the turn that each token belongs to, from 0."""
-        found = torch.zeros(self.responses.shape, dtype=torch.long)
-        for row, segments in enumerate(self.all_segments() or []):
-            for segment in segments:
-                found[row, segment.start :] = segment.turn
-        return found
 
     @property
     def response_ids(self) -> list[list[int]]:

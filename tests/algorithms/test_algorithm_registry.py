@@ -36,7 +36,7 @@ def restore_registries() -> Iterator[None]:
 
 
 def test_the_promised_algorithms_are_there() -> None:
-    assert advantage_names() == ["dr_grpo", "gae", "grpo", "reinforce_plus_plus", "rloo"]
+    assert advantage_names() == ["dr_grpo", "gae", "grpo", "reinforce_plus_plus", "rloo", "turn_rloo"]
     assert policy_loss_names() == ["archer", "cispo", "gspo", "ppo"]
 
 

@@ -24,7 +24,8 @@ TINY = (
     *("trainer.validation.prompts=2", "trainer.validation.n=1", "trainer.validation.pass_k=[1]"),
 )
 """The demo's recipe at a size that takes seconds."""
-UNTRAINED = (*TINY, "task.arithmetic.warm_start.max_steps=2", "trainer.total_steps=1")
+WARM = ("task.arithmetic.warm_start.max_steps=2", "task.calculator.warm_start.max_steps=2")
+UNTRAINED = (*TINY, *WARM, "trainer.total_steps=1")
 SMALLER = {
     "train": (*UNTRAINED, "trainer.tracin.val_batch_size=2"),
     "probe": ("evaluation_prompts=4", "update_prompts=2", "eta=[1]", "fresh=false"),
@@ -70,7 +71,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     run = train(config).run_dir
     assert run == folder / "runs" / "demo"
-    for name in ("mine", "grpo-s0", "grpo-s1", "tracin-s0", "tracin-s1", "hacked", "too_hot"):
+    for name in ("mine", "grpo-s0", "grpo-s1", "tracin-s0", "tracin-s1", "hacked", "too_hot", "calculator"):
         shutil.copytree(run, folder / "runs" / name)
     for name, operator in (("data.jsonl", "+"), ("val.jsonl", "-")):
         rows = [

@@ -12,6 +12,7 @@ import torch
 import gradtrace
 from gradtrace import open_run
 from gradtrace.algorithms import Denominator, aggregate
+from gradtrace.algorithms.advantages.turn_rloo import turns_by_mask
 from gradtrace.batch import RolloutBatch, Segment, segments_by_mask
 from gradtrace.cli import main
 from gradtrace.config import AlgorithmConfig
@@ -51,14 +52,18 @@ def test_turns_come_from_segments_or_from_the_mask() -> None:
         Segment(2, 0, "environment"),
         Segment(3, 1, "assistant"),
     ]
-    assert [part.turn for part in segments_by_mask([False, True, False])] == [0, 1, 1]
+    assert [part.turn for part in segments_by_mask([False, True, False, True])] == [0, 0, 0, 1]
     batch = small.random_batch()
-    assert batch.all_segments() is None and not batch.turns.any()
+    assert batch.all_segments() is None
     holed = with_holes(batch)
     assert holed.response_lengths.tolist() == batch.response_lengths.tolist()
-    for row, mask in enumerate(holed.response_mask):
-        changes = int((mask[1:] & ~mask[:-1]).sum()) - int(not mask[0])
-        assert int(holed.turns[row].max()) >= changes
+    segments = holed.all_segments()
+    assert segments is not None
+    for parts, mask, turns in zip(
+        segments, holed.response_mask, turns_by_mask(holed.response_mask), strict=True
+    ):
+        own = [(part.start, part.turn) for part in parts if part.role == "assistant"]
+        assert all(mask[start] and turns[start] == turn for start, turn in own)
 
 
 def test_segments_and_lengths_stay_with_their_responses(tmp_path: Path) -> None:
