@@ -41,7 +41,7 @@ class LengthShapingConfig:
 @dataclass
 class AlgorithmConfig:
     advantage: str = "grpo"
-    """How rewards become advantages: a name registered in gradtrace.algorithms (grpo, dr_grpo, rloo, turn_rloo, gae …)."""
+    """How rewards become advantages: a name registered in gradtrace.algorithms (grpo, rloo, turn_rloo, gae …)."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
     """Options of that estimator, e.g. `algorithm.advantage_options.normalize_std=false`; checked by name."""
     policy_loss: str = "ppo"
