@@ -61,7 +61,8 @@ def position_gradients(
                 onehot = torch.nn.functional.one_hot(x[0], modules[name].num_embeddings).double()
                 outer = torch.einsum("so,si->soi", onehot, u[0])
             else:
-                outer = torch.einsum("so,si->soi", u[0], x[0].detach())
+                rows, inputs = (side.reshape(-1, side.shape[-1]) for side in (u, x.detach()))
+                outer = torch.einsum("so,si->soi", rows, inputs)
             key = names[name]
             found[key] = found.get(key, 0) + outer
         result.append(found)

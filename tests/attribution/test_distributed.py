@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,12 @@ def worker(rank: int, port: int, folder: str) -> None:
                 "bytes": trace.metrics["influence_trace/debug_bytes_moved"],
                 "dims": [block.dim for block in tracer.blocks],
             }
+    with InfluenceTracer(model, exact_config()) as tracer, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for rows in ROWS[rank]:
+            capture(tracer, model, batch, rows)
+        alone = tracer.score(accepted=batch.accepted, group=batch.group)
+    results["nobody said"] = {"warnings": alone.warnings, "told": [str(one.message) for one in told]}
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -112,3 +119,10 @@ def test_only_response_gradients_of_split_groups_travel(results: dict[int, dict]
     found = results[0]["response/True"]
     assert found["bytes"] == 8 * 6 * sum(found["dims"])  # six split responses in float64, once per module
     assert found["skipped"] == {2: "other_rank"} and results[1]["response/True"]["skipped"] == {}
+
+
+def test_groups_that_are_split_without_a_process_group_are_warned_of(results: dict[int, dict]) -> None:
+    for rank in ROWS:
+        found = results[rank]["nobody said"]
+        (said,) = [line for line in found["warnings"] if "process_group=" in line]
+        assert said.startswith("2 groups have no scores") and said in found["told"]

@@ -31,6 +31,7 @@ from gradtrace.attribution.loss_terms import LossTerms, Terms
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
 from gradtrace.attribution.phases import Phases
+from gradtrace.attribution.remarks import remarks
 from gradtrace.attribution.result import InfluenceTrace, assemble
 from gradtrace.attribution.roles import check_target, target_factors
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
@@ -387,9 +388,7 @@ class InfluenceTracer:
                 "score() needs accepted and group: they were given neither here nor to capture()"
             )
         if self.config.wants_loss_term and terms is None:
-            raise AttributionError(
-                f"credit={self.config.credit!r} needs `terms`, see the docstring of score()"
-            )
+            raise AttributionError(f"credit={self.config.credit!r} needs `terms`, see the help of score()")
         return self._labels
 
     def _assembled(self, labels: Labels, loss_terms: dict[int, Tensor]) -> InfluenceTrace:
@@ -399,6 +398,7 @@ class InfluenceTracer:
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
         elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
         trace.skipped = dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
+        trace.warnings += remarks(self.model, self._scopes, self._ledger.counts, self.ranks)
         said = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
         trace.meta = {**said, "captures": self._hooks.captures()}
         with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)
