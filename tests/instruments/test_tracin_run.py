@@ -21,7 +21,11 @@ from gradtrace.training.terminal import SilentDisplay
 from tests.training import small
 from tests.training.test_resume import files
 
-ON = ("trainer.tracin.enable=true", "trainer.tracin.val_batch_size=4")
+ON = (
+    "trainer.tracin.enable=true",
+    "trainer.tracin.val_batch_size=4",
+    "trainer.tracin.train_on_validation=false",
+)
 TRACED = ("trainer.entropy_trace.enable=true",)
 EXTREME = ("trainer.tracin.val_level=response", "trainer.tracin.val_strategy=balanced")
 CONSTANT = "def constant(response, item):\n    return 1.0\n"
@@ -205,6 +209,15 @@ def test_trusted_rollouts_are_trained_on_and_neither_scored_nor_dropped(tmp_path
     assert set(open_run(run_dir).step("entropy_trace", 1)["row"]) == set(range(24))
     weights = [(path / "policy/model.safetensors").read_bytes() for path in (run_dir, alone)]
     assert weights[0] != weights[1]
+
+
+def test_trusted_rollouts_are_trained_on_unless_asked_otherwise(tmp_path: Path) -> None:
+    default = "trainer.tracin.train_on_validation=null"
+    run_dir, said = run(tmp_path, default, "trainer.total_steps=1")
+    assert small.metrics(run_dir, timings=True)[-1]["perf/trained_responses"] > 12
+    assert "validation rollouts are trained on, too" in said
+    for knobs in (("trainer.tracin.selection=none",), EXTREME):
+        assert not small.config(tmp_path, *ON, default, *knobs).trainer.tracin.trains_on_validation
 
 
 def test_old_trusted_rollouts_are_not_trained_on_again_and_a_critic_learns_from_new_ones(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.selector import Piece, TracInSelector, countable
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import Sequences
@@ -211,6 +212,7 @@ def scored_step(folder: Path, *more: str, steps: int = 1) -> tuple[Tensor, Tenso
     knobs = (
         "trainer.tracin.enable=true",
         "trainer.tracin.val_batch_size=4",
+        "trainer.tracin.train_on_validation=false",
         *more,
     )  # step 1: no preconditioner yet
     trainer = small.trainer(folder, *knobs)
@@ -230,7 +232,7 @@ class _Remember:
 
     def __init__(self, inner) -> None:
         self.inner = inner
-        self.instrument = inner.observers[0]
+        self.instrument = next(o for o in inner.observers if isinstance(o, TracinInstrument))
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         self.expected = products(self.instrument, batch, step)

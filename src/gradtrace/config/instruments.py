@@ -108,9 +108,9 @@ class TracinConfig(TraceConfig):
     val_files: list[str] = field(default_factory=list)
     """Validation prompts of your own (.jsonl, .json, .parquet); empty: the task's validation prompts, without those
     that trainer.validation reports on."""
-    train_on_validation: bool = False
+    train_on_validation: bool | None = None
     """Train on the validation rollouts too, in the step that samples them; they are never scored or left out. In the
-    embedded loop alone."""
+    embedded loop alone, where unset is true (but with selection=none and val_level=response)."""
     diagnose_every: int = number(10, minimum=0)
     """Steps between diagnoses, which score against parts of the validation set (a few passes more); 0 is never."""
 
@@ -130,6 +130,14 @@ class TracinConfig(TraceConfig):
                     f"{path}val_level=response leaves groups whose responses were chosen by reward, and training on "
                     f"these would be biased: set {path}train_on_validation=false, or {path}val_level=prompt."
                 )
+
+    @property
+    def trains_on_validation(self) -> bool:
+        """What `train_on_validation` means in a host that can: scoring alone changes nothing, and responses that were
+        chosen by their reward are no fair sample."""
+        if self.train_on_validation is None:
+            return self.selection != "none" and self.val_level == "prompt"
+        return self.train_on_validation
 
     def validate_with(self, responses: int, path: str) -> None:
         """`responses`: to each training prompt."""

@@ -184,6 +184,11 @@ def tracin_instrument(
         return judge(batch, parts.task.tokenizer, parts.reward)
 
     pool = validation_pool(config, parts.task, report)
+    if settings.trains_on_validation and settings.train_on_validation is None:
+        report(
+            "tracin: validation rollouts are trained on, too. Prompts that must stay held out: "
+            "trainer.tracin.train_on_validation=false."
+        )
     source = ValidationSource(settings, pool, validation_advantage(config), config.trainer.seed, sample)
     host = ModelScorer(
         parts.policy,

@@ -46,16 +46,16 @@ VALIDATION_PARTS = 8
 """Parts of the validation set that the interval of a diagnosis comes from."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampled:
     """The validation rollouts of a step."""
 
     step: int = 0
     generated: int = 0
     """Responses that were sampled in this step."""
+    seconds: float = 0.0
     trusted: int = 0
     """Validation responses at the end of the training batch: trained on, neither scored nor dropped."""
-    seconds: float = 0.0
 
 
 class Scorer(Protocol):
@@ -115,17 +115,19 @@ class TracinInstrument(StepObserver):
 
     def more_rollouts(self, step: int) -> RolloutBatch | None:
         """The validation rollouts of the step that samples them, if they are trained on; later they are old."""
-        if not self.settings.train_on_validation:
+        if not self.settings.trains_on_validation:
             return None
-        validation = self._sample(step)
-        return validation.batch if self._sampled.generated else None
+        batch = self._sample(step).batch
+        if not self._sampled.generated:
+            return None
+        self._sampled.trusted = len(batch)
+        return batch
 
     def _sample(self, step: int) -> ValidationSet:
         if self._sampled.step != step:
             begin = time.perf_counter()
-            validation, generated = self.source.at(step)
-            trusted = len(validation.batch) if generated and self.settings.train_on_validation else 0
-            self._sampled = Sampled(step, generated, trusted, time.perf_counter() - begin)
+            _, generated = self.source.at(step)
+            self._sampled = Sampled(step, generated, time.perf_counter() - begin)
         return self.source.at(step)[0]
 
     def _own(self, batch: RolloutBatch) -> RolloutBatch:
