@@ -29,6 +29,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names, so that shells and notebooks complete them before their first use."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Public names are imported on first use: `import gradtrace` and `gradtrace --help` stay instant."""
     if name not in _LAZY:

@@ -56,6 +56,18 @@ def test_ls_lists_every_step_of_every_trace(run: Path, capsys: pytest.CaptureFix
     assert "influence_trace" not in capsys.readouterr().out
 
 
+def test_what_a_notebook_prints_and_completes(run: Path) -> None:
+    opened = gradtrace.open_run(run)
+    assert f"{opened.path}'" in repr(opened) and "influence_trace: 3 steps, 1 to 3" in repr(opened)
+    assert "entropy" in opened.step("influence_trace", 2)._ipython_key_completions_()
+    shown = gradtrace.show(opened)
+    assert len(repr(shown)) < 100 and "steps" in repr(shown) and "<iframe" in shown._repr_html_()
+    assert {"open_run", "show", "record", "verify"} <= set(dir(gradtrace))
+    (run / "influence_trace/steps/step_000002.npz").write_bytes(b"no")
+    opened.verify()
+    assert repr(opened).endswith("; 1 problems)")
+
+
 def test_ls_names_a_damaged_step_and_fails(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "influence_trace/steps/step_000002.npz").write_bytes(b"no")
     assert trace("ls", run, "--verify") == 1

@@ -45,6 +45,6 @@ def fused_experts(model: nn.Module) -> str:
         return ""
     share = sum(size for _, size in fused) / sum(p.numel() for p in model.parameters() if p.requires_grad)
     return (
-        f"{share:.0%} of the trainable weights are fused experts, such as {fused[0][0]}, which are not traced: scores are"
-        " of the other layers (attention, shared experts). `gradtrace verify` measures what they are worth"
+        f"{share:.0%} of the trainable weights are fused experts, such as {fused[0][0]}, which are not traced: scores "
+        "are of the other layers (attention, shared experts). `gradtrace verify` measures what they are worth"
     )

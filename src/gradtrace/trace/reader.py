@@ -58,12 +58,26 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(root.resolve())
 
 
+def _range(steps: list[int]) -> str:
+    return "no steps" if not steps else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+
+
 class Run:
+    """A run on disk: `run.kinds()`, `run.steps(kind)`, `run.step(kind, number)`, `run.metrics()`, `run.findings()`,
+    `run.config`, `run.summary`, and `run.problems`, what was found damaged."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._problems: dict[str, Problem] = {}
         self._token_bytes: tuple[bytes, TokenBytes] | None = None
         self._manifests: dict[str, manifest.Manifest] = {}
+
+    def __repr__(self) -> str:
+        """Where it is, and the steps of every kind that it has."""
+        kinds = {kind: self.steps(kind) for kind in self.kinds()}
+        traces = [f"{kind}: {_range(steps)}" for kind, steps in kinds.items()] or ["no traces"]
+        problems = f"; {len(self.problems)} problems" if self.problems else ""
+        return f"Run({str(self.path)!r}; {'; '.join(traces)}{problems})"
 
     def place_of(self, name: str) -> Path:
         """The folder that file `name` of the run lies under: traces may be elsewhere (`trainer.trace_dir`)."""

@@ -85,6 +85,10 @@ class Step:
             name for name in self._arrays if name in schema.COLUMNS and schema.COLUMNS[name].level != "meta"
         ]
 
+    def _ipython_key_completions_(self) -> list[str]:
+        """What a notebook offers after `step["`."""
+        return self.columns
+
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 

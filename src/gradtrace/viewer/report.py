@@ -83,6 +83,10 @@ class Report:
     """What was left out, and why."""
     height: int = 760
 
+    def __repr__(self) -> str:
+        """Short, where a notebook's frame is not shown: the page itself is megabytes."""
+        return f"Report({self.groups} groups of {self.steps} steps, {len(self.page) / 1e6:.1f} MB of HTML in .page)"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame that can run its own script and reach nothing else."""
         source = html.escape(self.page, quote=True)
