@@ -124,7 +124,7 @@ steps and at equal generation: `vanilla` has 48 noisy prompts a step where other
 `trusted_only` samples 12 responses to each of its 32. Accuracy: 512 held-out prompts × 2 samples, neither trained on
 nor trusted, after the last step.
 
-{seeds} seeds that were used for nothing else, half of them from a second warm start; settings are the defaults
+{seeds} seeds that were used for nothing else, {second} of them from a second warm start; settings are the defaults
 (`drop_lowest`, `drop_share=0.5`, Adam's preconditioner), chosen on other seeds (0 and 1) of the first. Means with 95 %
 intervals over seeds (Student's t); {machine}.
 
@@ -158,6 +158,7 @@ def write_page(docs: Path, summary: dict[str, Any], runs: list[dict[str, Any]], 
         steps=runs[0]["steps"],
         generated=runs[0]["generated"],
         seeds=len({run["seed"] for run in runs}),
+        second=len({run["seed"] for run in runs if run["seed"] % 2}),
         machine=where,
         table=table(summary),
         count=len(summary["comparisons"]),

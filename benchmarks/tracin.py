@@ -127,6 +127,7 @@ def demo_parts(folder: str) -> Parts:
                 "trainer.influence_trace.enable=false",
                 "trainer.entropy_trace.enable=false",
                 "trainer.tracin.diagnose_every=0",
+                "trainer.tracin.train_on_validation=false",
             ]
         )
     )
