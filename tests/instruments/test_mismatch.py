@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from playwright.sync_api import expect
 from torch import Tensor
 
 import gradtrace
@@ -22,6 +23,7 @@ from gradtrace.policy.optimizer import Optimizer
 from gradtrace.training.run import train
 from gradtrace.training.update import PolicyUpdate, plan_updates
 from tests.training import small
+from tests.viewer.serving import Watched, chromium, serving
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
 
@@ -125,3 +127,14 @@ def test_the_viewer_has_the_difference_as_a_channel(runs: dict[str, Path]) -> No
 def test_a_wrong_value_is_refused(word: str) -> None:
     with pytest.raises(GradtraceError, match=word.split("=")[0]):
         load_config([word])
+
+
+def test_the_run_page_charts_the_share_where_it_was_measured(runs: dict[str, Path]) -> None:
+    with chromium() as browser:
+        for name, count in (("bfloat16", 1), ("float32", 0)):
+            with serving([runs[name]]) as address:
+                watched = Watched(browser.new_page(viewport={"width": 1440, "height": 900}), address)
+                page = watched.open("#/run")
+                expect(page.get_by_text("Reward", exact=True).first).to_be_visible()
+                expect(page.get_by_text("Update due to sampler ≠ trainer")).to_have_count(count)
+                assert watched.errors == []

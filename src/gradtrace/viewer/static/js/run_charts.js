@@ -190,7 +190,7 @@ export const MAIN_CHARTS = [
 ];
 
 /** How well scores predicted real optimizer steps, beside the baseline that needs no gradient; of runs that checked. */
-export const VALIDITY_CHART = {
+const VALIDITY_CHART = {
   key: "validity",
   title: "Do scores predict training?",
   unit: "Spearman",
@@ -206,6 +206,25 @@ export const VALIDITY_CHART = {
       ? "set trainer.influence_trace.verify_every=10 in training, or run gradtrace verify"
       : run.whyNone("influence_trace"),
 };
+
+/** What part of the update exists because the sampler's log-probs are not the trainer's; of runs where they differ. */
+const MISMATCH_CHART = {
+  key: "mismatch",
+  title: "Update due to sampler ≠ trainer",
+  unit: "share",
+  includesZero: true,
+  format: percent,
+  tick: percentTick,
+  lines: [
+    { label: "", points: (run) => run.series("mismatch/share_of_update") },
+    { label: "‖g‖²", dashed: true, points: (run) => run.series("mismatch/share_of_squared_norm") },
+  ],
+  note: () => "solid ‖g − g₁‖ / ‖g‖, dashed of the squared norm",
+  why: notLogged("mismatch/share_of_update"),
+};
+
+/** Charts of runs that have measured it. */
+export const MEASURED_CHARTS = [VALIDITY_CHART, MISMATCH_CHART];
 
 /** A chart of any metric, by its name. */
 export function metricChart(name) {

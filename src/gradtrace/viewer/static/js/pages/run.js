@@ -5,7 +5,7 @@ import { nextOf, searchBox, segmentedControl } from "../controls.js";
 import { append, button, element, emptyState, fact, setAttributes, svgElement } from "../dom.js";
 import { fixed, general, MISSING, signed } from "../format.js";
 import { Page } from "../page.js";
-import { MAIN_CHARTS, metricChart, overheadOf, VALIDITY_CHART } from "../run_charts.js";
+import { MAIN_CHARTS, MEASURED_CHARTS, metricChart, overheadOf } from "../run_charts.js";
 
 const SMOOTHING = ["0", "0.6", "0.85"];
 const TABLE_STEPS = 8;
@@ -44,14 +44,13 @@ class RunPage extends Page {
 
   makeCharts() {
     this.added = this.url.getAll("chart");
-    this.isChecked = this.hasChecks();
-    const checks = this.isChecked ? [VALIDITY_CHART] : [];
-    this.grid.show([...MAIN_CHARTS, ...checks, ...this.added.map(metricChart)]);
+    this.measured = this.measuredCharts();
+    this.grid.show([...MAIN_CHARTS, ...this.measured, ...this.added.map(metricChart)]);
   }
 
-  /** Scores of a run were held against real optimizer steps. */
-  hasChecks() {
-    return this.runs.some((run) => run.series("influence_trace/validity").length > 0);
+  /** Charts of what only some runs measure, such as scores held against real optimizer steps. */
+  measuredCharts() {
+    return MEASURED_CHARTS.filter(({ lines: [first] }) => this.runs.some((run) => first.points(run).length > 0));
   }
 
   mounted() {
@@ -62,7 +61,7 @@ class RunPage extends Page {
   /** Everything that changes when a step is added. */
   update() {
     this.subtitle.textContent = this.run.description;
-    if (this.isChecked !== this.hasChecks()) this.makeCharts();
+    if (this.measured.length !== this.measuredCharts().length) this.makeCharts();
     this.showStory().catch(() => this.story.replaceChildren());
     this.showFacts();
     this.showNotices();
