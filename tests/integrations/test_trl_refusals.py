@@ -24,13 +24,11 @@ def a_tool(text: str) -> str:
     return text
 
 
-# Set on a trainer that is whole: making a real one of each kind needs several GPUs or processes, a model that sees
-# images, or a template with tools. (of the trainer | of its args, name, value, what the message names)
+# Set on a trainer that is whole: making a real one of each kind needs several GPUs or processes, or a model that sees
+# images. (of the trainer | of its args, name, value, what the message names)
 UNTRACEABLE = [
     ("trainer", "is_deepspeed_enabled", True, "DeepSpeed"),
     ("trainer", "is_fsdp_enabled", True, "FSDP"),
-    ("trainer", "tools", [a_tool], "tools and environments"),
-    ("trainer", "environment_factories", {"": a_tool}, "tools and environments"),
     ("trainer", "_is_vlm", True, "images"),
     ("trainer", "loss_type", "of_next_year", "loss_type='of_next_year'"),
     ("args", "fp16", True, "fp16"),
@@ -50,6 +48,14 @@ def test_what_cannot_be_traced_is_refused_by_name(
     with pytest.raises(GradtraceError, match=f"cannot trace this GRPOTrainer: it uses {message}"):
         attach(trainer, tmp_path / "run")
     assert type(trainer) is GRPOTrainer and not (tmp_path / "run").exists()
+
+
+def test_selection_with_tools_is_refused_with_what_works(tmp_path: Path) -> None:
+    trainer = grpo_trainer(tmp_path, more=VALIDATION)
+    trainer.tools = [a_tool]
+    attach(trainer, tmp_path / "run", selection=TracinConfig())
+    with pytest.raises(GradtraceError, match=r"leave `selection` out .* the traces work with them"):
+        trainer.train()
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def engine_scores(
     tokens = torch.zeros(ids.shape, dtype=torch.bool)
     for r, row in enumerate(rows):
         ids[r, : len(row)] = torch.tensor(row)
-        tokens[r, len(row) - len(responses[r]) : len(row)] = True
+        tokens[r, len(row) - len(responses[r]) : len(row)] = torch.tensor(step.written(r))
     weight = {
         "training_loss": -advantage,
         "log_prob_advantage": advantage,
@@ -101,6 +101,8 @@ def engine_scores(
 
 
 def assert_equal(step: Step, expected: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
+    own = np.concatenate([step.written(r) for r in range(step.n_responses)])
     for column, scores in expected.items():
-        error = np.linalg.norm(step[column] - scores) / np.linalg.norm(scores)
+        assert np.isnan(step[column][~own]).all()
+        error = np.linalg.norm(step[column][own] - scores) / np.linalg.norm(scores)
         assert error < tolerance, f"{column} is off by {error:.1e}"

@@ -37,9 +37,9 @@ def rollout_batch(
 ) -> RolloutBatch:
     """`inputs`: dataset rows, each `group_size` times in a row. `output`: TRL's rollout of them, not yet shuffled.
     `rewards` float[R] must be finite."""
-    mask = output["completion_mask"].bool().cpu()
+    mask, present = loss_mask(output).bool().cpu(), output["completion_mask"].bool().cpu()
     ids = output["completion_ids"].cpu()
-    lengths = mask.sum(1)
+    lengths = present.sum(1)
     last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
     first_of_groups = range(0, len(ids), group_size)
     prompts = [
@@ -50,8 +50,9 @@ def rollout_batch(
     return RolloutBatch(
         prompts=prompts,
         group=torch.arange(len(ids)) // group_size,
-        responses=torch.where(mask, ids, 0),
+        responses=torch.where(present, ids, 0),
         response_mask=mask,
+        lengths=lengths if "tool_mask" in output else None,
         finished=torch.isin(last, torch.tensor(stop_ids)) & (lengths > 0),
         sampler_log_probs=torch.zeros(mask.shape) if sampled is None else sampled.cpu().float(),
         items=[inputs[row] for row in first_of_groups],
@@ -60,9 +61,15 @@ def rollout_batch(
     )
 
 
+def loss_mask(inputs: dict[str, Tensor]) -> Tensor:
+    """[R, C]: the tokens that the policy wrote: not those of tools and environments, which TRL marks."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
 def left_padded(inputs: dict[str, Tensor]) -> LeftPadded:
     """A slice of the shuffled rollout."""
-    mask = inputs["completion_mask"].bool().cpu()
+    mask = loss_mask(inputs).bool().cpu()
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     tokens = torch.cat([torch.zeros(inputs["prompt_ids"].shape, dtype=torch.bool), mask], dim=1)
     rows = inputs[ROW].cpu()
@@ -82,7 +89,7 @@ def left_padded(inputs: dict[str, Tensor]) -> LeftPadded:
 
 def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> Tensor:
     """float[b, C]: what TRL's loss multiplies each token of this slice by, gradient accumulation included."""
-    mask = inputs["completion_mask"].cpu()
+    mask = loss_mask(inputs).cpu()
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     slices, rows = trainer.current_gradient_accumulation_steps, len(mask)
     loss = trainer.loss_type

@@ -26,6 +26,7 @@ from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import adam_geometry
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSource
+from gradtrace.integrations.trl.batches import loss_mask
 from gradtrace.integrations.trl.policy import TrlPolicy
 from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout import Sampler, SamplingParams
@@ -56,6 +57,11 @@ def tracin_instrument(
             "selection.train_on_validation=True cannot run in TRL: GRPOTrainer splits a rollout of fixed size into its "
             "optimizer steps, and more completions do not fit. Put the trusted prompts into train_dataset as well; "
             "train_on_validation=False."
+        )
+    if trainer.tools or trainer.rollout_func is not None:
+        raise GradtraceError(
+            "TracIn selection samples its validation set by itself, in one turn: leave `selection` out where "
+            "GRPOTrainer has tools, an environment_factory or a rollout_func; the traces work with them."
         )
     if trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict):
         raise GradtraceError(
@@ -119,11 +125,12 @@ def masked(output: dict[str, Any], batch: RolloutBatch) -> dict[str, Any]:
     mask = output["completion_mask"]
     kept = batch.kept.to(mask.device)
     advantages = output["advantages"]
-    first = advantages_kept[:, 0] if advantages.dim() == 1 else advantages_kept
+    place = batch.response_mask.int().argmax(1, keepdim=True)
+    first = advantages_kept.gather(1, place)[:, 0] if advantages.dim() == 1 else advantages_kept
     changed = mask * kept[:, None].to(mask.dtype)
     return output | {
         "completion_mask": changed,
-        "num_items_in_batch": changed.sum(),
+        "num_items_in_batch": loss_mask(output | {"completion_mask": changed}).sum(),
         "advantages": torch.where(
             kept if advantages.dim() == 1 else kept[:, None], first.to(advantages), 0.0
         ),

@@ -79,8 +79,6 @@ def check_supported(trainer: Any) -> None:
         "FSDP": trainer.is_fsdp_enabled,
         "fp16 (its gradients are scaled; use bf16)": args.fp16,
         "torch.compile (hooks do not fire in compiled graphs)": args.torch_compile,
-        "tools and environments (their tokens are not the policy's)": bool(trainer.tools)
-        or trainer.environment_factories is not None,
         "images": trainer._is_vlm,
         f"loss_type={trainer.loss_type!r}": trainer.loss_type not in LOSS_TYPES,
     }
