@@ -24,16 +24,7 @@ def reward(completions: list[str], **others: Any) -> list[float]:
     return [float(zlib.crc32(text.encode()) % 4) for text in completions]
 
 
-def grpo_trainer(
-    folder: Path,
-    cls: type[GRPOTrainer] = GRPOTrainer,
-    dtype: torch.dtype = torch.float32,
-    model: Any = None,
-    reward_funcs: Any = reward,
-    more: dict[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """`options` go to GRPOConfig, `more` to the trainer."""
+def grpo_config(folder: Path, **options: Any) -> GRPOConfig:
     settings: dict[str, Any] = {
         "output_dir": str(folder / "trl"),
         "per_device_train_batch_size": 4,
@@ -52,6 +43,19 @@ def grpo_trainer(
         "disable_tqdm": True,
         "seed": 3,
     }
+    return GRPOConfig(**{**settings, **options})
+
+
+def grpo_trainer(
+    folder: Path,
+    cls: type[GRPOTrainer] = GRPOTrainer,
+    dtype: torch.dtype = torch.float32,
+    model: Any = None,
+    reward_funcs: Any = reward,
+    more: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """`options` go to GRPOConfig, `more` to the trainer."""
     tokenizer = ArithmeticTask(ArithmeticConfig(operations=2), 0).tokenizer
     if model is None:
         model = small_model(dtype, tie_word_embeddings=False)
@@ -64,7 +68,7 @@ def grpo_trainer(
     return cls(
         model=model,
         reward_funcs=reward_funcs,
-        args=GRPOConfig(**{**settings, **options}),
+        args=grpo_config(folder, **options),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=tokenizer,
         **(more or {}),

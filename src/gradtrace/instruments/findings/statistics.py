@@ -65,14 +65,14 @@ def repeated_share(batch: RolloutBatch, longest: int = 6) -> Tensor:
 
 def ends_like_a_middle(batch: RolloutBatch) -> float:
     """Share of the finished responses whose last token also stands inside of responses: then it is no end token."""
-    lengths = batch.response_lengths
+    lengths = batch.replace(lengths=None).response_lengths  # up to the last token that is trained
     chosen = (batch.finished & (lengths > 0)).nonzero().flatten()
     if not len(chosen):
         return 0.0
     last = batch.responses[chosen, lengths[chosen] - 1]
-    inside = batch.response_mask.clone()
-    inside[torch.arange(len(batch)), (lengths - 1).clamp(min=0)] = False
-    return float(torch.isin(last, batch.responses[inside].unique()).float().mean())
+    # The last token of a turn may well end the response, too.
+    inside = batch.response_mask[:, :-1] & batch.response_mask[:, 1:]
+    return float(torch.isin(last, batch.responses[:, :-1][inside].unique()).float().mean())
 
 
 def reward_length_correlation(batch: RolloutBatch) -> float | None:
