@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradtrace.attribution import AttributionError, directional_derivative
+from gradtrace.attribution import AttributionError, directional_derivative, tangent
+from gradtrace.attribution.tangent import faster_method
 from tests.attribution.models import FAMILIES, random_responses, tiny_model
 from tests.attribution.reference import token_terms
 
@@ -104,3 +105,13 @@ def test_an_unknown_method_is_refused() -> None:
     model = tiny_model()
     with pytest.raises(AttributionError, match="finite_difference"):
         directional_derivative(model, lambda: torch.zeros(1), direction_for(model), "magic")  # type: ignore[arg-type]
+
+
+def test_a_large_model_in_float32_takes_differences_and_others_forward_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model().float()
+    assert faster_method(model) == "jvp"
+    monkeypatch.setattr(tangent, "LARGE", 1000)
+    assert faster_method(model) == "finite_difference"
+    assert faster_method(model.double()) == "jvp"

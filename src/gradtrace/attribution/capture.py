@@ -37,12 +37,32 @@ class Capture:
     positions: dict[str, Tensor]
     """Modules that see only some positions (an output head on the response alone): name → flat positions."""
     parts: dict[Block, list[Part]] = field(default_factory=dict)
+    directed: Tensor | None = None
+    """bool[B·S]: positions of the responses that loss terms are about, all that modules outside the tail serve; None:
+    every position counts."""
 
-    def wanted(self, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def direct(self, responses: set[int]) -> None:
+        self.directed = torch.isin(self.layout.response, torch.tensor(sorted(responses)))
+
+    def wanted(
+        self, site: Site, gradient: Tensor, x: Tensor, scored: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The part of a module's output gradient and input that this capture is about, and its flat positions.
 
-        Positions are None where they are all B·S of the layout, in order.
+        Positions are None where they are all B·S of the layout, in order. A module that is not `scored` serves loss
+        terms alone.
         """
+        gradient, x, positions = self._seen(site, gradient, x)
+        if scored or self.directed is None or bool(self.directed.all()):
+            return gradient, x, positions
+        gradient, x = gradient.flatten(0, -2), x.flatten(0, gradient.dim() - 2)
+        positions = torch.arange(len(self.directed)) if positions is None else positions
+        rows = self.directed[positions].nonzero().squeeze(-1)
+        chosen = rows.to(gradient.device)
+        return gradient[chosen], x[chosen], positions[rows]
+
+    def _seen(self, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the module saw of the rows that are not ignored."""
         batch, length = self.layout.full_shape or self.layout.shape
         seen = gradient.shape[:-1].numel()
         kept = self.layout.kept_rows

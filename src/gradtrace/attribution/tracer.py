@@ -37,7 +37,7 @@ from gradtrace.attribution.roles import check_target, target_factors
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
 from gradtrace.attribution.solvers import TokenRows
 from gradtrace.attribution.store import Store, join, padded, scaled
-from gradtrace.attribution.tangent import Method
+from gradtrace.attribution.tangent import Method, faster_method
 
 
 class InfluenceTracer:
@@ -180,7 +180,7 @@ class InfluenceTracer:
         self._factors = target_factors(self.config, layout, scale, target_scale)
         self._role: Role = role
         self._open = Capture(layout, dict(positions or {}))
-        self._plan(layout)
+        self._plan(self._open, layout)
         try:
             yield
             self._finish_pass(self._open, role)
@@ -211,7 +211,7 @@ class InfluenceTracer:
                 "accepted, group or advantages differ from those given before; call score() or reset() between batches"
             )
 
-    def _plan(self, layout: Layout) -> None:
+    def _plan(self, capture: Capture, layout: Layout) -> None:
         """Which scopes this micro-batch holds whole (scored inside the pass), and which responses to store."""
         present = set(layout.responses)
         known = present if self._role == "both" else self._ledger.targets if self._role == "step" else set()
@@ -236,6 +236,8 @@ class InfluenceTracer:
                 for scope in self._scopes
                 if scope.has_loss_terms and present.intersection(scope.members)
             ]
+        if self._directed:
+            capture.direct({r for scope, _ in self._directed for r in scope.members})
 
     def _signed(self, members: list[int]) -> dict[int, float]:
         assert self._labels is not None
@@ -252,11 +254,9 @@ class InfluenceTracer:
             if self._wanted(block):
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                     with self._phases("project", gradient):
-                        gradient, x, positions = self._open.wanted(site, gradient, x)
+                        gradient, x, positions = self._open.wanted(site, gradient, x, block.scored)
                         self._open.add(block, *sides(block, site, gradient, x), positions)
-                    if (
-                        self._hooks.calls[block] == 1
-                    ):  # known to be the only call: nothing more will come for it
+                    if self._hooks.calls[block] == 1:  # nothing more will come for it
                         self._finish_block(block)
         except Exception as error:
             if not self.defer_errors:
@@ -333,7 +333,7 @@ class InfluenceTracer:
         advantages: Tensor | None = None,
         sign: Tensor | None = None,
         terms: Terms | None = None,
-        method: Method = "jvp",
+        method: Method | None = None,
         coming: Mapping[str, Tensor] | Literal[True] | None = None,
     ) -> InfluenceTrace:
         """Scores of everything captured since the last call, which is forgotten then.
@@ -346,6 +346,7 @@ class InfluenceTracer:
         the tokens' log-probs in the second row, which then have scores, too (`likelier_scores`). Where weights are
         sharded it is called with one response at a time, and with none on ranks that keep the others company.
 
+        `method` is how own terms are differentiated, by default the faster one for this model (see `tangent`).
         `coming`: the gradient that the optimizer will be given next, by parameter name; True reads `parameter.grad`.
         The second moment for loss terms is then the one that this step will see.
         """
@@ -372,7 +373,7 @@ class InfluenceTracer:
                             self._store,
                             labels,
                             terms,
-                            method,
+                            method or faster_method(self.model),
                             self._coming(coming),
                         )
             trace = self._assembled(labels, found)
