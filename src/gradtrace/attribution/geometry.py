@@ -21,6 +21,8 @@ from gradtrace.attribution.errors import AttributionError
 Source = Literal["state_before", "state_with_batch", "batch_gradient", "none"]
 """Where v̂ came from: the optimizer's state; the state advanced by the coming gradient; the coming gradient alone,
 before the first step; nowhere, and P = I (SGD, or nothing is known yet)."""
+PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter, DTensor)
+"""Kinds of tensors whose numbers are what they stand for; a subclass may hold a code."""
 INSTEAD = "use hessian_mode=identity, which knows no optimizer"
 _NOT_ADAM = ("adamax", "8bit", "mini", "adafactor", "adagrad")
 """Names of relatives whose denominator is another one."""
@@ -179,7 +181,7 @@ def _moment(state: Mapping[str, Any], kind: str) -> Tensor | None:
     moment = state.get("exp_avg_sq", state.get("state2"))
     if moment is None:
         return None
-    plain = type(moment) in (Tensor, nn.Parameter, DTensor) and moment.is_floating_point()
+    plain = type(moment) in PLAIN and moment.is_floating_point()
     if "exp_avg_sq" not in state or not plain:
         raise AttributionError(
             f"{kind} keeps its second moment in 8 bits or another code ({type(moment).__name__}, {moment.dtype}): its"

@@ -63,7 +63,7 @@ class ResponseGradients:
             part = capture.parts.pop(block)[0]
             for responses, u, v in _stacks(capture.layout, part):
                 sketches = self._projected(block, "out", u).transpose(1, 2) @ self._projected(block, "in", v)
-                found = (responses, _squared_norms(u, v).double().cpu(), sketches.flatten(1).cpu())
+                found = (responses, _squared_norms(u, v).double(), sketches.flatten(1))
                 self._found.setdefault(block, []).append(found)
 
     def _projected(self, block: Block, side: str, values: Tensor) -> Tensor:
@@ -82,18 +82,21 @@ class ResponseGradients:
         found, self._found = self._found, {}
         responses = sorted({r for parts in found.values() for some, _, _ in parts for r in some})
         place = {response: index for index, response in enumerate(responses)}
-        squares = torch.zeros(len(responses), dtype=torch.float64)
+        norms: list[Tensor] = []
         columns: list[Tensor] = []
         for parts in (found[block] for block in self.blocks if block in found):
+            norms.append(parts[0][1].new_zeros(len(responses)))
             columns.append(parts[0][2].new_zeros(len(responses), parts[0][2].shape[1]))
             for some, square, sketches in parts:
                 index = torch.tensor([place[response] for response in some])
-                squares.index_add_(0, index, square)
+                norms[-1][index] = square
                 columns[-1][index] = sketches
         if not columns:
             return {}, {}
-        norms = dict(zip(responses, squares.sqrt().tolist(), strict=True))
-        return norms, dict(zip(responses, torch.cat(columns, 1), strict=True))
+        lengths = torch.stack(norms).sum(0).sqrt().tolist()
+        return dict(zip(responses, lengths, strict=True)), dict(
+            zip(responses, torch.cat(columns, 1).cpu(), strict=True)
+        )
 
     def attach(self) -> None:
         self._hooks.attach()

@@ -57,7 +57,8 @@ class MicroBatch:
         """[N] in the order of `targets` → [r, T], zero outside the mask; differentiable."""
         if values.numel() == self.mask.numel():
             return values.view(self.mask.shape)
-        return torch.zeros_like(self.mask, dtype=values.dtype).masked_scatter(self.mask, values)
+        mask = self.mask.to(values.device)
+        return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values)
 
     def to(self, device: torch.device) -> MicroBatch:
         if device == self.input_ids.device:

@@ -62,11 +62,11 @@ class Packing:
         return shared.index_select(0, self.prefix_of)
 
     def to(self, device: torch.device) -> Packing:
-        return Packing(
-            self.sequences.to(device),
-            None if self.prefixes is None else self.prefixes.to(device),
-            None if self.prefix_of is None else self.prefix_of.to(device),
-        )
+        if self.prefixes is None or self.prefix_of is None:
+            return Packing(self.sequences.to(device))
+        moved = Packing(self.sequences.to(device), self.prefixes.to(device), self.prefix_of.to(device))
+        moved.__dict__["is_even"] = self.is_even  # answered where nobody has to wait for it
+        return moved
 
 
 def attend(
@@ -91,8 +91,7 @@ def attend(
         return packing.sequences.collect(output)[None], None
 
     prefixes, sequences = packing.prefixes, packing.sequences
-    sizes = [int(part.mask.sum()) for part in (prefixes, sequences)]
-    heads = [part.split(sizes) for part in (query, key, value)]
+    heads = [part.split([prefixes.size, sequences.size]) for part in (query, key, value)]
     q, k, v = (prefixes.spread(of_prefixes) for of_prefixes, _ in heads)
     prefix_output = prefixes.collect(F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped))
     if sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts

@@ -72,6 +72,11 @@ class Rectangle:
             mask, Movement(source, (~flat).nonzero().squeeze(-1)), Movement(place, place.new_empty(0))
         )
 
+    @property
+    def size(self) -> int:
+        """Positions that are no padding; asks shapes alone, so that no device has to answer."""
+        return self.mask.numel() if self.out_of is None else len(self.out_of.source)
+
     def spread(self, part: Tensor) -> Tensor:
         """[s, H, D] → [R, H, L, D]."""
         laid_out = part if self.into is None else MoveRows.apply(part, self.into, self.out_of)

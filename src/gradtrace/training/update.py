@@ -106,17 +106,18 @@ class Totals:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.token_sums: dict[str, float] = defaultdict(float)
-        self.losses: dict[str, float] = defaultdict(float)
+        # Sums stay on the device until the step is over: on a GPU every look makes the host wait.
+        self.token_sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+        self.losses: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
         self.mini_batches = 0
         self.norms: list[float] = []
         self.skipped = 0
 
     def micro_batch(self, policy_term: Tensor, loss: Tensor, token_sums: dict[str, Tensor]) -> None:
-        self.losses["actor/pg_loss"] += float(policy_term.detach())
-        self.losses["actor/loss"] += float(loss.detach())
+        for name, value in (("actor/pg_loss", policy_term), ("actor/loss", loss)):
+            self.losses[name] = self.losses[name] + value.detach().double()
         for name, value in token_sums.items():
-            self.token_sums[name] += float(value)
+            self.token_sums[name] = self.token_sums[name] + value.double()
 
     def mini_batch(self, tokens: int) -> None:
         self.tokens += tokens
@@ -144,8 +145,8 @@ class Totals:
 
     def metrics(self) -> dict[str, float]:
         """Means over tokens, mini-batches and optimizer steps; and how many steps were skipped."""
-        result = {name: value / max(1, self.tokens) for name, value in self.token_sums.items()}
-        result.update({name: value / max(1, self.mini_batches) for name, value in self.losses.items()})
+        result = {name: float(value) / max(1, self.tokens) for name, value in self.token_sums.items()}
+        result.update({name: float(value) / max(1, self.mini_batches) for name, value in self.losses.items()})
         result["actor/grad_norm"] = self.grad_norm
         result["actor/skipped_updates"] = float(self.skipped)
         return result

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from gradtrace.attribution import directional_derivative
 from gradtrace.attribution.response_gradients import ResponseGradients
+from gradtrace.attribution.tangent import norm as length
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import BlameConfig
 from gradtrace.instruments.blame.shares import StepBlame, blame_columns, blame_metrics, move_parts
@@ -119,7 +120,7 @@ class BlameInstrument(StepObserver):
             return
         gradient, clip_factor = coming
         rows = update.rows.sort().values
-        square = sum(float(part.double().square().sum()) for part in gradient.values())
+        square = length(gradient.values()) ** 2
         norm = square**0.5 / clip_factor
         wanted = self._due or self._is_unusual(norm)
         self._norms.append(norm)
@@ -142,11 +143,8 @@ class BlameInstrument(StepObserver):
         blame.push[mask] = -changes[1] / clip_factor
         blame.log_probs[mask] = values[0][1].double().cpu()
         parameters = dict(self.policy.model.named_parameters())
-        covered = sum(
-            float(gradient[block.parameter_name].double().square().sum())
-            for block in self.gradients.blocks
-            if block.parameter_name in gradient
-        )
+        names = [b.parameter_name for b in self.gradients.blocks if b.parameter_name in gradient]
+        covered = length(gradient[name] for name in names) ** 2 if names else 0.0
         blame.updates.append(
             {
                 "number": update.number,
