@@ -37,6 +37,7 @@ PAGES = {
     "harmful tokens": ("find?what=harm", "chains", "tbody tr"),
     "a prompt over time": ("find?what=prompt&step=1&group=0", "chains", ".history section"),
     "two responses compared": ("group?step=1&group=0&diff=0.1", "chains", ".diff-line"),
+    "reading": ("group?step=1&group=0&view=read", "prose", ".reading .rich"),
     "a step that was not traced": ("step?step=77", "chains", ".empty"),
 }
 

@@ -6,7 +6,7 @@ import { stepIsLikelier } from "../meaning.js";
 import { ORDERS } from "./sheet.js";
 import { UNITS } from "./units.js";
 
-export const VIEWS = { side: "side by side", stack: "stacked", one: "one" };
+export const VIEWS = { side: "side by side", stack: "stacked", one: "one", read: "reading" };
 export const SCALES = ["response", "group", "step"];
 /** Two questions about a token: what its step does in training, and what a step that makes it likelier would do. */
 export const QUESTIONS = { training: "training on a token does", likelier: "making it likelier would do" };

@@ -2,10 +2,10 @@
 
 import { button, element, emptyState, fact, passDots, setAttributes } from "../dom.js";
 import { fixed, MISSING, numberStyle } from "../format.js";
-import { piecesOf, rawText, visibleText } from "../token_text.js";
+import { rawText } from "../token_text.js";
 import { meanOf } from "./model.js";
+import { promptBody } from "./prompt.js";
 
-const LONG_PROMPT = 600;
 const LONGEST_ANSWER = 24;
 
 /** The finding that the page begins with, and a way to the token that it is about. */
@@ -19,33 +19,13 @@ export function storyLine(group, onShow) {
 /** historyHref: where this prompt is followed over time; null where that cannot be asked. */
 export function promptSection(group, credit, historyHref) {
   const { step, group: index } = group.structure;
-  const text = element("div", `text${group.isChain ? " chain-prompt" : ""}`);
-  const pieces = piecesOf(group.prompt);
-  for (const [position, entry] of group.prompt.entries()) {
-    if (entry.special) text.append(element("span", "special", visibleText(entry)), " ");
-    else text.append(pieces[position].lead.startsWith("⟨") ? pieces[position].lead : pieces[position].text);
-  }
-  text.addEventListener("copy", (event) => {
-    if (String(getSelection()).trim() !== text.textContent.trim()) return; // a part: the browser's own text is right
-    event.clipboardData.setData("text/plain", rawText(group.prompt));
-    event.preventDefault();
-  });
-  const left = element("div", "", element("h1", "caption", `Prompt, group ${index} of step ${step}`), text);
-  if (text.textContent.length > LONG_PROMPT) left.append(foldButton(text));
-  if (historyHref) {
-    const link = setAttributes(element("a", "link-button", "this prompt over time"), { href: historyHref });
-    left.append(element("p", "prompt-links", link));
-  }
+  const left = element("div", "", element("h1", "caption", `Prompt, group ${index} of step ${step}`));
+  const links = element("p", "prompt-links");
+  promptBody(group, left, links);
+  if (historyHref)
+    links.append(setAttributes(element("a", "link-button", "this prompt over time"), { href: historyHref }));
+  left.append(links);
   return element("section", "prompt", left, factsOf(group, credit));
-}
-
-function foldButton(text) {
-  text.classList.add("folded");
-  const unfold = button("link-button", "show the whole prompt", () => {
-    const folded = text.classList.toggle("folded");
-    unfold.textContent = folded ? "show the whole prompt" : "fold the prompt";
-  });
-  return unfold;
 }
 
 function factsOf(group, credit) {

@@ -5,6 +5,7 @@ import { piecesOf, rawText, readVocabulary } from "../token_text.js";
 
 /** Responses of at most this many tokens of at most two characters each are drawn as aligned cells. */
 const LONGEST_CHAIN = 96;
+const SHORT = 64;
 
 export class Group {
   constructor(structure, floats) {
@@ -33,6 +34,8 @@ export class Group {
     this.mixed = this.responses.some((response) => response.accepted);
     this.hasTurns = this.responses.some((response) => response.segments);
     this.isChain = !this.hasTurns && this.looksLikeChain();
+    /** Short prose: its rows are as high as their text, not as their numbers. */
+    this.isShort = !this.isChain && this.responses.every((response) => response.length <= SHORT);
   }
 
   /** Responses with the same tokens and the same verdict: each knows them all, itself included, in order. */

@@ -3,7 +3,8 @@
 
 import { CHANNELS, classNameOf } from "../channels.js";
 import { acceptedMark, button, element, setAttributes } from "../dom.js";
-import { drawingClass, drawnText } from "../token_text.js";
+import { richText } from "../rich_text.js";
+import { drawingClass, drawnText, rawText } from "../token_text.js";
 import { chat } from "./turns.js";
 
 const BUILD_AHEAD = "1200px";
@@ -21,8 +22,9 @@ export class ResponseRow {
       const tokens = setAttributes(element("div", `tokens slot-${slot}`), { tabindex: 0, role: "group" });
       return Object.assign(tokens, { row: this, slotIndex: slot });
     });
+    this.reading = element("div", "reading");
     const side = !group.mixed ? "plain" : response.accepted ? "accepted" : "rejected";
-    this.node = element("section", `row ${side}`, this.meta, ...this.slots);
+    this.node = element("section", `row ${side}`, this.meta, ...this.slots, this.reading);
     this.name = button("response-id", "", () => onTarget(response.index));
     if (group.mixed) this.name.append(acceptedMark(response.accepted));
     this.name.append(response.name);
@@ -64,6 +66,13 @@ export class ResponseRow {
       container.style.minHeight = "";
     }
     this.paint(colourings);
+  }
+
+  /** The text as people read it: characters whole, Markdown and LaTeX shown as what they mean. */
+  read() {
+    if (this.reading.childNodes.length) return;
+    const entries = this.group.entriesOf(this.response).filter((entry) => !entry.special);
+    this.reading.append(...richText(rawText(entries)));
   }
 
   /** Colour classes only: themes are CSS variables and cost nothing. */

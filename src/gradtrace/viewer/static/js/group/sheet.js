@@ -41,7 +41,7 @@ export class Sheet {
   constructor(group, on) {
     this.group = group;
     this.on = on;
-    this.node = element("div", `sheet ${group.isChain ? "chain" : "prose"}`);
+    this.node = element("div", `sheet ${group.isChain ? "chain" : "prose"}${group.isShort ? " compact" : ""}`);
     this.legends = [0, 1].map((slot) => new LegendHead(slot, (channel) => on.channel(slot, channel)));
     this.head = element("div", "sheet-head", metaHead(group), ...this.legends.map((legend) => legend.node));
     this.explain = element("div", "explain");
@@ -111,7 +111,7 @@ export class Sheet {
       this.measureHead();
       if (this.node.clientWidth === width) return;
       width = this.node.clientWidth;
-      this.fit();
+      if (this.view !== "read") this.fit();
     });
     this.resize.observe(this.node);
   }
@@ -136,7 +136,8 @@ export class Sheet {
     this.node.dataset.view = view;
     this.node.classList.toggle("spaces", showsSpaces);
     this.measureHead();
-    this.fit();
+    if (view === "read") for (const row of this.rows) row.read();
+    else this.fit();
   }
 
   measureHead() {
@@ -165,7 +166,7 @@ export class Sheet {
     const perLine = Math.max(16, Math.floor(width / character));
     for (const row of this.rows) {
       const lines = estimatedLines(row.response, perLine) * (this.view === "stack" ? 2 : 1);
-      row.reserve(Math.max(LOWEST_ROW, ROW_PADDING + lines * LINE_HEIGHT));
+      row.reserve(Math.max(this.group.isShort ? 0 : LOWEST_ROW, ROW_PADDING + lines * LINE_HEIGHT));
     }
   }
 

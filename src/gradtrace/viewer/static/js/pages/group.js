@@ -343,6 +343,7 @@ class GroupPage extends Page {
   }
 
   async select(token) {
+    if (this.view === "read") this.setView(this.defaultView());
     const context = this.tokenContext(token);
     this.url.update({ sel: `${context.response.index}.${token - context.response.start}` });
     const words = await this.selection.show(token, context);
