@@ -62,14 +62,23 @@ def test_scores_at_a_checkpoint_are_those_of_the_training_step_after_it(
     )
 
 
-def test_without_a_state_the_geometry_is_the_batchs_own_gradient_and_it_is_said(
+def test_without_a_state_the_geometry_is_the_steps_own_gradient_and_it_is_said(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert attribute(trained, "--model", trained / "policy", "--step", 3, "--output", tmp_path / "anew") == 0
-    assert "the batch's own gradient" in capsys.readouterr().out.replace("\n", " ")
-    trace = step_of(tmp_path / "anew", 3)
-    assert trace.meta["second_moment_loss_term"] == "batch_gradient"
-    assert not np.allclose(trace["influence_tail"], step_of(trained, 3)["influence_tail"], rtol=0.01)
+    """The first step of a run has no state either: its loss terms are scored with the gradient that is coming."""
+    (start,) = {path.parent for path in (trained.parent / ".cache").rglob("config.json")}
+    assert attribute(trained, "--model", start, "--step", 1, "--output", tmp_path / "anew") == 0
+    assert "the step's own gradient" in capsys.readouterr().out.replace("\n", " ")
+    theirs, ours = step_of(trained, 1), step_of(tmp_path / "anew", 1)
+    assert theirs.meta["second_moment_loss_term"] == "batch_gradient"
+    scores = theirs["influence_loss_term"]
+    np.testing.assert_allclose(ours["influence_loss_term"], scores, atol=2e-3 * np.abs(scores).max())
+    projected = ("trainer.influence_trace.projection_dim_factor=2", "--output", tmp_path / "projected")
+    assert attribute(trained, "--model", start, "--step", 1, *projected) == 0
+    meta = step_of(tmp_path / "projected", 1).meta
+    assert "none" not in (meta["second_moment_backward"], meta["second_moment_loss_term"]), (
+        "nor where projected"
+    )
 
 
 def test_some_groups_have_the_scores_that_they_have_among_all(trained: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@
 RUN is any run with rollouts: imported (`gradtrace trace import`), recorded or our own. MODEL is a transformers folder,
 a checkpoint or a run. Scores are those of the influence trace, as training would write them at these weights: the
 geometry is the optimizer's state if MODEL is a checkpoint that has one, else what AdamW's first step would use, the
-batch's own gradient; the command and the files say which. The run's settings (algorithm, mini-batch, clipping) count;
+step's own gradient; the command and the files say which. The run's settings (algorithm, mini-batch, clipping) count;
 KEY=VALUE sets others.
 
 Scores go to RUN/influence_trace, entropies and log-probs to RUN/entropy_trace where the run has none; a run that was

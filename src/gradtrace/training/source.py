@@ -22,6 +22,7 @@ from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.rollouts import add_advantages
 from gradtrace.trace.atomic import unseal
 from gradtrace.training.checkpoint import checkpoint_of, weights_seal, what_exists
+from gradtrace.training.foreign_state import FOREIGN, load_foreign_state
 from gradtrace.training.parts import Parts, build_parts, needs_reference
 from gradtrace.training.state import OPTIMIZER, STATE
 
@@ -54,6 +55,8 @@ class Source:
     def check_optimizer(self, optimizer: str, verb: str) -> None:
         """Refuse an optimizer state that is not there. `verb`: what the command does with the checkpoint."""
         if optimizer != "checkpoint":
+            return
+        if self.is_plain and (self.checkpoint / FOREIGN).is_file():
             return
         if self.is_plain:
             raise GradtraceError(
@@ -109,7 +112,9 @@ class Source:
             )
         else:
             optimizer = parts.optimizer.adamw
-            if kind == "checkpoint":
+            if kind == "checkpoint" and self.is_plain:
+                load_foreign_state(parts.optimizer, parts.policy.model, self.checkpoint / FOREIGN)
+            elif kind == "checkpoint":
                 parts.optimizer.load_state_tensors(load_file(self.checkpoint / OPTIMIZER))
             if not self.is_plain:
                 parts.optimizer.begin_step(step + 1)

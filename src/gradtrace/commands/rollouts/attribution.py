@@ -43,6 +43,7 @@ from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
 from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.checkpoint import model_of, weights_seal
+from gradtrace.training.foreign_state import FOREIGN, load_foreign_state
 from gradtrace.training.instruments import loss_traits
 from gradtrace.training.parts import suitable_threads
 from gradtrace.training.state import OPTIMIZER
@@ -51,7 +52,7 @@ from gradtrace.training.update import PolicyUpdate
 SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
 """Traces that hold a step's responses, the most complete first."""
 STATE = "the optimizer's state in {}"
-NO_STATE = "no state: the second moment is the batch's own gradient, as of AdamW's first step"
+NO_STATE = "no state: the second moment is that of the step's own gradient, as in AdamW's first step"
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,25 @@ class Counted(StepObserver):
         return nullcontext()
 
 
+class OwnGradient(StepObserver):
+    """Makes the gradient of an update the optimizer's state, as if it had taken that one step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def around_optimizer_step(self, update: OptimizerStep) -> Any:
+        adamw = self.optimizer.adamw
+        first, second = adamw.param_groups[0]["betas"]
+        for parameter in self.optimizer.parameters.values():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            adamw.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": (1 - first) * gradient,
+                "exp_avg_sq": (1 - second) * gradient.square(),
+            }
+        return nullcontext()
+
+
 class Scorer:
     """A model with the optimizer that would go on from it, and the loss of the run's algorithm."""
 
@@ -286,6 +306,9 @@ class Scorer:
         if folder.name == "policy" and state.is_file():
             self.optimizer.load_state_tensors(load_file(state))
             self.optimizer_said = STATE.format(state.parent)
+        elif (folder / FOREIGN).is_file():
+            load_foreign_state(self.optimizer, model, folder / FOREIGN)
+            self.optimizer_said = STATE.format(folder)
         algorithm = config.algorithm
         if algorithm.kl_coef:
             message(
@@ -328,8 +351,11 @@ class Scorer:
             updates = self.mini_batches(batch, source.step, needed)
             rows = sum(len(update.rows) for update in updates)
             observers = Observers([Counted(rows, progress), *own, instrument])
-            batch = observers.before_update(batch, source.step)
             micro_batches = MicroBatches(batch, self.config.actor.token_budget, "padded")
+            if self.optimizer_said == NO_STATE:
+                whole = OptimizerStep(source.step, 0, 0, 0, torch.arange(len(batch)))
+                self.update.run(batch, micro_batches, [whole], OwnGradient(self.optimizer))
+            batch = observers.before_update(batch, source.step)
             batch, _ = self.update.run(batch, micro_batches, updates, observers)
             found = observers.after_update(batch, source.step)
             instrument.tracer.close()

@@ -35,6 +35,7 @@ from gradtrace.trace.reader import StepUnreadableError, open_run
 from gradtrace.trace.step import Step
 from gradtrace.training.checkpoint import model_of, weights_seal
 from gradtrace.training.experience import Experience
+from gradtrace.training.foreign_state import FOREIGN
 from gradtrace.training.source import Loaded, Source
 from gradtrace.training.state import OPTIMIZER
 
@@ -188,7 +189,8 @@ def of_model(
         return Source.of(folder.parent, overrides), stored, settings
     config = config_of(run, folder, overrides)
     config.trainer.runs_dir = str(path)  # results go to RUN/verify
-    kind = "adamw" if settings.optimizer == "checkpoint" else settings.optimizer
+    fresh = settings.optimizer == "checkpoint" and not (folder / FOREIGN).is_file()
+    kind = "adamw" if fresh else settings.optimizer
     source = Source(folder.resolve(), config, True, weights_seal(folder))
     return source, stored, dataclasses.replace(settings, optimizer=kind)
 
