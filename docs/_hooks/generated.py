@@ -2,7 +2,8 @@
 
 `<!-- generated: knobs -->` becomes one table per configuration class, from the fields and the docstrings under them;
 `columns` the columns of step files, `meta` the keys of their meta_json, `commands` each command's `--help`. Beside the
-site stands `llms.txt` (llmstxt.org): every page of the navigation with its first sentence, for programs that read.
+pages stand the report of a real run and `llms.txt` (llmstxt.org): every page of the navigation with its first sentence,
+for programs that read.
 """
 
 from __future__ import annotations
@@ -13,17 +14,30 @@ import dataclasses
 import inspect
 import io
 import re
+import tempfile
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
+
 from gradtrace import cli, config
 from gradtrace.trace.schema import COLUMNS, KINDS
+from gradtrace.viewer.report import make_report
+from gradtrace.viewer.view import unpack_demo
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATORS[found.group(1)](), markdown)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """The report of the recorded demo run, as `gradtrace report` writes it: a page to click in."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = make_report(unpack_demo(Path(folder))[:1]).page
+    files.append(File.generated(config, "demo_report.html", content=page))
+    return files
 
 
 def on_nav(nav: Any, config: Any, files: Any) -> None:

@@ -56,6 +56,12 @@ def test_findings_are_listed_with_links_to_their_culprits(run_dir: Path, browser
         page.close()
 
 
+def test_a_report_holds_the_groups_that_findings_name(run_dir: Path) -> None:
+    report = make_report([run_dir], max_groups=0)
+    assert (report.steps, report.groups) == (1, 1)
+    assert '"runs/0/steps/2/groups/1"' in report.page and '"runs/0/findings"' in report.page
+
+
 def test_the_blame_page_says_who_made_the_gradient_largest_share_first(
     run_dir: Path, browser: Browser
 ) -> None:

@@ -1,7 +1,8 @@
 """One HTML file of a run to send to a colleague: curves, a few steps, chosen groups, and a step of TracIn and of the
 entropy probe where the run has them. It opens anywhere, offline.
 
-gradtrace report runs/demo                           → demo-report.html, groups chosen by their influence
+gradtrace report runs/demo                           → demo-report.html, with its findings; groups that these name, and
+                                                     those with most influence
 gradtrace report runs/demo -o report.html --steps 3 40 --groups 12 7
 gradtrace report runs/a runs/b                       the curves of b laid over those of a
 """
@@ -32,6 +33,8 @@ from gradtrace.viewer.server import told_group, told_run, told_step
 from gradtrace.viewer.step_view import StepView
 
 DEFAULT_GROUPS = 6
+FINDING_STEPS = 3
+"""Steps that a report holds because of what was found in them."""
 PAIRWISE_BUDGET = 24 << 20
 """Bytes of effects between single tokens and responses; groups beyond it come without them."""
 POINTS_BUDGET = 4 << 20
@@ -44,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", help="file to write (default: NAME-report.html)")
     parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
     parser.add_argument(
-        "--steps", nargs="+", type=int, metavar="STEP", help="default: first and last scored step"
+        "--steps",
+        nargs="+",
+        type=int,
+        metavar="STEP",
+        help="default: first and last scored step, and those of findings",
     )
     parser.add_argument(
         "--groups", nargs="+", type=int, metavar="GROUP", help="the same groups of every step"
@@ -53,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-groups",
         type=int,
         default=DEFAULT_GROUPS,
-        help="groups of each step, those with most influence",
+        help="groups of each step, those with most influence; groups that findings name come besides",
     )
 
 
@@ -177,7 +184,8 @@ def _listed(served: ServedRun, collected: _Collected) -> dict[str, Any]:
 
 
 def _interesting_steps(catalog: RunCatalog, served: ServedRun) -> list[int]:
-    """The first and the last step with a scored group; without any, the last traced one."""
+    """The first and the last step with a scored group, without any the last traced one; and those of the surest
+    findings."""
     scored: list[int] = []
     numbers = served.run.steps(INFLUENCE_TRACE)
     for candidates in (numbers, reversed(numbers)):
@@ -186,9 +194,26 @@ def _interesting_steps(catalog: RunCatalog, served: ServedRun) -> list[int]:
             if view is not None and any(view.status(g) == GroupStatus.SCORED for g in range(view.n_groups)):
                 scored.append(step)
                 break
-    if scored:
-        return sorted(set(scored))
-    return (served.run.steps(ENTROPY_TRACE) or numbers)[-1:]
+    traced = served.run.steps(ENTROPY_TRACE) or numbers
+    found = sorted(_findings(served), key=lambda each: -each.get("confidence", 0.0))
+    told = [each["step"] for each in found if each.get("step") in traced][:FINDING_STEPS]
+    return sorted({*(scored or traced[-1:]), *told})
+
+
+def _findings(served: ServedRun) -> list[dict[str, Any]]:
+    return [each for each in served.run.findings() if isinstance(each.get("confidence", 0.0), int | float)]
+
+
+def _named_groups(served: ServedRun, step: int, count: int) -> list[int]:
+    """Groups of a step that its findings name."""
+    culprits = [
+        each
+        for finding in _findings(served)
+        if finding.get("step") == step
+        for each in finding.get("culprits", [])
+    ]
+    named = [each.get("group") for each in culprits]
+    return sorted({group for group in named if isinstance(group, int) and 0 <= group < count})
 
 
 def _readable(catalog: RunCatalog, served: ServedRun, step: int) -> StepView | None:
@@ -225,7 +250,8 @@ def _add_step(
         del collected.json[f"{base}/tokens"]
         collected.remarks.append(f"step {step}: its tokens page is left out, it would be too large")
     measured = catalog.trace_step(served, COUNTERFACTUAL, step)
-    for g in groups if groups is not None else _strongest_groups(table, max_groups):
+    chosen = {*_strongest_groups(table, max_groups), *_named_groups(served, step, view.n_groups)}
+    for g in groups if groups is not None else sorted(chosen):
         if not 0 <= g < view.n_groups:
             raise GradtraceError(f"step {step} has groups 0 to {view.n_groups - 1}, not {g}")
         _add_group(collected, view, served, f"{base}/groups/{g}", g, measured)

@@ -239,7 +239,7 @@ export class Sheet {
 function makeSections({ responses, mixed }) {
   const section = (title, mark, members) => {
     const count = element("span", "dim", `${members.length} of ${responses.length}`);
-    const heading = element("h3", "section", mark, title, count);
+    const heading = element("h2", "section", mark, title, count);
     return { node: element("div", "", heading), heading, members };
   };
   if (!mixed) return [section("Responses", null, responses)];
