@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+import gradtrace
 from gradtrace.config import CalculatorConfig
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.calculator import (
+    STOP,
     VOCABULARY,
     Calculator,
     CalculatorTask,
@@ -19,6 +23,7 @@ from gradtrace.tasks.calculator import (
     draw_lessons,
     encode,
 )
+from tests.training.small import model as small_model
 
 
 @pytest.mark.parametrize(
@@ -87,3 +92,25 @@ def test_turns_without_a_tool_and_verl_are_refused_with_what_to_use(tmp_path: Pa
     with pytest.raises(GradtraceError, match="row 0 is no problem of the calculator task"):
         (tmp_path / "x.jsonl").write_text('{"prompt": "one plus one"}\n')
         CalculatorTask(CalculatorConfig()).read_prompts([str(tmp_path / "x.jsonl")], "data.validation")
+
+
+def test_counterfactuals_of_a_loop_of_ones_own_call_the_tool() -> None:
+    """V of the prompt and the ΔV of the policy's tokens add up to the reward; the tool's have none."""
+    model = small_model(torch.float32, vocab_size=len(VOCABULARY))
+    task = CalculatorTask(CalculatorConfig())
+    prompt, item = encode("2+3="), {"answer": "5"}
+    responses = [encode("<calc>2+3</calc><result>5</result>5") + [STOP], encode("7") + [STOP]]
+    masks = [[True] * 5 + [False] * 3 + [True] * 2, [True, True]]
+    options = {"k": 2, "max_new_tokens": 12, "environment": task.environment, "max_turns": 2}
+
+    def judge(text: str) -> float:
+        return task.reward(text, item)
+
+    found = gradtrace.counterfactual(
+        model, task.tokenizer, prompt, responses, judge, loss_mask=masks, **options
+    )
+    for one, mask, reward in zip(found, masks, (1.0, 0.0), strict=True):
+        assert np.isnan(one.delta_v).tolist() == [not own for own in mask]
+        assert one.value[0] + np.nansum(one.delta_v) == pytest.approx(reward)
+    with pytest.raises(GradtraceError, match="give environment="):
+        gradtrace.counterfactual(model, task.tokenizer, prompt, responses, judge, loss_mask=masks)

@@ -34,6 +34,8 @@ class Case:
     check_gradients: bool = False
     first_only: bool = False
     """No group of the second mini-batch is to be scored."""
+    turns: bool = False
+    """Responses hold tokens that the policy did not write."""
 
 
 # One scope over the whole mini-batch: nothing is scored inside of a pass, so gradients of all responses are there.
@@ -78,7 +80,13 @@ BF16 = {
     )
 }
 """The same in a run that computes in bf16: loss terms are taken in float32 all the same."""
-CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT | BF16
+TURNS = {
+    "turns": Case(knobs={"credit": "both"}, turns=True),
+    "turns_padded": Case(
+        {"packed": False}, {"packed": False}, {"loss_agg_mode": "seq-mean-token-mean"}, turns=True
+    ),
+}
+CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT | BF16 | TURNS
 
 
 def knobs_of(name: str) -> dict[str, Any]:

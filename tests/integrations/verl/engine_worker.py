@@ -46,6 +46,7 @@ def run_case(name: str, folder: Path) -> Any:
     case = cases.CASES[name]
     rank, world = dist.get_rank(), dist.get_world_size()
     batch = torch.load(folder / "batch.pt", weights_only=False)
+    batch = harness.in_turns(batch) if case.turns else batch
     plan = torch.tensor(cases.PLAN)
     selected = plan == 0 if case.first_only else torch.ones(len(batch), dtype=torch.bool)
     step_plan = StepPlan.of(batch, 1, 0)

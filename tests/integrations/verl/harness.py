@@ -54,6 +54,17 @@ def rollout(groups: int = 4, n: int = 4, seed: int = 0) -> RolloutBatch:
     )
 
 
+def in_turns(batch: RolloutBatch) -> RolloutBatch:
+    """The same responses, of which the policy did not write every third token, nor the first where it has others."""
+    written = (torch.arange(batch.responses.shape[1]) % 3 != 0).expand(batch.responses.shape)
+    mask = batch.response_mask & (written | (batch.response_lengths == 1)[:, None])
+    zeroed = {
+        name: torch.where(mask, getattr(batch, name), 0.0)
+        for name in ("advantages", "old_log_probs", "entropies")
+    }
+    return batch.replace(response_mask=mask, lengths=batch.response_lengths, **zeroed)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -187,7 +198,7 @@ def tensordict(
     def column(values: Tensor) -> Tensor:
         return nested([values[row, : lengths[row]].float() for row in rows])
 
-    masks = nested([torch.ones(lengths[row], dtype=torch.long) for row in rows])
+    masks = nested([batch.response_mask[row, : lengths[row]].long() for row in rows])
     fields = {
         "prompts": nested(prompts),
         "responses": nested(responses),

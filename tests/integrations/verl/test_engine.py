@@ -73,9 +73,14 @@ def small_model_config() -> Any:
     return ModelConfig(device="cpu")
 
 
+def batch_of(folder: Path, name: str) -> RolloutBatch:
+    batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
+    return harness.in_turns(batch) if cases.CASES[name].turns else batch
+
+
 def embedded(folder: Path, name: str) -> dict[str, np.ndarray]:
     """The columns of the embedded loop's trace of the same two mini-batches."""
-    batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
+    batch = batch_of(folder, name)
     policy = load_policy(folder / "model", small_model_config(), 1.0)
     case, knobs = cases.CASES[name], InfluenceTraceConfig(**cases.knobs_of(name))
     mode = case.actor.get("loss_agg_mode", "token-mean")
@@ -102,7 +107,7 @@ def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
     """The columns that the driver makes of the ranks' parts."""
     from gradtrace.integrations.verl.influence_parts import join_parts
 
-    batch: RolloutBatch = torch.load(folder / "batch.pt", weights_only=False)
+    batch = batch_of(folder, name)
     plan = torch.tensor(cases.PLAN)
     rows = [(plan == i).nonzero().squeeze(-1) for i in range(2)]
     step = join_parts(folder / f"{name}.{world}", 1, list(range(world)), rows)
@@ -166,6 +171,23 @@ def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(
             error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
             assert error < 2e-2, f"{column} of mini-batch {step} is off by {error:.1e}"
             assert np.corrcoef(ours, theirs)[0, 1] > 0.9999
+
+
+@pytest.mark.parametrize("name", cases.TURNS)
+def test_tokens_of_others_have_no_score_and_the_policys_those_of_the_embedded_loop(
+    folder: Path, name: str
+) -> None:
+    """verl's response mask with holes, as its agent loops with tools make it; two ranks."""
+    expected, found = embedded(folder, name), joined(folder, name, 2)
+    own = found["loss_mask"]
+    assert np.array_equal(own, expected["loss_mask"]) and not own.all()
+    first = own & (np.repeat(found["optimizer_step"], found["length"]) == 0)
+    for column in ("influence_position", "influence_loss_term"):
+        assert (column in found) == (column in expected)
+        if column in found:
+            assert np.array_equal(np.isnan(found[column]), ~own)
+            error = np.abs(found[column][first] - expected[column][first]).max()
+            assert error < 2e-3 * np.abs(expected[column][first]).max(), column
 
 
 def test_loss_terms_of_a_bf16_run_are_close_to_those_in_float32(folder: Path) -> None:

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import no_truth
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.status import Status, describe, read_status
 from gradtrace.integrations.verl.options import VerlOptions, read_options
+from tests.integrations.verl import harness
 from tests.training import small
 
 
@@ -83,3 +85,38 @@ def test_the_driver_watches_the_run_with_the_same_detectors(tmp_path: Path) -> N
     (line,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["findings/gradient_spike"] == 1.0
     assert "gradient_spike" in (tmp_path / "findings.jsonl").read_text()
+
+
+@harness.needs_verl
+def test_holes_in_verls_response_mask_are_tokens_of_others() -> None:
+    """As an agent loop with a tool leaves them in the queue: the mask is ours, lengths count everybody's tokens."""
+    from verl.utils import tensordict_utils as tu
+
+    from gradtrace.integrations.verl.driver.batches import batch_of
+
+    def nested(rows: list[list[float]], dtype: torch.dtype) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(
+            [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
+        )
+
+    values = {
+        name: [[0.5] * 5, [0.5] * 2] for name in ("rm_scores", "advantages", "old_log_probs", "entropy")
+    }
+    found = tu.get_tensordict(
+        {
+            "prompts": nested([[4, 5], [4, 5]], torch.long),
+            "responses": nested([[6, 7, 8, 9, 1], [6, 1]], torch.long),
+            "response_mask": nested([[1, 1, 0, 0, 1], [1, 1]], torch.long),
+            **{name: nested(rows, torch.float32) for name, rows in values.items()},
+        }
+    )
+    batch = batch_of(found, ["a_0_0", "a_1_0"], 8, (1,))
+    assert batch.response_lengths.tolist() == [5, 2] and batch.written_counts.tolist() == [3, 2]
+    assert batch.response_ids == [[6, 7, 8, 9, 1], [6, 1]] and batch.finished.all()
+    parts = batch.all_segments()
+    assert parts is not None
+    assert [(part.start, part.turn, part.role) for part in parts[0]] == [
+        (0, 0, "assistant"),
+        (2, 0, "environment"),
+        (4, 1, "assistant"),
+    ]

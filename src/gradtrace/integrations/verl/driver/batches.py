@@ -35,16 +35,23 @@ def read_batch(
     """The responses `keys` in that order; groups are numbered as they come. Columns that are not among `fields` are
     missing, log-probs zero."""
     found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=[*fields, SAMPLED, "extra_info"])
+    return batch_of(found, keys, response_length, stop_token_ids, fields)
+
+
+def batch_of(
+    found: Any,
+    keys: list[str],
+    response_length: int,
+    stop_token_ids: tuple[int, ...],
+    fields: list[str] = FIELDS,
+) -> RolloutBatch:
+    """What the queue has `found` of the responses `keys`. verl's response mask is our loss mask: holes in it are what
+    tools and templates of an agent loop wrote."""
     missing = [name for name in fields if found.get(name, None) is None]
     if missing:
         raise GradtraceError(
             f"the trace needs {', '.join(missing)}, which this verl job does not compute "
             "(algorithm.rollout_correction.bypass_mode=true leaves out entropies and log-probs)"
-        )
-    if not bool(found["response_mask"].values().bool().all()):
-        raise GradtraceError(
-            "responses with several turns (a response mask with holes) are not traced yet: use a single-turn agent "
-            "loop, or turn gradtrace's traces off"
         )
     uids = [group_of_key(key) for key in keys]
     group_ids = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
@@ -56,12 +63,13 @@ def read_batch(
         prompts[group[row]] = ids.tolist()
         items[group[row]] = item_of(extra[row])
     lengths = found["responses"].offsets().diff()
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    width = int(lengths.max())
+    mask = found["response_mask"].to_padded_tensor(0).bool()[:, :width]
 
     def dense(name: str) -> Tensor | None:
         if name not in (*fields, SAMPLED):
             return None
-        return found[name].to_padded_tensor(0.0).float()[:, : mask.shape[1]]
+        return found[name].to_padded_tensor(0.0).float()[:, :width]
 
     responses = found["responses"].to_padded_tensor(0)
     last = responses.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
@@ -74,6 +82,7 @@ def read_batch(
         group=group,
         responses=responses,
         response_mask=mask,
+        lengths=lengths,
         finished=finished,
         sampler_log_probs=torch.zeros(mask.shape) if sampled is None else sampled,
         items=items,

@@ -209,7 +209,8 @@ class RankTracer:
 
         def keep(model_output: Any, data: Any, dp_group: Any = None, **ignored: Any) -> Any:
             values = self._token_terms(model_output, data)
-            found.append(values[:, 0, : int(data["response_mask"].values().sum())])
+            written = data["response_mask"].values().bool()
+            found.append(values[:, 0, : len(written)][:, written])
             return values.sum(), {}
 
         with torch.no_grad():

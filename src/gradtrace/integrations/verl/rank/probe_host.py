@@ -151,7 +151,8 @@ class EngineProbeHost:
         return self._batch(data, terms)
 
     def _batch(self, data: Any, values_of: Values) -> EngineBatch:
-        lengths = dict(zip(rows_of(data).tolist(), data["responses"].offsets().diff().tolist(), strict=True))
+        counts = [int(mask.sum()) for mask in data["response_mask"].unbind()]
+        lengths = dict(zip(rows_of(data).tolist(), counts, strict=True))
         rows = sorted(row for row in lengths if row != PADDING)
         one = Pass(torch.arange(len(rows)), lambda: self._run(data, values_of))
         return EngineBatch(
@@ -170,9 +171,11 @@ class EngineProbeHost:
 
         def keep(model_output: Any, data: Any, **ignored: Any) -> tuple[Tensor, dict[str, Any]]:
             values = values_of(model_output, data)
-            lengths = data["responses"].offsets().diff().tolist()
-            for place, row in enumerate(rows_of(data).tolist()):
-                found[row] = values[..., place, : lengths[place]].detach().double().cpu()
+            for place, (row, mask) in enumerate(
+                zip(rows_of(data).tolist(), data["response_mask"].unbind(), strict=True)
+            ):
+                own = values[..., place, : len(mask)][..., mask.bool()]
+                found[row] = own.detach().double().cpu()
             return values.sum(), {}
 
         self.engine.plain_passes(data, keep, forward_only=True)
