@@ -13,7 +13,9 @@ from playwright.sync_api import expect
 
 import gradtrace
 from gradtrace.cli import main
+from gradtrace.config import ArithmeticConfig
 from gradtrace.run_health import examine
+from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.datasets import encode
 from gradtrace.trace.reader import Run
 from gradtrace.viewer.step_view import load_step_view
@@ -257,6 +259,15 @@ def test_what_cannot_be_imported_is_refused_with_the_reason(
     )
     assert why in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_text_that_the_tokenizer_does_not_know_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ArithmeticTask(ArithmeticConfig(), 0).tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": "1+1=", "response": answer, "reward": 0} for answer in ("2", "two")]
+    imported(write(tmp_path / "rows.jsonl", rows), tmp_path / "model")
+    assert "1 rows have text that the tokenizer does not know" in capsys.readouterr().out
 
 
 def test_a_run_that_is_there_is_not_touched(

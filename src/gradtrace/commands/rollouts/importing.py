@@ -99,7 +99,7 @@ def import_rollouts(
     grouped = {step: groups_of(steps[step]) for step in sorted(steps)}
     report.steps, report.responses = list(grouped), len(rows)
     report.tokens = sum(len(row.response) for row in rows)
-    report.notes = notes(name, rows, restored, grouped)
+    report.notes = notes(name, rows, restored, grouped, tokenizer.unk_token_id)
     config = config_of(grouped, settings, run_dir)
     with atomic_directory(run_dir) as folder:
         write_run(folder, grouped, config, tokenizer, {"imported_from": str(source), "format": name}, report)
@@ -200,10 +200,18 @@ def restored_prompts(source: str, tokenizer: Any) -> dict[str, list[int]]:
 
 
 def notes(
-    name: str, rows: list[Rollout], restored: dict[str, list[int]], grouped: dict[int, list[list[Rollout]]]
+    name: str,
+    rows: list[Rollout],
+    restored: dict[str, list[int]],
+    grouped: dict[int, list[list[Rollout]]],
+    unknown_id: int | None,
 ) -> list[str]:
     """What a person should know about ids that were made from texts, and about groups that cannot be compared."""
     found = []
+    if strange := sum(unknown_id in row.prompt or unknown_id in row.response for row in rows):
+        found.append(
+            f"{strange} rows have text that the tokenizer does not know (id {unknown_id}): is it the right one?"
+        )
     if name == "verl":
         unknown = {row.text for row in rows} - set(restored)
         if unknown:
