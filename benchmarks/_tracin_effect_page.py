@@ -26,6 +26,8 @@ NOISES = {
     "0.4": "40 % flipped",
     "systematic": "`-` judged the wrong way round",
 }
+ENOUGH = 5
+"""Seeds that an arm needs to be reported."""
 QUESTIONS = (
     ("trusted_too", "vanilla"),
     ("trusted_only", "trusted_too"),
@@ -73,6 +75,13 @@ def accuracies(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, fl
     return found
 
 
+def complete(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of those arms that have as many seeds as the study asks for: a mean over fewer is no figure."""
+    found = accuracies(runs)
+    wanted = min(ENOUGH, max(map(len, found.values()), default=0))
+    return [run for run in runs if len(found[run["noise"], run["arm"]]) >= wanted]
+
+
 def shown(interval: Interval) -> dict[str, float]:
     return {"mean": interval.mean, "low": interval.low, "high": interval.high, "n": interval.count}
 
@@ -113,6 +122,8 @@ Rewritten by
 ```
 
 ## In short
+Points of accuracy with 95 % intervals; **bold** where they hold after correction for all comparisons.
+
 {short}
 
 ## How it was measured
@@ -124,9 +135,10 @@ steps and at equal generation: `vanilla` has 48 noisy prompts a step where other
 `trusted_only` samples 12 responses to each of its 32. Accuracy: 512 held-out prompts × 2 samples, neither trained on
 nor trusted, after the last step.
 
-{seeds} seeds that were used for nothing else, {second} of them from a second warm start; settings are the defaults
-(`drop_lowest`, `drop_share=0.5`, Adam's preconditioner), chosen on other seeds (0 and 1) of the first. Means with 95 %
-intervals over seeds (Student's t); {machine}.
+{seeds} seeds in all that were used for nothing else ({ENOUGH} for every figure where nothing else is said; more were
+added where noise is largest, after the first {ENOUGH} had been seen), {second} of them from a second warm start.
+Settings are the defaults (`drop_lowest`, `drop_share=0.5`, Adam's preconditioner), chosen on other seeds (0 and 1) of
+the first. Means with 95 % intervals over seeds (Student's t); {machine}.
 
 ## Held-out accuracy
 {table}
@@ -153,6 +165,7 @@ seeds.
 def write_page(docs: Path, summary: dict[str, Any], runs: list[dict[str, Any]], where: str) -> None:
     (docs / "images" / "tracin_effect.svg").write_text(picture(summary), encoding="utf-8")
     page = PAGE.format(
+        ENOUGH=ENOUGH,
         short="\n".join(f"- {line}" for line in verdict(summary)),
         updates=max(run["updates"] for run in runs),
         steps=runs[0]["steps"],
@@ -176,7 +189,9 @@ def table(summary: dict[str, Any]) -> str:
         cells = []
         for noise in noises:
             row = summary["arms"][noise].get(arm)
-            cells.append("–" if row is None else f"{row['mean']:.3f} [{row['low']:.2f}, {row['high']:.2f}]")
+            seeds = "" if row is None or row["n"] == ENOUGH else f" ({row['n']} seeds)"
+            cell = "–" if row is None else f"{row['mean']:.3f} [{row['low']:.2f}, {row['high']:.2f}]{seeds}"
+            cells.append(cell)
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -206,51 +221,46 @@ def verdict(summary: dict[str, Any]) -> list[str]:
     """What the corrected comparisons say, whichever way they came out."""
     sentences = {
         ("trusted_too", "vanilla"): "Training on the trusted ones too, against noisy ones alone",
-        ("trusted_selection", "trusted_too"): "Selecting among the noisy ones as well, against that",
-        ("trusted_selection", "trusted_random"): "The same against dropping as many noisy ones at random",
-        (
-            "selection",
-            "trusted_too",
-        ): "Selecting by trusted ones without training on them, against training on them",
         ("trusted_only", "trusted_too"): "The trusted ones alone, against trusted and noisy ones",
+        (
+            "trusted_selection",
+            "trusted_too",
+        ): "Selecting among the noisy ones as well, against training on all",
+        ("trusted_selection", "trusted_random"): "The same, against dropping as many noisy ones at random",
+        ("selection", "vanilla"): "Only selecting by trusted ones, against noisy ones alone",
+        (
+            "trusted_selection",
+            "selection",
+        ): "Training on those that select (the default), against only selecting",
     }
     lines = []
     for (ours, theirs), sentence in sentences.items():
-        found = [r for r in summary["comparisons"] if (r["ours"], r["theirs"]) == (ours, theirs)]
         parts = []
-        for row in found:
-            sure = "" if row["p_holm"] < 0.05 else ", not told from zero"
-            parts.append(f"{100 * row['mean']:+.1f} points ({NOISES[row['noise']]}{sure})")
+        for row in summary["comparisons"]:
+            if (row["ours"], row["theirs"]) == (ours, theirs):
+                points = f"{100 * row['mean']:+.1f} [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
+                points = f"**{points}**" if row["p_holm"] < 0.05 else points
+                parts.append(f"{points} with {NOISES[row['noise']]}")
         if parts:
             lines.append(f"{sentence}: {'; '.join(parts)}.")
     return lines
 
 
 def left_out(summary: dict[str, Any]) -> str:
-    missing = [
-        f"`{arm}` under {NOISES[noise]}"
-        for noise in NOISES
-        for arm in ARMS
-        if arm not in summary["arms"].get(noise, {})
-    ]
-    few = sorted(
-        f"`{arm}` under {NOISES[noise]}: {row['n']}"
-        for noise, arms in summary["arms"].items()
-        for arm, row in arms.items()
-        if row["n"] < max(r["n"] for a in summary["arms"].values() for r in a.values())
-    )
-    lines = [
-        "Not run, to fit the study into an hour of two shared cores: "
-        + (", ".join(missing) or "nothing")
-        + "."
-    ]
-    if few:
-        lines.append(f"Fewer seeds than elsewhere: {', '.join(few)}.")
-    lines.append(
+    missing: dict[str, list[str]] = {}
+    for arm in ARMS:
+        without = [NOISES[noise] for noise in NOISES if arm not in summary["arms"].get(noise, {})]
+        if without:
+            missing.setdefault(", ".join(without), []).append(f"`{arm}`")
+    lines = ["Not run on every seed, to fit the study into an hour of cores that others used as well:", ""]
+    lines += [f"- {', '.join(arms)} ({noises})" for noises, arms in missing.items()]
+    lines += [
+        "",
         "Nor a regime with fresh trusted prompts in every step: an earlier study had 64 of them, where training on "
-        "them won by more; its arms differed in the number of optimizer steps, so its figures are not repeated here."
-    )
-    return "\n\n".join(lines)
+        "them won by more; its arms differed in the number of optimizer steps, so its figures are not repeated here. "
+        "Twelve rollouts are few; in a longer run 32 prompts that are used again and again would be learnt by heart.",
+    ]
+    return "\n".join(lines)
 
 
 def picture(summary: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._tracin_effect_page import ARMS, NOISES, summarise, write_page
+from benchmarks._tracin_effect_page import ARMS, NOISES, complete, summarise, write_page
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
@@ -64,8 +64,8 @@ from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 CACHE = REPOSITORY / "runs" / ".cache" / "tracin_effect"
-SEEDS = (10, 11, 12, 13, 14)
-"""Reported; the even ones have warm start 0, the odd ones warm start 1."""
+SEEDS = (10, 11, 12, 13, 14, 15, 16, 17, 18, 19)
+"""Reported; the even ones have warm start 0, the odd ones warm start 1. Five are enough for a figure."""
 STEPS, EVALUATE_EVERY = 12, 6
 EVALUATION_PROMPTS, EVALUATION_N = 512, 2
 TRUSTED, TRUSTED_PER_STEP, NOISY, N = 32, 16, 32, 8
@@ -344,6 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
                         flush=True,
                     )
                 runs += [] if run is None else [run]
+    runs = complete(runs)
     summary = summarise(runs)
     if args.write_docs:
         write_page(REPOSITORY / "docs", summary, runs, machine())

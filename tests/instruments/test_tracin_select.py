@@ -46,11 +46,15 @@ def test_demonstrations_of_the_same_kind_rank_above_others(run_dir: Path, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["ghost", "tangent"])
-def test_saved_rollouts_are_ranked_and_both_methods_agree(run_dir: Path, tmp_path: Path, method: str) -> None:
+def test_saved_rollouts_are_ranked_and_both_methods_agree(
+    run_dir: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / f"{method}.parquet"
     words = ["select", str(run_dir), f"{run_dir}:1", "--validation", str(run_dir), "-o", str(output)]
     assert main([*words, "--method", method]) == 0
     rows = ranking(output)
+    printed = capsys.readouterr().out
+    assert "advantage" in printed and f"{rows[0]['advantage']:+.2f}" in printed
     assert sorted(row["row"] for row in rows) == list(range(12))
     assert all(a["score"] >= b["score"] for a, b in itertools.pairwise(rows))
     assert len({row["reward"] for row in rows}) > 1
