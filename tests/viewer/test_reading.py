@@ -33,6 +33,7 @@ def test_markdown_and_latex_become_readable_text(viewer: Watched) -> None:
     page = viewer.open("#/run")
     for source, shown in {
         r"so \boxed{200}.": "so 200.",
+        r"answer in \boxed{}.": r"answer in \boxed{}.",
         r"$x^2 \le \frac{a+b}{2}$": "x2 ≤ (a+b)⁄2",
         r"\[\sqrt{2} \cdot \pi\]": "√2 · π",
         r"\lfloor 7/2 \rfloor, a_b and \unknown": r"⌊ 7/2 ⌋, a_b and \unknown",

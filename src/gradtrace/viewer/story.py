@@ -200,10 +200,11 @@ def _counted(view: StepView, g: int, at: Culprit, accepted: Sequence[bool]) -> s
 
 
 def _value_change(values: Counterfactual, position: int) -> str:
+    """V before and after the token; empty where it was not measured, or where the samples cannot tell them apart."""
     before, after = values.value[position], values.value[position + 1]
-    if not (np.isfinite(before) and np.isfinite(after)):
-        return ""
     error = float(values.stderr[position])
+    if not (np.isfinite(before) and np.isfinite(after)) or abs(after - before) <= SURE * error:
+        return ""
     change = f"is {before:.2f} before it and {after:.2f} after it (± {error:.2f})"
     return f"by sampled continuations the expected reward {change}"
 

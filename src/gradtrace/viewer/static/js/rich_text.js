@@ -118,7 +118,10 @@ function command(name, group, scripts) {
     return [element("span", "fraction", ...bracketed(above), join, ...bracketed(below))];
   }
   if (name === "sqrt") return ["√", ...bracketed(latex(group(), true))];
-  if (name === "boxed") return [element("span", "boxed", ...latex(group(), true))];
+  if (name === "boxed") {
+    const content = latex(group(), true);
+    return content.length ? [element("span", "boxed", ...content)] : ["\\boxed{}"];
+  }
   if (AS_IS.includes(name)) return latex(group(), scripts);
   if (DROPPED.includes(name)) return [];
   if (name === "\\") return [" "];
