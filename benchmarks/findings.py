@@ -5,7 +5,8 @@ and clean runs. Reported: recall (found by a detector that names it rightly), th
 that are named, steps until found, false alarms per 100 clean steps, and how well gradients tell hacked responses from
 honest ones (AUROC) beside statistics that need no gradient. Thresholds were tuned on seeds from 100 on, so seeds below
 are fresh. Results stay in --folder: what is there is not run again. `--write-docs` rewrites the table of
-docs/findings.md, `--join FOLDER …` with the results of other folders, theirs instead of ours for the same kinds.
+docs/findings.md, `--join FOLDER …` with the results of other folders, theirs instead of ours for the same kinds;
+`--over RESULT` keeps an earlier result's rows of the kinds that were not run.
 """
 
 from __future__ import annotations
@@ -239,6 +240,24 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def over(stored: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What was found now, and of the kinds that were not run what an earlier result says of them."""
+    kinds = {kind: found["kinds"].get(kind, stored["kinds"].get(kind)) for kind in FAULTS}
+    there = {kind: row for kind, row in kinds.items() if row is not None}
+    with_culprit = [row for row in there.values() if row["culprit"] is not None]
+    clean = found if found["clean_runs"] else stored
+    gradients = found if found["auroc"] else stored
+    return {
+        "kinds": there,
+        "runs": sum(row["runs"] for row in there.values()),
+        "found": sum(row["found"] for row in there.values()),
+        "culprit_runs": sum(row["runs"] for row in with_culprit),
+        "culprit": sum(row["culprit"] for row in with_culprit),
+        **{name: clean[name] for name in ("clean_runs", "clean_steps", "alarms", "alarms_per_100")},
+        **{name: gradients[name] for name in ("auroc", "auroc_steps")},
+    }
+
+
 def spread(values: list[float], results: list[dict[str, Any]]) -> list[float]:
     """Mean, and a 95 % bootstrap interval over steps."""
     generator = np.random.default_rng(0)
@@ -258,6 +277,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=float, default=0.0, help="begin no further run after this long; 0: no limit"
     )
     parser.add_argument("--join", type=Path, nargs="*", default=[], help="folders with results of some kinds")
+    parser.add_argument(
+        "--over",
+        type=Path,
+        metavar="RESULT",
+        help="kinds that were not run keep what this file says, such as benchmarks/results/findings.json",
+    )
     parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/findings.md")
 
 
@@ -292,6 +317,8 @@ def main(arguments: list[str] | None = None) -> None:
         theirs = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
         results = [r for r in results if r["kind"] not in {t["kind"] for t in theirs}] + theirs
     found = summary(results)
+    if args.over:
+        found = over(json.loads(args.over.read_text())["detail"], found)
     if args.write_docs and not left:
         write_table(found)
     ratios = {

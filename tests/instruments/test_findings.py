@@ -124,6 +124,18 @@ def test_a_fault_is_found_by_its_detector_and_told_once(name: str, tmp_path: Pat
     assert own["findings/total"] == len(told)
 
 
+@pytest.mark.parametrize(("means", "jumps"), [([0.9] * 4, True), ([1.0, 1.0, 1.0, 0.0], False)])
+def test_a_jump_of_the_reward_must_exceed_what_drawing_prompts_does(
+    means: list[float], jumps: bool, tmp_path: Path
+) -> None:
+    """The same change of the mean: with prompts of very different means, four of them say little."""
+    findings = watched(tmp_path)
+    quiet_steps(findings)
+    rewards = torch.tensor(means).repeat_interleave(3)
+    findings.see(7, batch(7, rewards=rewards), {**QUIET, "critic/rewards/mean": 0.9})
+    assert any(f["detector"] == "reward_jump" for f in open_run(tmp_path).findings()) == jumps
+
+
 def test_a_spike_names_the_token_that_made_it(tmp_path: Path) -> None:
     findings = watched(tmp_path, blame=blame_of(row=5, place=2))
     quiet_steps(findings)

@@ -59,8 +59,8 @@ class FindingsConfig:
     """validation_falls: below its best, while the training reward did not fall."""
     reward_jump: float = number(0.25, minimum=0)
     """reward_jump: change of the mean reward in one step, as a share of its span …"""
-    jump_noise: float = number(4.0, minimum=0)
-    """reward_jump: … and times the usual step."""
+    jump_noise: float = number(3.5, minimum=0)
+    """reward_jump: … and standard errors of the change; few prompts a step make these large."""
     end_untrained: float = number(0.5, minimum=0, maximum=1)
     """end_token: share of finished responses without a trained end token."""
     critic_ratio: float = number(8.0, minimum=1)
