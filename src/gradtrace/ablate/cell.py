@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtrace.ablate.memory import peak_bytes
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
 from gradtrace.instruments.influence.columns import influence_columns
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import OptimizerStep, StepObserver
+from gradtrace.peak_memory import peak_bytes
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.policy import Policy

@@ -9,6 +9,10 @@ examples:
                                                        which layers match, and the memory a batch would need
   gradtrace doctor --model runs/demo/policy hessian_mode=inverse solver=dense max_hessian_dim=4096
                                                        the same with any knob of trainer.influence_trace
+  gradtrace doctor --device cuda                       the first thing to run on a new GPU: are scores there those of
+                                                       the CPU in float64, in float32 and bf16, on one and two GPUs?
+  gradtrace doctor --device cuda --model Qwen/Qwen2.5-1.5B
+                                                       the same, and what sampler, update and trace cost
 
 Exit code 0: everything is in order, or merely notable. 1: something failed or was lost, and its cause is printed.
 """
@@ -49,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="module_name_filter: a regular expression; may be repeated",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="check scores, and with --model speed and memory, on this device; minutes, with a table to paste",
+    )
     parser.add_argument("--projection-dim-factor", type=int, help="0 = exact (default: 32)")
     parser.add_argument("--responses", type=int, default=64, help="for the memory estimate (default: 64)")
     parser.add_argument(
@@ -62,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     knobs = [word for word in args.words if "=" in word]
     runs = [word for word in args.words if "=" not in word]
+    if args.device is not None:
+        if runs or knobs or args.filter or args.projection_dim_factor is not None:
+            raise GradtraceError("doctor --device takes --model at most: it checks the default trace.")
+        return _check_device(console, args.device, args.model)
     if len(runs) > 1 or (runs and args.model) or (knobs and args.model is None):
         raise GradtraceError(
             "doctor looks at one run (`gradtrace doctor RUN`), or at a model with knobs of the trace "
@@ -129,6 +142,29 @@ def _show_installation(console: Any) -> None:
         f"sandbox  {f'none for code rewards: {missing}' if missing else 'isolates programs (reward.name=code)'}"
     )
     console.print(f"threads  torch uses {torch.get_num_threads()} of {cores} cores")
+
+
+def _check_device(console: Any, name: str, model: str | None) -> int:
+    import transformers
+    from rich.table import Table
+
+    from gradtrace.commands.device.check import check_device
+
+    transformers.utils.logging.disable_progress_bar()
+    with console.status("") as status:
+        report = check_device(name, model, lambda text: status.update(f"{text} …"))
+    table = Table(title=f"gradtrace doctor --device {name}", title_justify="left")
+    for heading in ("what", "found", "expected"):
+        table.add_column(heading, overflow="fold")
+    for row in report.rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    for remark in report.remarks:
+        console.print("[yellow]notable[/yellow]", end="  ")
+        console.print(remark, markup=False, highlight=False, soft_wrap=True)
+    if not report.remarks:
+        console.print("[green]in order[/green]  scores, speed and memory are as expected")
+    return int(report.failed)
 
 
 def _version(package: str) -> str | None:

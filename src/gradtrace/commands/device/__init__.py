@@ -1,0 +1,1 @@
+"""`gradtrace doctor --device`: what a person with a new machine runs first."""
