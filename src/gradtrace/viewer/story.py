@@ -205,7 +205,7 @@ def _value_change(values: Counterfactual, position: int) -> str:
     error = float(values.stderr[position])
     if not (np.isfinite(before) and np.isfinite(after)) or abs(after - before) <= SURE * error:
         return ""
-    change = f"is {before:.2f} before it and {after:.2f} after it (± {error:.2f})"
+    change = f"is {before:.2f} before it and {after:.2f} after it (± {max(error, 0.01):.2f})"
     return f"by sampled continuations the expected reward {change}"
 
 
@@ -262,7 +262,8 @@ def run_story(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]] = 
     if not rows:
         return "No step has been logged yet."
     told = [words for name, label in CURVES.items() if (words := _trend(rows, name, label))]
-    text = f"Over {len(rows)} step{'s' if len(rows) != 1 else ''} {', '.join(told)}." if told else ""
+    steps = sum(any(name in row for name in CURVES) for row in rows)
+    text = f"Over {steps} step{'s' if steps != 1 else ''} {', '.join(told)}." if told else ""
     sentences = [each for each in found if isinstance(each.get("sentence"), str)]
     if sentences:
         last = sentences[-1]
