@@ -108,6 +108,10 @@ def test_values_of_other_responses_are_not_shown(page: Watched, tmp_path: Path, 
 
 
 def test_a_report_holds_the_values(measured: Measurement, run_dir: Path) -> None:
+    chosen = make_report([run_dir], max_groups=0).page
+    assert (
+        f'"runs/0/steps/{STEP}/groups/{GROUP}"' in chosen
+    )  # what was measured comes without being asked for
     report = make_report([run_dir], steps=[STEP], groups=[GROUP])
     assert f"groups/{GROUP}/counterfactual" in report.page
 

@@ -34,7 +34,7 @@ from gradtrace.viewer.step_view import StepView
 
 DEFAULT_GROUPS = 6
 FINDING_STEPS = 3
-"""Steps that a report holds because of what was found in them."""
+"""Steps that a report holds because of what was found or measured in them, of either."""
 PAIRWISE_BUDGET = 24 << 20
 """Bytes of effects between single tokens and responses; groups beyond it come without them."""
 POINTS_BUDGET = 4 << 20
@@ -184,8 +184,8 @@ def _listed(served: ServedRun, collected: _Collected) -> dict[str, Any]:
 
 
 def _interesting_steps(catalog: RunCatalog, served: ServedRun) -> list[int]:
-    """The first and the last step with a scored group, without any the last traced one; and those of the surest
-    findings."""
+    """The first and the last step with a scored group, without any the last traced one; those of the surest findings,
+    and the last ones with counterfactual values."""
     scored: list[int] = []
     numbers = served.run.steps(INFLUENCE_TRACE)
     for candidates in (numbers, reversed(numbers)):
@@ -197,7 +197,8 @@ def _interesting_steps(catalog: RunCatalog, served: ServedRun) -> list[int]:
     traced = served.run.steps(ENTROPY_TRACE) or numbers
     found = sorted(_findings(served), key=lambda each: -each.get("confidence", 0.0))
     told = [each["step"] for each in found if each.get("step") in traced][:FINDING_STEPS]
-    return sorted({*(scored or traced[-1:]), *told})
+    measured = [step for step in served.run.steps(COUNTERFACTUAL) if step in traced][-FINDING_STEPS:]
+    return sorted({*(scored or traced[-1:]), *told, *measured})
 
 
 def _findings(served: ServedRun) -> list[dict[str, Any]]:
@@ -251,6 +252,9 @@ def _add_step(
         collected.remarks.append(f"step {step}: its tokens page is left out, it would be too large")
     measured = catalog.trace_step(served, COUNTERFACTUAL, step)
     chosen = {*_strongest_groups(table, max_groups), *_named_groups(served, step, view.n_groups)}
+    if measured is not None:
+        values = set(measured["group_id"].tolist())
+        chosen |= {g for g, group_id in enumerate(view.layout["group_id"].tolist()) if group_id in values}
     for g in groups if groups is not None else sorted(chosen):
         if not 0 <= g < view.n_groups:
             raise GradtraceError(f"step {step} has groups 0 to {view.n_groups - 1}, not {g}")
