@@ -120,3 +120,7 @@ def test_holes_in_verls_response_mask_are_tokens_of_others() -> None:
         (2, 0, "environment"),
         (4, 1, "assistant"),
     ]
+    assert not batch.sampler_log_probs.any(), "verl was not asked for them"
+    found["rollout_log_probs"] = nested([[-1.5] * 5, [-2.5] * 2], torch.float32)
+    sampled = batch_of(found, ["a_0_0", "a_1_0"], 8, (1,)).sampler_log_probs
+    assert sampled[0].tolist() == [-1.5] * 5 and sampled[1].tolist() == [-2.5, -2.5, 0, 0, 0]

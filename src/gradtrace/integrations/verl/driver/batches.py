@@ -76,6 +76,8 @@ def batch_of(
     finished = torch.isin(last, torch.tensor(stop_token_ids)) | (lengths < response_length)
     rewards, old_log_probs = dense("rm_scores"), dense("old_log_probs")
     sampled = dense(SAMPLED) if found.get(SAMPLED, None) is not None else None
+    if sampled is None or sampled.shape != mask.shape:  # not asked for, or not of these tokens
+        sampled = torch.zeros(mask.shape)
     assert rewards is not None
     return RolloutBatch(
         prompts=prompts,
@@ -84,7 +86,7 @@ def batch_of(
         response_mask=mask,
         lengths=lengths,
         finished=finished,
-        sampler_log_probs=torch.zeros(mask.shape) if sampled is None else sampled,
+        sampler_log_probs=sampled,
         items=items,
         rewards=rewards.sum(1),
         old_log_probs=old_log_probs,
