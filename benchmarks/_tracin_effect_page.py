@@ -122,7 +122,8 @@ Rewritten by
 ```
 
 ## In short
-Points of accuracy with 95 % intervals; **bold** where they hold after correction for all comparisons.
+Points of accuracy with 95 % intervals; **bold** where they hold after correction for all comparisons. So few seeds and
+so many comparisons leave {holding} of {count} of them: read the others as tendencies.
 
 {short}
 
@@ -175,6 +176,7 @@ def write_page(docs: Path, summary: dict[str, Any], runs: list[dict[str, Any]], 
         machine=where,
         table=table(summary),
         count=len(summary["comparisons"]),
+        holding=sum(row["p_holm"] < 0.05 for row in summary["comparisons"]),
         compared=comparisons(summary),
         dropped=dropped(summary),
         left_out=left_out(summary),
