@@ -51,6 +51,10 @@ def test_settings_arrive_under_their_names_in_verl() -> None:
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_every_recipe_can_run_on_verl(recipe: str) -> None:
+    if recipe == "calculator":  # its turns are the embedded loop's
+        with pytest.raises(GradtraceError, match="leave engine=verl out"):
+            translated(f"recipe={recipe}")
+        return
     settings = translated(f"recipe={recipe}", "cluster.num_workers=2", "data.train=[x.jsonl]").settings
     assert settings["trainer.total_training_steps"] >= 1
 
