@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
+from gradtrace.segments import Segment, segments_by_mask
 
 TOKEN_COLUMNS = (
     "sampler_log_probs",
@@ -45,20 +46,6 @@ SET_BY = {
 OPTIONAL_COLUMNS = ("texts", "flipped", *SET_BY)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of a response that one author wrote; it ends where the next begins."""
-
-    start: int
-    """Index of its first token in the response."""
-    turn: int
-    """The policy's turn that it belongs to, from 0: a tool's result has the turn of the call that asked for it."""
-    role: str
-    """assistant (the policy), tool, user, or environment where the author is not known."""
-    tool: str = ""
-    """Name of the tool, where a tool wrote it."""
-
-
 class Environment(Protocol):
     """What answers the policy between its turns."""
 
@@ -68,18 +55,6 @@ class Environment(Protocol):
     def reply(self, ids: list[int]) -> tuple[list[int], str] | None:
         """The reply to a call at the end of `ids` (prompt, and the response so far), and the name of the tool that
         wrote it; None: there is none, and the response is over."""
-
-
-def segments_by_mask(written: list[bool]) -> list[Segment]:
-    """The segments of a response of which only its mask is known: what the policy wrote, and what it did not."""
-    found: list[Segment] = []
-    turn = -1
-    for start, own in enumerate(written):
-        if start and own == written[start - 1]:
-            continue
-        turn += own
-        found.append(Segment(start, max(turn, 0), "assistant" if own else "environment"))
-    return found
 
 
 @dataclass

@@ -13,13 +13,14 @@ import gradtrace
 from gradtrace import open_run
 from gradtrace.algorithms import Denominator, aggregate
 from gradtrace.algorithms.advantages.turn_rloo import turns_by_mask
-from gradtrace.batch import RolloutBatch, Segment, segments_by_mask
+from gradtrace.batch import RolloutBatch
 from gradtrace.cli import main
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.passes import KeepDouble
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.segments import Segment, segments_by_mask
 from gradtrace.trace.kinds.influence_trace import Credit
 from gradtrace.trace.phases import load_batch, save_batch
 from gradtrace.trace.token_text import TokenBytes

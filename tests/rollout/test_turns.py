@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradtrace.batch import Segment
 from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.segments import Segment
 from tests.rollout.test_sampler import seed, teacher_forced_log_probs
 
 CALLS, REPLY, STOP = (1, 2, 3, 4), [9, 8, 9], 0

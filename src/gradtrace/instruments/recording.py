@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import InfluenceTrace
-from gradtrace.batch import RolloutBatch, Segment
+from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_trace.instrument import entropy_columns
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.instruments.influence.columns import describe, influence_columns
 from gradtrace.instruments.influence.plan import group_status
+from gradtrace.segments import Segment
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.token_text import Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradtrace.batch import Environment, Segment
+from gradtrace.batch import Environment
+from gradtrace.segments import Segment
 
 
 @dataclass

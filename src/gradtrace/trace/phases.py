@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from gradtrace.batch import RolloutBatch, Segment
+from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.segments import Segment
 from gradtrace.trace.atomic import DamagedError, atomic_write, make_folder, remove_leftovers, seal, unseal
 
 

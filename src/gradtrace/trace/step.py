@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtrace.batch import Segment
+from gradtrace.segments import Segment
 from gradtrace.trace import schema
 from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
