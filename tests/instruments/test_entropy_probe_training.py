@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from gradtrace import open_run
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ProbeBatch
 from gradtrace.trace.step import Step
@@ -103,7 +104,8 @@ def test_failing_probe_costs_its_step_and_not_the_run(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
     said: list[str] = []
     observer = build_observer(parts, files, said.append)
-    observer.observers[0].prompts = []  # type: ignore[attr-defined]
+    probe = next(o for o in observer.observers if isinstance(o, EntropyProbeInstrument))  # type: ignore[attr-defined]
+    probe.prompts = []
     assert small.Trainer(parts, files, observer, small.SilentDisplay()).fit() == 3
     assert len(said) == 3 and "nothing is left to evaluate on" in said[0]
     assert small.metrics(tmp_path / "run")[-1]["entropy_probe/errors"] == 3
