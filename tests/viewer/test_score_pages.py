@@ -242,7 +242,7 @@ def test_runs_without_the_instruments_have_no_tabs_for_them(tmp_path: Path, brow
     with serving([path]) as address:
         page = browser.new_page()  # type: ignore[attr-defined]
         page.goto(f"{address}/")
-        expect(page.locator(".tab")).to_have_text(["Run", "Step 1", "Group", "Tokens"])
+        expect(page.locator(".tab")).to_have_text(["Run", "Step 1", "Group", "Tokens", "Find"])
         page.goto(f"{address}/#/tracin")
         expect(page.locator(".empty")).to_contain_text("trainer.tracin.enable=true")
         page.goto(f"{address}/#/probe")
