@@ -48,6 +48,17 @@ def test_step_by_step_finds_the_same_as_in_one_go(served: ServedRun, query: Quer
     assert len(parts) > 0
 
 
+def test_step_zero_of_imported_rollouts_is_searched_too(tmp_path: Path) -> None:
+    for step in (0, 1):
+        written(tmp_path / "run", ANSWERS, [0.0, 1.0, 0.0, 0.0], step=step)
+    served = RunCatalog([tmp_path / "run"], None).get(0)
+    assert served is not None
+    first = search(served, Query("prompts"), 0, seconds=0)
+    assert ([hit["step"] for hit in first["hits"]], first["searched"], first["next"]) == ([0], 1, 1)
+    second = search(served, Query("prompts"), 1, seconds=0)
+    assert ([hit["step"] for hit in second["hits"]], second["searched"], second["next"]) == ([1], 2, None)
+
+
 def test_a_text_is_found_where_it_stands_whatever_its_case(served: ServedRun) -> None:
     hits = search(served, Query("text", "<EOS>"), 0, seconds=600)["hits"]
     for hit in [hit for hit in hits if hit["response"] is not None][:5]:

@@ -43,14 +43,23 @@ class Query:
     """The key of the prompt to follow."""
 
 
-def search(served: ServedRun, query: Query, after: int, seconds: float = SECONDS) -> dict[str, Any]:
-    """Hits in the steps after `after`. `next`: the last step that was looked at, None once all were."""
+def search(served: ServedRun, query: Query, start: int, seconds: float = SECONDS) -> dict[str, Any]:
+    """Hits in the steps from `start` on. `next`: the step to go on with, None once all were looked at."""
     steps = sorted({step for kind in (ENTROPY_TRACE, INFLUENCE_TRACE) for step in served.entries(kind)})
-    answer: dict[str, Any] = {"hits": [], "more": 0, "unreadable": [], "steps": len(steps), "next": None}
+    answer: dict[str, Any] = {
+        "hits": [],
+        "more": 0,
+        "unreadable": [],
+        "steps": len(steps),
+        "next": None,
+        "searched": 0,
+    }
     look, ends = LOOKS[query.what], time.monotonic() + seconds
-    for step in steps:
-        if step <= after:
-            continue
+    for step in (step for step in steps if step >= start):
+        if time.monotonic() >= ends and answer["searched"]:
+            answer["next"] = step
+            break
+        answer["searched"] += 1
         try:
             view = load_step_view(served.run, step)
         except StepUnreadableError:
@@ -60,10 +69,7 @@ def search(served: ServedRun, query: Query, after: int, seconds: float = SECONDS
             hits, more = look(view, query, served.vocabulary)
             answer["hits"] += [{"step": step, **hit} for hit in hits]
             answer["more"] += more
-        if time.monotonic() >= ends and step != steps[-1]:
-            answer["next"] = step
-            break
-    answer["searched"] = sum(step <= (answer["next"] or steps[-1]) for step in steps) if steps else 0
+    answer["searched"] += sum(step < start for step in steps)
     return answer
 
 

@@ -291,7 +291,7 @@ def find(question: Question) -> Answer:
     if what in ("text", "token") and not 0 < len(text) <= LONGEST_QUERY:
         raise HTTPException(400, f"say what to look for, in at most {LONGEST_QUERY} characters")
     prompt = prompt_key(question.view, question.group) if what == "prompt" else ""
-    return as_json(search(question.served, Query(what, text, prompt), int(question.number("after"))))
+    return as_json(search(question.served, Query(what, text, prompt), int(question.number("from"))))
 
 
 def ablation(question: Question) -> Answer:

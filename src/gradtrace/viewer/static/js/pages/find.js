@@ -77,32 +77,32 @@ class FindPage extends Page {
     return `runs/${run.id}/find?what=${this.what}&q=${encodeURIComponent(this.query)}&`;
   }
 
-  async search(from) {
+  async search(first) {
     const ticket = ++this.ticket;
-    let after = from;
-    while (after !== null) {
-      const answer = await this.context.source.json(`${this.path}after=${after}`);
+    let next = first;
+    while (next !== null) {
+      const answer = await this.context.source.json(`${this.path}from=${next}`);
       if (ticket !== this.ticket) return; // stopped, or another search began
       this.hits.push(...answer.hits);
       this.more += answer.more;
-      after = answer.next;
-      const isFull = this.hits.length >= this.limit && after !== null;
-      this.showStatus(answer, after, isFull);
+      next = answer.next;
+      const isFull = this.hits.length >= this.limit && next !== null;
+      this.showStatus(answer, next, isFull);
       this.show();
       if (isFull) return;
     }
   }
 
-  showStatus({ searched, steps, unreadable }, after, isFull) {
+  showStatus({ searched, steps, unreadable }, next, isFull) {
     const found = this.what.startsWith("prompt") ? plural(this.hits.length, "group") : count(this.hits.length);
     const left = this.more ? ` (${count(this.more)} more in these steps are left out)` : "";
     const damaged = unreadable.length ? ` Steps that cannot be read: ${unreadable.join(", ")}.` : "";
     const words = `${searched} of ${plural(steps, "traced step")} searched, ${found} found${left}.${damaged}`;
     this.status.replaceChildren(element("span", "", words));
-    if (after === null) return;
+    if (next === null) return;
     const goOn = () => {
       this.limit += MOST_HITS[this.what];
-      this.search(after).catch(this.context.fail);
+      this.search(next).catch(this.context.fail);
     };
     const stop = () => {
       this.ticket += 1;
