@@ -332,7 +332,7 @@ def test_an_empty_validation_file_is_refused_before_training(tmp_path: Path) -> 
 
 
 def test_a_file_with_something_else_names_the_row(tmp_path: Path) -> None:
-    with pytest.raises(GradtraceError, match=r"row 1 is no chain of the arithmetic task.*What is 2\+2"):
+    with pytest.raises(GradtraceError, match=r"row 1 is no problem of the arithmetic task.*What is 2\+2"):
         run(tmp_path, prompt_file(tmp_path, ["1+2*3=", "What is 2+2?"]))
 
 

@@ -110,7 +110,7 @@ class TracinConfig(TraceConfig):
     that trainer.validation reports on."""
     train_on_validation: bool | None = None
     """Train on the validation rollouts too, in the step that samples them; they are never scored or left out. In the
-    embedded loop alone, where unset is true (but with selection=none and val_level=response)."""
+    embedded loop alone, where unset is true (except with selection=none or val_level=response, where it is false)."""
     diagnose_every: int = number(10, minimum=0)
     """Steps between diagnoses, which score against parts of the validation set (a few passes more); 0 is never."""
 

@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from gradtrace.config import ArithmeticConfig
-from gradtrace.errors import GradtraceError
-from gradtrace.tasks.base import Item, Prompt, Task
-from gradtrace.tasks.sources import read_source
+from gradtrace.tasks.base import Item, Prompt
+from gradtrace.tasks.generated import GeneratedTask
 
 OPERATORS = "+-*"
 VOCABULARY = ["<pad>", "<eos>", "<unk>", "\n", *"0123456789", *OPERATORS, "="]
 STOP = VOCABULARY.index("<eos>")
-VALIDATION_SHARE = 16
-"""One chain in so many belongs to validation and is never trained on."""
 
 
 def apply(left: int, operator: str, right: int) -> int:
@@ -72,10 +68,6 @@ class Chain:
             text += f"{operator}{digit}={value}"
         return text
 
-    @property
-    def is_validation(self) -> bool:
-        return zlib.crc32(self.prompt.encode()) % VALIDATION_SHARE == 0
-
 
 def build_tokenizer(vocabulary: list[str] = VOCABULARY) -> PreTrainedTokenizerFast:
     """One token per character."""
@@ -89,55 +81,23 @@ def build_tokenizer(vocabulary: list[str] = VOCABULARY) -> PreTrainedTokenizerFa
     )
 
 
-class ArithmeticTask(Task):
+class ArithmeticTask(GeneratedTask[Chain]):
     name = "arithmetic"
+    vocabulary = VOCABULARY
+    example = "3+7*4-2+9="
 
     def __init__(self, config: ArithmeticConfig, seed: int = 0) -> None:
+        super().__init__(seed)
         self.config = config
-        self.seed = seed
         self.tokenizer: PreTrainedTokenizerBase = build_tokenizer()
         self.stop_token_ids: tuple[int, ...] = (STOP,)
-        self._drawn = 0
 
-    def next_prompts(self, count: int) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        while len(prompts) < count:
-            chain = self._chain("train", self._drawn)
-            self._drawn += 1
-            if not chain.is_validation:
-                prompts.append(self._prompt(chain))
-        return prompts
+    def draw(self, rng: random.Random) -> Chain:
+        return Chain.draw(rng, self.config.operations)
 
-    def validation_prompts(self, count: int) -> list[Prompt]:
-        possible = 10 ** (self.config.operations + 1) * 3**self.config.operations
-        count = min(count, possible // (2 * VALIDATION_SHARE))  # short chains: there are not that many
-        prompts: dict[str, Prompt] = {}
-        index = 0
-        while len(prompts) < count:
-            chain = self._chain("validation", index)
-            index += 1
-            if chain.is_validation:
-                prompts.setdefault(chain.prompt, self._prompt(chain))
-        return list(prompts.values())
-
-    def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
-        prompts = []
-        for file in files:
-            for number, row in enumerate(read_source(file, key)):
-                prompt = self.parse(str(row.get("prompt", "")))
-                if prompt is None:
-                    raise GradtraceError(
-                        f"{key}: {file}, row {number} is no chain of the arithmetic task: {row}. Write "
-                        '{"prompt": "3+7*4-2+9="}.'
-                    )
-                prompts.append(prompt)
-        if not prompts:
-            raise GradtraceError(f"{key}={files}: no rows, so there is no validation set.")
-        return prompts
-
-    def find(self, ids: list[int]) -> Item | None:
-        prompt = self.parse("".join(VOCABULARY[token] for token in ids if 0 <= token < len(VOCABULARY)))
-        return None if prompt is None else prompt.item
+    @property
+    def possible(self) -> int:
+        return 10 ** (self.config.operations + 1) * 3**self.config.operations
 
     @staticmethod
     def reward(response: str, item: Item) -> float:
@@ -161,23 +121,12 @@ class ArithmeticTask(Task):
     def encode(text: str) -> list[int]:
         return [VOCABULARY.index(character) for character in text]
 
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self._drawn}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._drawn = state["drawn"]
-
-    def _chain(self, split: str, index: int) -> Chain:
-        # Each chain from its own seed: the position in the stream is the whole state of it.
-        return Chain.draw(random.Random(f"{split}/{self.seed}/{index}"), self.config.operations)
-
     def parse(self, text: str) -> Prompt | None:
-        """The prompt that is written so; None if it is no chain."""
         if not re.fullmatch(r"\d([-+*]\d)+=", text):
             return None
-        return self._prompt(Chain(tuple(int(digit) for digit in text[:-1:2]), text[1:-1:2]))
+        return self.prompt_of(Chain(tuple(int(digit) for digit in text[:-1:2]), text[1:-1:2]))
 
-    def _prompt(self, chain: Chain) -> Prompt:
-        expected = chain.solution()
-        item = {"prompt": chain.prompt, "answer": expected[-1], "expected": expected, "source": self.name}
-        return Prompt(self.encode(chain.prompt), item)
+    def prompt_of(self, problem: Chain) -> Prompt:
+        expected = problem.solution()
+        item = {"prompt": problem.prompt, "answer": expected[-1], "expected": expected, "source": self.name}
+        return Prompt(self.encode(problem.prompt), item)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from gradtrace.config import CalculatorConfig
-from gradtrace.errors import GradtraceError
 from gradtrace.tasks import arithmetic
-from gradtrace.tasks.base import Item, Prompt, Task
-from gradtrace.tasks.sources import read_source
+from gradtrace.tasks.base import Item, Prompt
+from gradtrace.tasks.generated import GeneratedTask, is_validation
 
 TAGS = ["<calc>", "</calc>", "<result>", "</result>"]
 VOCABULARY = [*arithmetic.VOCABULARY, *TAGS]
@@ -83,10 +81,6 @@ class Problem:
             value = apply(value, operator, number)
         return value
 
-    @property
-    def is_validation(self) -> bool:
-        return zlib.crc32(self.prompt.encode()) % arithmetic.VALIDATION_SHARE == 0
-
     def worked(self, guesses: float = 0.0, rng: random.Random | None = None) -> list[tuple[str, bool]]:
         """Parts of a response, and whether the policy writes them. With probability `guesses` an operation is done in
         the head, which goes wrong, instead of by a call."""
@@ -108,7 +102,7 @@ def draw_lessons(
     rows: list[tuple[list[int], list[bool]]] = []
     while len(rows) < count:
         problem = Problem.draw(rng, config.operations, config.digits)
-        if problem.is_validation:
+        if is_validation(problem):
             continue
         ids = encode(problem.prompt)
         learnt = [False] * len(ids)
@@ -121,58 +115,25 @@ def draw_lessons(
     return tokens, torch.tensor([learnt + [False] * (longest - len(learnt)) for _, learnt in rows])
 
 
-class CalculatorTask(Task):
+class CalculatorTask(GeneratedTask[Problem]):
     name = "calculator"
+    vocabulary = VOCABULARY
+    example = "47*38-906="
 
     def __init__(self, config: CalculatorConfig, seed: int = 0) -> None:
+        super().__init__(seed)
         self.config = config
-        self.seed = seed
         self.tokenizer = build_tokenizer()
         self.stop_token_ids = (STOP,)
         self.environment = Calculator()
-        self._drawn = 0
 
-    def next_prompts(self, count: int) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        while len(prompts) < count:
-            problem = self._problem("train", self._drawn)
-            self._drawn += 1
-            if not problem.is_validation:
-                prompts.append(self._prompt(problem))
-        return prompts
+    def draw(self, rng: random.Random) -> Problem:
+        return Problem.draw(rng, self.config.operations, self.config.digits)
 
-    def validation_prompts(self, count: int) -> list[Prompt]:
-        possible = (9 * 10 ** (self.config.digits - 1)) ** (
-            self.config.operations + 1
-        ) * 3**self.config.operations
-        count = min(count, possible // (2 * arithmetic.VALIDATION_SHARE))
-        prompts: dict[str, Prompt] = {}
-        index = 0
-        while len(prompts) < count:
-            problem = self._problem("validation", index)
-            index += 1
-            if problem.is_validation:
-                prompts.setdefault(problem.prompt, self._prompt(problem))
-        return list(prompts.values())
-
-    def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
-        rows = [(file, number, row) for file in files for number, row in enumerate(read_source(file, key))]
-        prompts = []
-        for file, number, row in rows:
-            prompt = self.parse(str(row.get("prompt", "")))
-            if prompt is None:
-                raise GradtraceError(
-                    f'{key}: {file}, row {number} is no problem of the calculator task: {row}. Write {{"prompt": '
-                    '"47*38-906="}.'
-                )
-            prompts.append(prompt)
-        if not prompts:
-            raise GradtraceError(f"{key}={files}: no rows, so there is no validation set.")
-        return prompts
-
-    def find(self, ids: list[int]) -> Item | None:
-        prompt = self.parse("".join(VOCABULARY[token] for token in ids if 0 <= token < len(VOCABULARY)))
-        return None if prompt is None else prompt.item
+    @property
+    def possible(self) -> int:
+        numbers = 9 * 10 ** (self.config.digits - 1)
+        return numbers ** (self.config.operations + 1) * 3**self.config.operations
 
     @staticmethod
     def reward(response: str, item: Item) -> float:
@@ -183,24 +144,12 @@ class CalculatorTask(Task):
     def truth(item: Item, response: list[int]) -> tuple[list[int] | None, int | None]:
         return encode(item["answer"]), None
 
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self._drawn}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._drawn = state["drawn"]
-
     def parse(self, text: str) -> Prompt | None:
-        """The prompt that is written so; None if it is no problem."""
         if not re.fullmatch(r"\d{1,9}([-+*]\d{1,9})+=", text):
             return None
         numbers = tuple(int(number) for number in re.findall(r"\d+", text))
-        return self._prompt(Problem(numbers, "".join(re.findall(r"[-+*]", text))))
+        return self.prompt_of(Problem(numbers, "".join(re.findall(r"[-+*]", text))))
 
-    def _problem(self, split: str, index: int) -> Problem:
-        # Each problem from its own seed: the position in the stream is the whole state of it.
-        rng = random.Random(f"{split}/{self.seed}/{index}")
-        return Problem.draw(rng, self.config.operations, self.config.digits)
-
-    def _prompt(self, problem: Problem) -> Prompt:
+    def prompt_of(self, problem: Problem) -> Prompt:
         item = {"prompt": problem.prompt, "answer": str(problem.answer), "source": self.name}
         return Prompt(encode(problem.prompt), item)

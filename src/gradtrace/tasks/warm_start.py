@@ -24,6 +24,7 @@ from gradtrace.config import ArithmeticConfig, CalculatorConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks import arithmetic, calculator
 from gradtrace.tasks.arithmetic import VOCABULARY, Chain
+from gradtrace.tasks.generated import is_validation
 from gradtrace.trace.atomic import atomic_directory
 
 VERSION = 1
@@ -132,7 +133,7 @@ def draw_tokens(rng: random.Random, operations: int, count: int, corruption: flo
     rows: list[list[int]] = []
     while len(rows) < count:
         chain = Chain.draw(rng, operations)
-        if not chain.is_validation:
+        if not is_validation(chain):
             text = chain.prompt + chain.solution(corruption, rng)
             rows.append([VOCABULARY.index(character) for character in text] + [VOCABULARY.index("<eos>")])
     return torch.tensor(rows)
