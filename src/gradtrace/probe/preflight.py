@@ -26,7 +26,8 @@ def check_sampling(temperature: float, top_p: float, top_k: int, where: str, wan
     if temperature != wanted:
         raise GradtraceError(
             f"{where} was sampled at temperature={temperature:g}, and the run trains at rollout.temperature="
-            f"{wanted:g}: entropies and log-probs are those of one temperature"
+            f"{wanted:g}: entropies and log-probs are those of one temperature. Leave the file out, so that the batch "
+            f"is sampled anew, or set rollout.temperature={temperature:g}"
         )
 
 

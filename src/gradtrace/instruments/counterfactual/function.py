@@ -65,12 +65,11 @@ def counterfactual(
         top_k=top_k,
         stop_token_ids=stop_token_ids(tokenizer),
     )
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     def judge(texts: list[str]) -> list[float]:
         return [float(reward_fn(text)) for text in texts]
 
-    sampler = Sampler(model, pad, environment=environment, max_turns=max_turns)
+    sampler = Sampler(model, tokenizer.pad_token_id or 0, environment=environment, max_turns=max_turns)
     continuations = Continuations(sampler, tokenizer, params, judge, seed)
     written = None if masks is None else [mask.numpy() for mask in masks]
     group = continuations.begin([int(i) for i in prompt_ids], responses, written)

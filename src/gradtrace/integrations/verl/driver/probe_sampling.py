@@ -134,6 +134,6 @@ def check_probe_job(config: Any) -> None:
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     if agent != SINGLE_TURN:
         raise GradtraceError(
-            f"gradtrace.entropy_probe: rollout.agent.default_agent_loop={agent}; only {SINGLE_TURN} is probed: the "
-            "tokens of other turns are not the policy's"
+            f"gradtrace.entropy_probe: rollout.agent.default_agent_loop={agent}; only {SINGLE_TURN} is probed, "
+            "since E is sampled in one turn. Leave the probe out (every=0); the traces work with other agent loops"
         )
