@@ -25,6 +25,8 @@ def hook() -> ModuleType:
     [
         ("# Title\n\n```\ncode\n```\n\nSee [this page](a.md), it helps. More.", "See this page, it helps."),
         ("# Title\n\n| a |\n|---|\n\n- **One.** Two.", "**One.** Two."),
+        ("# Title\n## Part\nOne thing: it is so. More.", "One thing: it is so."),
+        ('--8<-- "CONTRIBUTING.md"\n', ""),
         ("# Only a title", ""),
     ],
 )

@@ -62,17 +62,19 @@ def llms_text(name: str, description: str) -> str:
     for title, pages in SECTIONS.items():
         lines += [f"## {title or 'Start here, and more'}", ""]
         for page in pages:
-            lines.append(f"- [{page.title}]({page.url or 'index.html'}): {first_sentence(page.markdown)}")
+            said = first_sentence(page.markdown)
+            lines.append(f"- [{page.title}]({page.url or 'index.html'})" + (f": {said}" if said else ""))
         lines.append("")
     return "\n".join(lines)
 
 
 def first_sentence(markdown: str) -> str:
     """Of the first paragraph that is text; links become their words."""
-    for paragraph in re.split(r"\n\s*\n", re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)):
+    without = re.sub(r"```.*?```|^(#|--8<--)[^\n]*", "\n", markdown, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n", without):
         text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
-        if text and text[0] not in "#|<!":
-            return re.split(r"(?<=[.?!:])\s", text.removeprefix("- "))[0].rstrip(":")
+        if text and text[0] not in "|<!":
+            return re.split(r"(?<=[.?!])\s", text.removeprefix("- "))[0].rstrip(":")
     return ""
 
 
