@@ -34,6 +34,7 @@ class Report:
 
 
 def check_device(name: str, model: str | None, tell: Any) -> Report:
+    """Scores on device `name` against the CPU's, sharded ones against one process, and of `model` speed and memory."""
     if name == "cuda" and not torch.cuda.is_available():
         raise GradtraceError(
             "--device cuda, but torch sees no GPU: "

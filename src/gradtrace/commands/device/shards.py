@@ -20,6 +20,7 @@ def config() -> InfluenceConfig:
 
 
 def worker(rank: int, port: int, device_type: str, folder: str) -> None:
+    """One of two processes: shards the model with the other, scores its own groups, and saves them in `folder`."""
     from torch.distributed.fsdp import fully_shard
 
     backend = "nccl" if device_type == "cuda" else "gloo"

@@ -89,6 +89,7 @@ Message = Callable[[str], None]
 def attribute(
     run_dir: Path, overrides: list[str], settings: AttributeSettings, progress: Progress, message: Message
 ) -> Attributed:
+    """Score the chosen steps of run `run_dir` under a model, one file after the other, until the budget is spent."""
     run = open_run(run_dir)
     folder = Path(model_of(settings.model))
     config = config_of(run, folder, overrides)

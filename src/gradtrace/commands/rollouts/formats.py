@@ -184,6 +184,7 @@ def trl_row(row: JsonRow, where: str, encoder: Encoder) -> Rollout:
 
 
 def prime_rl_row(row: JsonRow, where: str, encoder: Encoder) -> Rollout:
+    """The response is what stands between the first and the last trained token; gaps in it are others' turns."""
     ids, mask = _ids(row, "token_ids"), [bool(own) for own in _needed(row, "loss_mask")]
     if len(mask) != len(ids) or not any(mask):
         raise BadRowError(f"{len(ids)} token_ids and a loss_mask of {len(mask)}, {sum(mask)} of them trained")

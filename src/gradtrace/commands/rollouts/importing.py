@@ -280,6 +280,7 @@ def write_run(
     origin: dict[str, str],
     report: ImportReport,
 ) -> None:
+    """Everything that a run has on disk: settings, texts of tokens, a trace file for each step, metrics and prompts."""
     meta = {**origin, "task": "imported", "temperature": config.rollout.temperature}
     with RunFiles(folder) as files, TraceWriter(folder, ENTROPY_TRACE, on_error="raise") as writer:
         files.write_config(to_yaml(config))
