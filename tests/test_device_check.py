@@ -45,6 +45,15 @@ def test_a_device_with_wrong_numbers_is_found_and_said(
     assert "in bf16 on cpu are not those of the CPU" in said and "in float32 on cpu" not in said
 
 
+def test_without_a_model_it_claims_nothing_about_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "agreements", lambda device: [])
+    monkeypatch.setattr(check, "shards_agree", lambda device: 1.0)
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert "scores are as expected; --model" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cuda"]) != 0

@@ -163,7 +163,9 @@ def _check_device(console: Any, name: str, model: str | None) -> int:
         console.print("[yellow]notable[/yellow]", end="  ")
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
     if not report.remarks:
-        console.print("[green]in order[/green]  scores, speed and memory are as expected")
+        found = "scores are as expected; --model MODEL measures speed and memory, too"
+        found = found if model is None else "scores, speed and memory are as expected"
+        console.print(f"[green]in order[/green]  {found}", highlight=False)
     return int(report.failed)
 
 
