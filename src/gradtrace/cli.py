@@ -49,7 +49,10 @@ COMMANDS = {
         "what was each token worth: expected reward with and without it, by sampled continuations",
     ),
     "ablate": ("gradtrace.ablate.command", "one rollout scored with every combination of influence settings"),
-    "doctor": ("gradtrace.commands.doctor", "check the installation, a run, or the gradient flow of a model"),
+    "doctor": (
+        "gradtrace.commands.doctor",
+        "check the installation, a run, a new GPU, or the gradients of a model",
+    ),
     "completion": (
         "gradtrace.commands.completion",
         "print a script that completes commands and keys in your shell",
