@@ -68,13 +68,15 @@ def test_without_a_state_the_geometry_is_the_steps_own_gradient_and_it_is_said(
     """The first step of a run has no state either: its loss terms are scored with the gradient that is coming."""
     (start,) = {path.parent for path in (trained.parent / ".cache").rglob("config.json")}
     assert attribute(trained, "--model", start, "--step", 1, "--output", tmp_path / "anew") == 0
-    assert "the step's own gradient" in capsys.readouterr().out.replace("\n", " ")
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "the step's own gradient" in said and "means over a response" not in said
     theirs, ours = step_of(trained, 1), step_of(tmp_path / "anew", 1)
     assert theirs.meta["second_moment_loss_term"] == "batch_gradient"
     scores = theirs["influence_loss_term"]
     np.testing.assert_allclose(ours["influence_loss_term"], scores, atol=2e-3 * np.abs(scores).max())
-    projected = ("trainer.influence_trace.projection_dim_factor=2", "--output", tmp_path / "projected")
-    assert attribute(trained, "--model", start, "--step", 1, *projected) == 0
+    others = ("trainer.influence_trace.projection_dim_factor=2", "algorithm.advantage=turn_rloo")
+    assert attribute(trained, "--model", start, "--step", 1, *others, "--output", tmp_path / "projected") == 0
+    assert "Stored advantages are means over a response" in capsys.readouterr().out
     meta = step_of(tmp_path / "projected", 1).meta
     assert "none" not in (meta["second_moment_backward"], meta["second_moment_loss_term"]), (
         "nor where projected"

@@ -51,6 +51,8 @@ from gradtrace.training.update import PolicyUpdate
 
 SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
 """Traces that hold a step's responses, the most complete first."""
+BY_TOKEN = ("gae", "reinforce_plus_plus", "turn_rloo")
+"""Estimators that may give tokens of one response different advantages."""
 STATE = "the optimizer's state in {}"
 NO_STATE = "no state: the second moment is that of the step's own gradient, as in AdamW's first step"
 
@@ -314,6 +316,11 @@ class Scorer:
         if algorithm.kl_coef:
             message(
                 "The KL term of the loss is left out: stored rollouts have no log-probs of the reference."
+            )
+        if algorithm.advantage in BY_TOKEN:
+            message(
+                f"Stored advantages are means over a response; those of algorithm.advantage={algorithm.advantage} may "
+                "differ from token to token, so scores may differ from those of training."
             )
         self.algorithm = dataclasses.replace(algorithm, kl_coef=0.0)
         loss = PolicyLoss(self.policy, self.algorithm, config.rollout.max_new_tokens)
