@@ -51,7 +51,8 @@ def test_recipe_names_data_that_prepare_writes_and_the_reward_for_it(recipe: str
     assert config.data.instruction == ""  # prepared prompts have theirs
 
 
-@pytest.mark.parametrize("recipe", recipes())
+# The turns of calculator are the embedded loop's; integrations/verl/test_translate.py has its refusal.
+@pytest.mark.parametrize("recipe", [name for name in recipes() if name != "calculator"])
 def test_recipe_can_be_carried_over_to_verl(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("verl", reason="verl is not installed")
     from gradtrace.integrations.verl.launch.translate import translate
