@@ -101,7 +101,7 @@ class Responses:
             ids[i, :length] = self.sequences[r]
             attention[i, :length] = 1
             tokens[i, self.places(r)] = True
-            weights[i, self.places(r)] = self.weights[r]
+            weights[i, self.places(r)] = self.weights[r].to(weights)
         return ids, attention, tokens, weights
 
     def packed(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -113,7 +113,7 @@ class Responses:
             None
         ]
         weights = torch.zeros(ids.shape, dtype=torch.float64)
-        weights[tokens] = torch.cat([self.weights[r] for r in rows])
+        weights[tokens] = torch.cat([self.weights[r] for r in rows]).to(weights)
         return ids, positions, response, tokens, weights
 
 
