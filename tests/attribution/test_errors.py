@@ -144,6 +144,17 @@ def test_a_backward_pass_that_fires_no_hook_is_an_error_that_says_why(model: nn.
             tracer.score(accepted=batch.accepted, group=batch.group)
 
 
+def test_hooks_that_come_after_torch_compile_do_not_fire_and_it_is_said(model: nn.Module) -> None:
+    """Therefore TRL with torch_compile is refused."""
+    compiled, batch = torch.compile(model, backend="eager"), random_responses(groups=1)
+    padded_objective(compiled, batch, [0, 1, 2])  # type: ignore[arg-type]
+    with InfluenceTracer(model, exact_config()) as tracer:
+        with tracer.capture(response=torch.arange(3), tokens=batch.padded([0, 1, 2])[2]):
+            padded_objective(compiled, batch, [0, 1, 2]).backward()  # type: ignore[arg-type]
+        with pytest.raises(AttributionError, match=r"no hook .* fired.*torch\.compile"):
+            tracer.score(accepted=batch.accepted, group=batch.group)
+
+
 def test_autograd_grad_towards_the_weights_fires_the_hooks(model: nn.Module) -> None:
     batch = random_responses(groups=1)
     with InfluenceTracer(model, exact_config()) as tracer:

@@ -80,8 +80,11 @@ def traced(
     labels_at_capture: bool = True,
     packed: bool = False,
     coming: Any = None,
+    method: Any = None,
+    passes: list[int] | None = None,
 ) -> InfluenceTrace:
-    """The captured pass is that of a loss of a tenth of the objective: `scale` turns it back."""
+    """The captured pass is that of a loss of a tenth of the objective: `scale` turns it back. `passes` is told of every
+    pass over own terms."""
     splits = splits or [list(range(len(batch)))]
     labels = {"accepted": batch.accepted, "group": batch.group} if labels_at_capture else {}
     with InfluenceTracer(model, config, optimizer=optimizer) as tracer:
@@ -101,12 +104,14 @@ def traced(
                 target_scale=-10.0 / batch.advantages if how == RIDING else None,
             ):
                 (step / -10).backward()
-        return tracer.score(
-            accepted=batch.accepted,
-            group=batch.group,
-            coming=coming,
-            terms=lambda responses: torch.cat([token_terms(model, batch, r) for r in responses]),
-        )
+
+        def terms(responses: list[int]) -> Tensor:
+            if passes is not None:
+                passes.append(len(responses))
+            return torch.cat([token_terms(model, batch, r) for r in responses])
+
+        labels = {"accepted": batch.accepted, "group": batch.group}
+        return tracer.score(**labels, coming=coming, terms=terms, method=method)
 
 
 def scores_by_hand(
@@ -165,6 +170,31 @@ def config_of(**knobs: Any) -> InfluenceConfig:
 def names_of(model: nn.Module, config: InfluenceConfig, scored: bool = False) -> list[str]:
     with InfluenceTracer(model, config) as tracer:
         return [block.parameter_name for block in tracer.blocks if block.scored or not scored]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"preconditioner_form": "factored"},
+        {"projection_dim_factor": 2},
+        {"response_reduction": "sum"},
+        {"exclude_self_response": True},
+        {"hessian_mode": "identity"},
+    ],
+)
+def test_two_passes_along_each_direction_give_the_derivative(knobs: dict[str, Any]) -> None:
+    model, batch = tiny_model(), responses_of(RIDING)
+    optimizer = adam(model)
+    exact = traced(model, batch, config_of(**knobs), RIDING, optimizer)
+    passes: list[int] = []
+    ours = traced(
+        model, batch, config_of(**knobs), RIDING, optimizer, method="finite_difference", passes=passes
+    )
+    directions = len(batch) if "exclude_self_response" in knobs else 2
+    assert len(passes) == 2 * directions
+    for a, b in zip(ours.loss_term_scores, exact.loss_term_scores, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-7
 
 
 @pytest.mark.parametrize("how", [RIDING, APART])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradtrace.attribution import InfluenceTracer
+from gradtrace.attribution.capture import Capture
 from tests.attribution.models import (
     FAMILIES,
     Responses,
@@ -145,6 +146,26 @@ def test_token_sum_equals_response(
         by_term = trace.loss_term_scores[r].sum()
         assert torch.allclose(by_position, response_level, rtol=1e-8, atol=1e-9)
         assert torch.allclose(by_term, response_level, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("knobs", [{}, {"response_reduction": "sum", "exclude_self_response": True}])
+def test_products_of_positions_give_what_gradients_give(
+    monkeypatch: pytest.MonkeyPatch, knobs: dict[str, object], packed: bool
+) -> None:
+    model, batch = tiny_model(), random_responses()
+    found = []
+    for chosen in (True, False):
+        monkeypatch.setattr(Capture, "prefers_products", lambda self, *_, chosen=chosen: chosen)
+        config = exact_config(hessian_mode="identity", **knobs)
+        found.append(engine_scores(model, batch, config, labels_at_capture=True, packed=packed))
+    products, gradients = found
+    assert_close(products.position_scores, gradients.position_scores)
+    for response in range(len(batch)):
+        assert torch.allclose(
+            products.pairwise_of(response)[1], gradients.pairwise_of(response)[1], rtol=1e-9, atol=1e-12
+        )
+    assert products.metrics.keys() == gradients.metrics.keys()
 
 
 def test_large_lambda_gives_the_identity_score() -> None:

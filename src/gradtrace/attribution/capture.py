@@ -150,6 +150,35 @@ class Capture:
             u, v = u[rows], v[rows]
         return torch.bmm(u.transpose(1, 2), v)
 
+    def prefers_products(self, block: Block, members: list[int], tokens: int) -> bool:
+        """Whether `products` of these responses, with this many tokens, multiplies less than their gradients would."""
+        positions = sum(len(self.layout.positions_of(r)) for r in members)
+        through_gradients = (positions + tokens * len(members)) * block.dim
+        return len(self.parts[block]) == 1 and positions**2 * (block.k_out + block.k_in) < through_gradients
+
+    def products(self, block: Block, factors: Mapping[int, float], flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the gradients of n responses, each times its factor: [T, n] with those of the tokens at the flat positions
+        (−1 = none, gives zeros), and [n, n] with each other.
+
+        They are sums of (u_s · u_t)(v_s · v_t) over the positions of a response, so that no gradient is formed.
+        """
+        part, total = self.parts[block][0], self.layout.response.numel()
+        positions = torch.cat([self.layout.positions_of(r) for r in factors])
+        owner = torch.cat([torch.full((len(self.layout.positions_of(r)),), i) for i, r in enumerate(factors)])
+        rows = part.rows_of(positions, total)
+        positions, owner, rows = positions[rows >= 0], owner[rows >= 0], rows[rows >= 0].to(part.u.device)
+        u, v = part.u[rows], part.v[rows]
+        weights = torch.zeros(len(positions), len(factors), dtype=torch.float64)
+        weights[torch.arange(len(positions)), owner] = torch.tensor(
+            list(factors.values()), dtype=torch.float64
+        )[owner]
+        mixing = weights.to(u)
+        cross = (u @ u.T).mul_(v @ v.T) @ mixing
+        place = torch.full((total + 1,), len(positions))  # the last entry answers for −1
+        place[positions] = torch.arange(len(positions))
+        of_tokens = torch.cat([cross, cross.new_zeros(1, len(factors))])[place[flat].to(cross.device)]
+        return of_tokens, mixing.T @ cross
+
     def tokens(self, block: Block, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Factors at the flat positions [S, T] (−1 = none, gives zeros): u [S, P, T, k_out], v [S, P, T, k_in] for
         the P calls of the module."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -44,6 +45,25 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails on one rank inside fails on all of them, where the others would wait for it; nothing inside is
+        collective, only the end."""
+        if self.size == 1:
+            yield
+            return
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        said = self.gather(failure and str(failure))
+        if failure is not None:
+            raise failure
+        for rank, reason in enumerate(said):
+            if reason is not None:
+                raise AttributionError(f"rank {rank}: {reason}")
+
     def copies(self, tensor: Tensor) -> int:
         """How many of these ranks hold the same part of a tensor: all of them if it is not sharded."""
         if not isinstance(tensor, DTensor):
@@ -74,6 +94,11 @@ class Ranks:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, which is all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether its weights are in parts on several ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def on_mesh(tensor: Tensor) -> Tensor:

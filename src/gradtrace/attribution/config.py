@@ -74,7 +74,7 @@ class InfluenceConfig:
     only the weights of the last block in which both are the same, for nothing on the pass of the step. `both`:
     position for every group, and loss terms for those."""
     loss_term_prompts: int = number(4, minimum=0)
-    """How many groups of a `score()` have loss terms, which take another forward pass of theirs (0 = all)."""
+    """How many groups of a `score()` have loss terms, which take a forward pass or two of theirs (0 = all)."""
     solver: str = choice("auto", "response", "gram", "cg", "dense")
     """How H⁻¹ is applied; `auto` takes the cheapest."""
     pairwise: bool = True

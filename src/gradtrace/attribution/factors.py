@@ -121,12 +121,15 @@ def sides(block: Block, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor
     # Under autocast the layer used x rounded to the gradient's type; so does the real weight gradient.
     x = x.to(gradient.dtype).to(dtype)
     gradient = gradient.to(dtype)
-    if block.scaling is not None:
-        gradient, x = gradient * block.scaling.rows.to(gradient), x * block.scaling.columns.to(x)
-    if not block.projected:
+    scaling = block.scaling
+    if block.projected:
+        p_out, p_in = block.projections(dtype, gradient.device)
+        if scaling is not None:  # of the projections: they have fewer rows than a pass has positions
+            p_out, p_in = p_out * scaling.rows.to(p_out), p_in * scaling.columns.to(p_in)
+        return gradient @ p_out.T, x @ p_in.T
+    if scaling is None:
         return gradient, x
-    p_out, p_in = block.projections(dtype, gradient.device)
-    return gradient @ p_out.T, x @ p_in.T
+    return gradient * scaling.rows.to(gradient), x * scaling.columns.to(x)
 
 
 def _embedding_sides(block: Block, site: Site, gradient: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

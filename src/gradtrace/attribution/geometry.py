@@ -143,12 +143,12 @@ class Factored:
         Of a sharded weight only the means travel: vectors of d_out and d_in numbers.
         """
         squares = on_mesh(denominator).square()
-        if not bool(torch.isfinite(_whole(squares.sum()))):
-            raise AttributionError("the optimizer's second moment is not finite")
         rows, columns = (
             _whole(squares.sum(1)) / squares.shape[1],
             _whole(squares.sum(0)) / squares.shape[0],
         )
+        if not bool(torch.isfinite(rows.sum())):
+            raise AttributionError("the optimizer's second moment is not finite")
         root = rows.mean().sqrt()
         tiny = torch.finfo(rows.dtype).tiny
         return Factored((rows / root).clamp(min=tiny) ** -0.25, (columns / root).clamp(min=tiny) ** -0.25)
@@ -202,6 +202,15 @@ def _precise(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def coming_gradients(
+    parameters: Mapping[str, Tensor], coming: Mapping[str, Tensor] | Literal[True] | None
+) -> Mapping[str, Tensor]:
+    """The gradients that the optimizer will be given next, by name: as they are, or (True) those in `.grad`."""
+    if coming is not True:
+        return coming or {}
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
 class ClippedGradients(Mapping[str, Tensor]):

@@ -108,9 +108,9 @@ class Ledger:
         if self.counts and not self.fired:
             raise AttributionError(
                 f"{self.captures} backward pass(es) ran under capture, but no hook of the {len(self.blocks)} traced"
-                " layers fired. Likely causes: the forward pass ran under torch.no_grad() or before the tracer was"
-                " made, the loss is detached from the model, or autograd.grad was asked for an input that these"
-                " layers do not lead to"
+                " layers fired. Likely causes: the forward pass ran under torch.no_grad(), before the tracer was made"
+                " or as compiled code (torch.compile), the loss is detached from the model, or autograd.grad was asked"
+                " for an input that these layers do not lead to"
             )
         silent = [block.name for block in self.blocks if block not in self.fired]
         if silent and self.counts:

@@ -8,13 +8,14 @@ pass per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.attribution.capture import Capture
-from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.collectives import Ranks, gathered, is_sharded
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.geometry import Geometry, Source
@@ -28,6 +29,8 @@ Terms = Callable[[list[int]], Tensor]
 """Responses → their tokens' own terms of the step, one after the other: [N], or [2, N] with their log-probs below."""
 Directions = dict[Block, Tensor]
 """Per module [m, k_out, k_in]: one direction for all tokens of a scope, or one for each of its members' tokens."""
+SPREAD = 0.6
+"""By which share of itself a token's term changes, about, where the contrast of log-probs changes by 1."""
 
 
 class LossTerms:
@@ -37,7 +40,7 @@ class LossTerms:
         self.geometry = geometry
         self.ranks = ranks
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+        self.sharded = is_sharded(model)
         self.sums: dict[int, Directions] = {}
         """By id of a scope: this rank's part of Σ_r c_r g_r. Not used by `inverse`, which is not linear in g."""
         self._pending: dict[int, Directions] = {}
@@ -100,7 +103,9 @@ class LossTerms:
                 directions = {block: part[index] for block, part in parts.items()}
             if self.ranks.size > 1 and (self.sharded or (linear and len(ranks) > 1)):
                 directions = self._shared(directions, scope, store)
-            found |= self._of(scope, directions, lengths, terms, method, coming)
+            # Passes through shards are collective themselves.
+            with nullcontext() if self.sharded else self.ranks.together():
+                found |= self._of(scope, directions, lengths, terms, method, coming)
         for batch in batches:
             batch.directions.clear()
         return found
@@ -132,14 +137,26 @@ class LossTerms:
             local = [response for response in members if response in lengths]
             if not members or not (local or self.sharded):
                 continue
-            direction = self._weight_shaped({b: d[row] for b, d in directions.items()}, coming)
-            scores |= self._along(direction, local, lengths, terms, method)
+            direction, slope = self._weight_shaped({b: d[row] for b, d in directions.items()}, coming)
+            rate = self._rate(slope, scope.contrast[row], [lengths.get(r, 0) for r in scope.members])
+            scores |= self._along(direction, local, lengths, terms, method, rate)
         return scores
 
-    def _weight_shaped(self, direction: Directions, coming: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _rate(self, slope: Tensor | None, contrast: Tensor, lengths: list[int]) -> Tensor | None:
+        """By which share of themselves tokens' terms change along a direction, about, if the contrast of the responses
+        changes by `slope`; `lengths` are those of the responses on this rank. None where nothing is known."""
+        weight = float(contrast.abs().sum())
+        if self.config.response_reduction == "sum":
+            tokens = float(contrast.abs().cpu() @ torch.tensor(lengths, dtype=contrast.dtype))
+            weight = sum(self.ranks.gather(tokens)) if self.sharded else tokens  # sharded ranks move together
+        return SPREAD * slope / weight if slope is not None and weight else None
+
+    def _weight_shaped(
+        self, direction: Directions, coming: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
         """By name of the parameter, sharded as it is, and in the geometry of the optimizer where that came not
-        before."""
-        found = {}
+        before; and how much the contrast of the scope's responses changes along it, None where that is not known."""
+        found, slopes = {}, []
         for block, part in direction.items():
             name = block.parameter_name
             parameter: Tensor = self.parameters[name]
@@ -148,13 +165,17 @@ class LossTerms:
                 tangent = distribute_tensor(
                     tangent, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
+            slope = part.square().sum()
             if self.applies_late(block):
                 self.sources.add(self.geometry.source(parameter, coming.get(name)))
                 denominator = self.geometry.denominator(parameter, coming.get(name))
                 if denominator is not None:
-                    tangent = tangent / denominator.to(tangent.dtype)
+                    gradient, tangent = tangent, tangent / denominator.to(tangent.dtype)
+                    slope = gathered((gradient * tangent).sum())
             found[name] = tangent
-        return found
+            slopes.append(slope)
+        known = slopes and self.config.hessian_mode != "inverse"
+        return found, torch.stack(slopes).sum() if known else None
 
     def applies_late(self, block: Block) -> bool:
         """Whether the optimizer's geometry is applied to the finished direction, when the coming gradient is known,
@@ -169,10 +190,11 @@ class LossTerms:
         lengths: Mapping[int, int],
         terms: Terms,
         method: Method,
+        rate: Tensor | None,
     ) -> dict[int, Tensor]:
         values_of = self._in_rounds(local, terms) if self.sharded else lambda: terms(local)
         ranks = self.ranks if self.sharded else None
-        values = directional_derivative(self.model, values_of, direction, method, ranks=ranks)
+        values = directional_derivative(self.model, values_of, direction, method, ranks=ranks, rate=rate)
         counts = [lengths[response] for response in local]
         if values.dim() not in (1, 2) or values.shape[-1] != sum(counts):
             raise AttributionError(

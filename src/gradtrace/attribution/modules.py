@@ -73,12 +73,14 @@ class Block:
 
     def weight_direction(self, direction: Tensor) -> Tensor:
         """A direction [k_out, k_in] as a tensor shaped like the parameter: ⟨it, g⟩ = ⟨direction, projected g⟩."""
+        rows, columns = (None, None) if self.scaling is None else (self.scaling.rows, self.scaling.columns)
         if self.projected:
             p_out, p_in = self.projections(direction.dtype, direction.device)
-            direction = p_out.T @ direction @ p_in
-        if self.scaling is not None:
-            rows, columns = self.scaling.rows.to(direction), self.scaling.columns.to(direction)
-            direction = rows[:, None] * direction * columns
+            # Scaled before the last product, while they are small.
+            left = p_out.T if rows is None else rows.to(direction)[:, None] * p_out.T
+            direction = (left @ direction) @ (p_in if columns is None else p_in * columns.to(direction))
+        elif rows is not None and columns is not None:
+            direction = rows.to(direction)[:, None] * direction * columns.to(direction)
         return direction.T if self.sites[0].kind == "conv1d" else direction
 
 

@@ -8,12 +8,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gradtrace.attribution.capture import Capture
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.contrast import contrast
 from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.modules import Block
-from gradtrace.attribution.solvers import Curvature, Damping, OptimizerGeometry, TokenRows, make_curvature
+from gradtrace.attribution.solvers import (
+    Curvature,
+    Damping,
+    Identity,
+    OptimizerGeometry,
+    TokenRows,
+    make_curvature,
+)
 
 MAX_WAITING_ELEMENTS = 2**21
 """Modules of one shape wait for each other, up to this many numbers in their factors (8 MB), and are solved together:
@@ -149,7 +157,7 @@ class ScopeBatch:
             )
         exact = [block.preconditioner for block in blocks if block.preconditioner is not None]
         if not exact:
-            return Curvature(gradients, rows)
+            return Identity(gradients, rows)
         return OptimizerGeometry(gradients, rows, torch.stack(exact).repeat_interleave(len(self.scopes), 0))
 
     def _add_scores(self, curvature: Curvature, weights: Tensor, modules: tuple[int, int]) -> None:
@@ -157,13 +165,37 @@ class ScopeBatch:
         if config.pairwise or config.exclude_self_response:
             pairwise = curvature.token_scores(torch.eye(weights.shape[1]).to(weights))
             pairwise = pairwise.unflatten(0, modules).sum(0)
-            scores = (pairwise * self._weight_of_owner.to(weights)).sum(2)
-            if config.pairwise:
-                self.pairwise = added(self.pairwise, pairwise)
+            scores = self._of_pairs(pairwise)
         else:
             scores = curvature.token_scores(weights[:, :1]).squeeze(2).unflatten(0, modules).sum(0)
         self.position = added(self.position, scores)
         self.kernel = added(self.kernel, curvature.kernel().unflatten(0, modules).sum(0))
+
+    def _of_pairs(self, pairwise: Tensor) -> Tensor:
+        """[S, T]: scores from the effects [S, T, n] on each response, which are kept where they are wanted."""
+        if self.config.pairwise:
+            self.pairwise = added(self.pairwise, pairwise)
+        return (pairwise * self._weight_of_owner.to(pairwise)).sum(2)
+
+    def takes_products(self, block: Block, capture: Capture) -> bool:
+        """Whether inner products, with every response, are all that this module's scores are made of, and cheaper to
+        have without the responses' gradients."""
+        config = self.config
+        plain = config.hessian_mode != "inverse" and block.preconditioner is None
+        every = config.pairwise or config.exclude_self_response
+        return plain and every and capture.prefers_products(block, self.scopes[0].members, self.width)
+
+    def add_products(
+        self, block: Block, capture: Capture, factors: list[dict[int, float]], positions: Tensor
+    ) -> None:
+        """One module's part: per scope the factors of its members, and [S, T] the positions of its tokens."""
+        scopes = zip(factors, positions, strict=True)
+        found = [capture.products(block, weights, tokens) for weights, tokens in scopes]
+        pairwise, kernel = (torch.stack(parts) for parts in zip(*found, strict=True))
+        self.position = added(self.position, self._of_pairs(pairwise))
+        self.kernel = added(self.kernel, kernel)
+        self.finite[block.name] = torch.isfinite(kernel.diagonal(dim1=1, dim2=2))
+        self.solvers["identity"] = self.solvers.get("identity", 0) + len(self.scopes)
 
     def add_later(self, block: Block, gradients: Tensor, rows: TokenRows) -> None:
         """One module's part, gradients [S, n, k_out, k_in]; solved together with others of its shape."""

@@ -137,9 +137,9 @@ class TokenRows:
 
 
 class Curvature:
-    """H = I; the others override how H⁻¹ is applied."""
+    """What all have in common; each says how H⁻¹ is applied."""
 
-    name = "identity"
+    name = ""
 
     def __init__(self, gradients: Tensor, tokens: TokenRows) -> None:
         self.gradients = gradients
@@ -150,19 +150,39 @@ class Curvature:
         scopes, _, k_out, k_in = self.gradients.shape
         return torch.matmul(weights, self.gradients.flatten(2)).view(scopes, -1, k_out, k_in)
 
+    def mixing(self, weights: Tensor) -> Tensor | None:
+        """[S, m, n]: the weights with which Z are combinations of the response gradients; None if they are not."""
+        return None
+
     def directions(self, weights: Tensor) -> Tensor:
         return self.combine(weights)
 
     def token_scores(self, weights: Tensor) -> Tensor:
-        return self.tokens.contract(self.directions(weights))
+        mixing = self.mixing(weights)
+        if mixing is None or mixing.shape[1] < self.gradients.shape[1]:
+            return self.tokens.contract(self.directions(weights))
+        # Scores of all responses are mixed rather than their gradients, which are so much larger.
+        return torch.matmul(self.tokens.contract(self.gradients), mixing.mT)
 
     def kernel(self) -> Tensor:
         everything = torch.eye(self.gradients.shape[1]).to(self.gradients)
+        mixing = self.mixing(everything.expand(len(self.gradients), -1, -1))
+        if mixing is not None:
+            return torch.matmul(products(self.gradients, self.gradients), mixing.mT)
         return products(self.gradients, self.directions(everything))
 
     def effective_dof(self) -> Tensor | None:
         """[S]: tr(K(K+λI)⁻¹) / n, the share of the n directions that λ leaves alone; None where there is no λ."""
         return None
+
+
+class Identity(Curvature):
+    """H = I."""
+
+    name = "identity"
+
+    def mixing(self, weights: Tensor) -> Tensor:
+        return weights
 
 
 class OptimizerGeometry(Curvature):
@@ -194,8 +214,11 @@ class ResponseCurvature(Curvature):
         self._left = self.damping * inverse.diagonal(dim1=1, dim2=2).sum(1) / gradients.shape[1]
         self.inverse = inverse.to(gradients.dtype)
 
+    def mixing(self, weights: Tensor) -> Tensor:
+        return torch.matmul(weights, self.inverse)
+
     def directions(self, weights: Tensor) -> Tensor:
-        return self.combine(torch.matmul(weights, self.inverse))
+        return self.combine(self.mixing(weights))
 
     def kernel(self) -> Tensor:
         return torch.bmm(self.gram, self.inverse)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradtrace.attribution.collectives import Ranks, forget_gathered, local
+from gradtrace.attribution.collectives import Ranks, forget_gathered, is_sharded, local
 from gradtrace.attribution.errors import AttributionError
 
 Method = Literal["jvp", "finite_difference"]
@@ -23,8 +23,11 @@ LARGE = 50_000_000
 
 def faster_method(model: nn.Module) -> Method:
     """`finite_difference` for a large model in float32, whose passes are matrix products: forward mode costs it twice
-    as much for digits that no ranking of tokens shows. Everything else has forward mode, which is exact."""
+    as much for digits that no ranking of tokens shows; and where weights are sharded. Everything else has forward mode,
+    which is exact."""
     parameters = list(model.parameters())
+    if is_sharded(model):
+        return "finite_difference"
     plain = all(p.dtype == torch.float32 for p in parameters)
     return "finite_difference" if plain and sum(p.numel() for p in parameters) >= LARGE else "jvp"
 
@@ -48,6 +51,7 @@ def directional_derivative(
     method: Method = "jvp",
     step: float | None = None,
     ranks: Ranks | None = None,
+    rate: Tensor | None = None,
 ) -> Tensor:
     """d/dε fn() with the model's parameters at θ + ε·direction, at ε = 0. Same shape as `fn()`.
 
@@ -57,7 +61,8 @@ def directional_derivative(
     `jvp` is exact and takes one forward pass of about twice the usual cost, with attention on the math
     backend. `finite_difference` is two or four ordinary forward passes at θ ± ε·direction: it works with any
     kernel and with parameters that are sharded over `ranks`, to about four digits in float32. `step` fixes its ε; by
-    default ε is chosen so that `fn` changes by a little more than its rounding error allows.
+    default ε is chosen so that `fn` changes by a little more than its rounding error allows. `rate` is by
+    which share of themselves the values of `fn` change per unit of ε, about: where it is known, two passes are enough.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_direction(parameters, direction)
@@ -66,7 +71,7 @@ def directional_derivative(
             return _forward_mode(model, fn, parameters, direction)
         if method == "finite_difference":
             parts = [(parameters[name], tangent) for name, tangent in direction.items()]
-            return Shards(model, parts, ranks).derivative(fn, step).to(parts[0][0].dtype)
+            return Shards(model, parts, ranks).derivative(fn, step, rate).to(parts[0][0].dtype)
     raise AttributionError(f"method is {method!r}; it can be 'jvp' or 'finite_difference'")
 
 
@@ -159,37 +164,38 @@ class Shards:
         """`parts`: (a parameter, the direction of it); either both are sharded alike, or both are local values."""
         self.model = model
         self.ranks = ranks or Ranks()
-        whole = {str(i): (values.detach(), direction) for i, (values, direction) in enumerate(parts)}
-        self._parts = [
-            (local(values), local(values).clone(), local(direction).to(values.dtype))
-            for values, direction in whole.values()
-        ]
-        low = {values.dtype for values, _ in whole.values()} - {torch.float32, torch.float64}
+        low = {values.dtype for values, _ in parts} - {torch.float32, torch.float64}
         if low:
             raise AttributionError(
                 f"finite differences need float32 or float64 parameters, not {low.pop()}, whose rounding is larger than"
                 " the difference. Use method='jvp' or a float32 copy of the model"
             )
-        self.size, self.length = (
-            math.sqrt(sum(self.ranks.products(column, column).values()))
-            for column in ({k: v[i] for k, v in whole.items()} for i in (0, 1))
-        )
-        """Norms of the weights and of the direction, over all ranks."""
+        self._copies = [self.ranks.copies(values) for values, _ in parts]
+        self._parts = [
+            (local(values.detach()), local(values.detach()).clone(), local(direction).to(values.dtype))
+            for values, direction in parts
+        ]
 
-    def derivative(self, fn: Callable[[], Tensor], step: float | None = None) -> Tensor:
+    def derivative(
+        self, fn: Callable[[], Tensor], step: float | None = None, rate: Tensor | None = None
+    ) -> Tensor:
         """float64: d/dε of `fn()` at θ + ε·direction, by central differences, with `step` for ε.
 
         By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh
-        the same: a first guess from the norms is corrected if it was far off.
+        the same: a first guess, from `rate` or from the norms of weights and direction, is corrected if it was far
+        off.
         """
-        if self.length == 0.0:
+        length = self._length(2)
+        if length == 0.0:
             return torch.zeros_like(fn(), dtype=torch.float64)
-        wanted = 0.2 * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
+        # Where nothing is known of `fn`, curvature is the greater danger: a fifth of that, as the probe's shares need.
+        known = 0.0 if rate is None else float(rate)
+        wanted = (1.0 if known else 0.2) * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
         try:
-            epsilon = step or 0.3 * wanted * self.size / self.length
+            epsilon = step or wanted * (1 / known if known else 0.3 * self._length(1) / length)
             plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)
             changed = self._norm(plus - minus) / max(self._norm(plus + minus), 1e-300)
-            if step is None and changed > 0.0 and not 0.3 < changed / wanted < 3.0:
+            if step is None and changed > 0.0 and not 0.15 < changed / wanted < 4.0:
                 epsilon *= wanted / changed
                 plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)
         finally:
@@ -200,6 +206,12 @@ class Shards:
         self.move(epsilon)
         return fn().double()
 
+    def _length(self, index: int) -> float:
+        """Norm over all ranks of the weights (1) or of the direction (2); each element counts once."""
+        norms = torch._foreach_norm([part[index] for part in self._parts])
+        squares = torch.stack(norms).double().square().cpu() / torch.tensor(self._copies)
+        return math.sqrt(math.fsum(self.ranks.gather(float(squares.sum()))))
+
     def _norm(self, values: Tensor) -> float:
         """Norm of the values of all ranks."""
         return math.sqrt(sum(self.ranks.gather(float(values.square().sum()))))
@@ -207,7 +219,7 @@ class Shards:
     def move(self, epsilon: float) -> None:
         with torch.no_grad():
             for values, before, direction in self._parts:
-                values.copy_(before + epsilon * direction)
+                torch.add(before, direction, alpha=epsilon, out=values)
         forget_gathered(self.model)
 
     def restore(self) -> None:

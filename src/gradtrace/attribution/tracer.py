@@ -22,7 +22,7 @@ from gradtrace.attribution.collectives import Ranks, gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.factors import FactorHooks, sides
-from gradtrace.attribution.geometry import Factored, Geometry
+from gradtrace.attribution.geometry import Factored, Geometry, coming_gradients
 from gradtrace.attribution.ghost import oriented
 from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.layout import Layout
@@ -69,8 +69,7 @@ class InfluenceTracer:
         self.config = config or InfluenceConfig()
         self.geometry = Geometry(optimizer if self.config.hessian_mode == "optimizer" else None)
         self.blocks = select_blocks(model, self.config)
-        self.ranks = Ranks(process_group)
-        self._hooks = FactorHooks(self.blocks, self._receive)
+        self.ranks, self._hooks = Ranks(process_group), FactorHooks(self.blocks, self._receive)
         self._open: Capture | None = None
         self.reset()
 
@@ -153,6 +152,7 @@ class InfluenceTracer:
 
         `response`: long[B], the response id of each batch row, −1 = ignore; long[B, S] for packed rows (then the
         prompt's positions carry the id too). `tokens`: bool[B, S], True where input_ids holds a response token.
+        `accepted`: bool[R], `group`: long[R], and `advantages`: float[R] for contrastive_agg='advantage'.
         `positions` says, for a module that sees only some positions, which (flat indices into B·S).
 
         `scale` makes the gradient of this pass the one that a step follows uphill, without normalisers: for a loss it
@@ -281,6 +281,11 @@ class InfluenceTracer:
         for batch, positions in zip(self._whole, self._whole_positions, strict=True):
             if not (block.scored or batch.directed):
                 continue
+            if self._role == "both" and batch.takes_products(block, capture):
+                with self._phases("solve", some):
+                    factors = [self._signed(scope.members) for scope in batch.scopes]
+                    batch.add_products(block, capture, factors, positions)
+                continue
             with self._phases("gradients", some):
                 gradients = self._gradients_here(block, batch.members)
                 u, v = capture.tokens(block, positions)
@@ -299,8 +304,7 @@ class InfluenceTracer:
             for response in members:
                 self._store.targets[block].pop(response, None)
             return self._turned(found.to(self._open.parts[block][0].u), members)
-        gradients = self._open.gradients(block, members)
-        return self._turned(scaled(gradients, [self._factors[r] for r in members]), members)
+        return scaled(self._open.gradients(block, members), list(self._signed(members).values()))
 
     def _turned(self, gradients: Tensor, members: list[int]) -> Tensor:
         """By the sign of each response, which may be known at `score` only."""
@@ -321,8 +325,7 @@ class InfluenceTracer:
         self._store.keep(block, capture, factors, target=self._role != "step", step=step)
 
     def _captured(self, tokens: int) -> int:
-        limit = self.config.max_tokens_per_response
-        return min(tokens, limit) if limit else tokens
+        return min(tokens, self.config.max_tokens_per_response or tokens)
 
     # ---------------------------------------------------------------- score
 
@@ -338,8 +341,7 @@ class InfluenceTracer:
     ) -> InfluenceTrace:
         """Scores of everything captured since the last call, which is forgotten then.
 
-        `accepted`: bool[R], `group`: long[R] for all R responses (not needed if `capture` had them), `advantages`:
-        float[R] for contrastive_agg='advantage', `sign` as in `capture`.
+        `accepted`, `group`, `advantages`, `sign` of all R responses as in `capture`, which may have had them already.
 
         `terms` is needed for loss-term credit: it runs the model on the given responses and returns every token's own
         term of the step, one after the other, with the sign and scale of what was captured as the step; or [2, N] with
@@ -355,8 +357,9 @@ class InfluenceTracer:
             self._set_labels(Labels.of(accepted, group, advantages, sign))
         labels = self._checked_labels(terms)
         try:
-            if self._failure is not None:
-                raise AttributionError(f"capture failed: {self._failure}") from self._failure
+            failures = [s for s in self.ranks.gather(self._failure and str(self._failure)) if s is not None]
+            if failures:  # of any rank: the others cannot score without it
+                raise AttributionError(f"capture failed: {failures[0]}") from self._failure
             owners = self._ledger.owners(labels, self.ranks)
             self._ledger.check(self._scopes, self._skipped)
             with torch.no_grad():
@@ -374,7 +377,7 @@ class InfluenceTracer:
                             labels,
                             terms,
                             method or faster_method(self.model),
-                            self._coming(coming),
+                            coming_gradients(self._loss_terms.parameters, coming),
                         )
             trace = self._assembled(labels, found)
             trace.metrics["timing_s/influence_score"] = solved - started
@@ -410,11 +413,6 @@ class InfluenceTracer:
             "influence_trace/debug_backward_captures": float(self._hooks.backward_captures.total()),
         }
         return trace
-
-    def _coming(self, coming: Mapping[str, Tensor] | Literal[True] | None) -> Mapping[str, Tensor]:
-        if coming is not True:
-            return coming or {}
-        return {n: p.grad for n, p in self._loss_terms.parameters.items() if p.grad is not None}
 
     def _score_stored(self, owners: dict[int, int]) -> None:
         """Scopes that no single micro-batch held whole."""
