@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 
 from gradtrace import __version__
@@ -109,6 +110,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    # Before torch is imported, which reads it: threads that wait sleep instead of spinning. Spinning ones take the time
+    # of those they wait for, and beside another busy process sampling became an order of magnitude slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     from gradtrace.errors import GradtraceError

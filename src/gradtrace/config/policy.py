@@ -64,6 +64,11 @@ class RolloutConfig:
     precision: str = choice("float32", "bfloat16")
     """What the embedded loop's sampler computes in. `bfloat16`: from a rounded copy of the weights, as rollout engines
     on GPUs do; then its log-probs are not the trainer's (docs/mismatch.md)."""
+    engine: str = choice("embedded", "vllm")
+    """Who writes the responses: our sampler, or vLLM in this process on the same GPU (docs/gpu.md)."""
+    compile: bool = False
+    """Decode with a compiled model of fixed shapes: CUDA graphs on a GPU, where a small model waits for the host
+    otherwise. Compiling takes a minute or so per shape."""
     max_batch_tokens: int = number(32768, minimum=1)
     """Responses × (prompt + response) tokens in the key-value cache at once; the rest waits its turn."""
 
@@ -71,6 +76,11 @@ class RolloutConfig:
         if self.temperature == 0:
             raise GradtraceError(
                 f"{path}temperature=0 samples the same response n times: nothing to learn from. Use 1."
+            )
+        if self.engine == "vllm" and (self.compile or self.precision != "float32"):
+            raise GradtraceError(
+                f"{path}compile and {path}precision are the embedded sampler's: leave them out with {path}engine=vllm, "
+                "which compiles its own model in bfloat16."
             )
 
 

@@ -25,10 +25,13 @@ def rollout(
 
 
 def judge(batch: RolloutBatch, tokenizer: Any, reward: Judge) -> RolloutBatch:
-    """The batch with texts and rewards."""
+    """The batch with texts and rewards, and with the parts of rewards that are sums."""
     texts = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
     items = [batch.items[group] for group in batch.group.tolist()]
-    return batch.replace(texts=texts, rewards=torch.tensor(reward(texts, items), dtype=torch.float32))
+    rewards = torch.tensor(reward(texts, items), dtype=torch.float32)
+    sums: dict[str, list[float]] = getattr(reward, "parts", {})
+    parts = [dict(zip(sums, own, strict=True)) for own in zip(*sums.values(), strict=True)] if sums else None
+    return batch.replace(texts=texts, rewards=rewards, reward_parts=parts)
 
 
 def keep_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from gradtrace.batch import Environment, RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.rollout import llama_decoder
+from gradtrace.rollout.compiled_decoder import CompiledDecoder, CompiledModel
 from gradtrace.rollout.decoder import Decoder, ModelDecoder, Prompts
 from gradtrace.rollout.draw import draw
 from gradtrace.rollout.llama_decoder import LlamaDecoder
@@ -35,12 +37,14 @@ class Sampler:
         max_batch_tokens: int = 32_768,
         environment: Environment | None = None,
         max_turns: int = 1,
+        compiled: bool = False,
     ) -> None:
         """`model`: a transformers causal LM, or peft's wrapper around one.
 
         `pad_token_id` fills responses after their end; it is never shown to the model.
         `max_batch_tokens` bounds rows x (prompt + response) held in the cache at once; at least one row runs.
         `environment` answers calls, after which the policy goes on, up to `max_turns` turns.
+        `compiled`: steps of decoding run as one compiled graph (see `compiled_decoder`).
         """
         if max_batch_tokens < 1:
             raise GradtraceError(f"max_batch_tokens={max_batch_tokens}; it must be at least 1")
@@ -55,6 +59,7 @@ class Sampler:
         self.max_batch_tokens = max_batch_tokens
         self.environment = environment
         self.max_turns = max_turns
+        self.compiled = CompiledModel(model) if compiled else None
 
     def generate(
         self,
@@ -139,8 +144,10 @@ class Sampler:
 
         # Inference mode is faster, but a model that keeps a tensor made in it could not be trained afterwards;
         # of the family that LlamaDecoder supports we know that it keeps none.
-        known = llama_decoder.supports(self.model)
-        make_decoder = LlamaDecoder if known else ModelDecoder
+        known = self.compiled is None and llama_decoder.supports(self.model)
+        make_decoder: Callable[..., Decoder] = LlamaDecoder if known else ModelDecoder
+        if self.compiled is not None:
+            make_decoder = partial(CompiledDecoder, compiled=self.compiled)
         with evaluation_mode(self.model), torch.inference_mode() if known else torch.no_grad():
             for rows in self._chunks(starts, row_start):
                 self._sample_chunk(
@@ -191,7 +198,7 @@ class Sampler:
 
     def _sample_chunk(
         self,
-        make_decoder: type[ModelDecoder] | type[LlamaDecoder],
+        make_decoder: Callable[..., Decoder],
         starts: list[Start],
         row_start: Tensor,
         rows: Tensor,
@@ -206,7 +213,7 @@ class Sampler:
         rectangle = Prompts([start.ids for start in here], device)
         limits = torch.tensor([start.limit for start in here])[row_prompts]
         longest = int(limits.max())
-        decoder: Decoder = make_decoder(self.model, rectangle, row_prompts.to(device), longest)
+        decoder = make_decoder(self.model, rectangle, row_prompts.to(device), longest)
 
         alive, limits = rows, limits.to(device)  # long[B]: the response that each row of the decoder holds
         stop_tokens = torch.tensor(params.stop_token_ids, device=device, dtype=torch.long)

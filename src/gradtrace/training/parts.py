@@ -17,6 +17,7 @@ from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import Policy, Reference, load_policy, load_reference
 from gradtrace.rollout import Sampler
 from gradtrace.rollout.half_precision import HalfPrecisionSampler
+from gradtrace.rollout.vllm_sampler import VllmSampler
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.calculator import CalculatorTask
@@ -80,8 +81,8 @@ def build_parts(config: Config, checkpoint: Path | None = None, progress: Progre
 
 def build_sampler(model: Any, task: Task, config: RolloutConfig) -> Sampler:
     pad, environment = task.tokenizer.pad_token_id, task.environment
-    kind = SAMPLERS[config.precision]
-    return kind(model, pad, config.max_batch_tokens, environment, config.max_turns)
+    kind = VllmSampler if config.engine == "vllm" else SAMPLERS[config.precision]
+    return kind(model, pad, config.max_batch_tokens, environment, config.max_turns, config.compile)
 
 
 def seed_global_generators(seed: int) -> None:
