@@ -47,7 +47,7 @@ def test_recipe_names_data_that_prepare_writes_and_the_reward_for_it(recipe: str
     assert (Path(train_file).name, Path(validation_file).name) == ("train.parquet", "validation.parquet")
     assert folder == Path(validation_file).parent and folder.parent == Path("data")
     name = folder.name.removesuffix("_easy")
-    assert config.reward.name.removesuffix("_plain") == PREPARATIONS[name].reward
+    assert config.reward.name.removesuffix("_plain").removesuffix("_calculation") == PREPARATIONS[name].reward
     assert config.data.instruction == ""  # prepared prompts have theirs
 
 

@@ -84,11 +84,9 @@ def test_tags_are_single_tokens_of_the_saved_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(encode(text)) == text
 
 
-def test_turns_without_a_tool_and_verl_are_refused_with_what_to_use(tmp_path: Path) -> None:
+def test_turns_without_a_tool_are_refused_with_what_to_use(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match=r"rollout.max_turns=2: task.name=arithmetic has no tool"):
         load_config(["rollout.max_turns=2"])
-    with pytest.raises(GradtraceError, match="leave engine=verl out"):
-        load_config(["recipe=calculator", "engine=verl"])
     with pytest.raises(GradtraceError, match="row 0 is no problem of the calculator task"):
         (tmp_path / "x.jsonl").write_text('{"prompt": "one plus one"}\n')
         CalculatorTask(CalculatorConfig()).read_prompts([str(tmp_path / "x.jsonl")], "data.validation")

@@ -18,7 +18,7 @@ from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.countdown import COUNTDOWN
-from gradtrace.tasks.prepare.gsm8k import GSM8K, beginning, operations
+from gradtrace.tasks.prepare.gsm8k import GSM8K, beginning, operations, up_to_calculation
 from gradtrace.tasks.prepare.prepare import Request, prepare
 from gradtrace.tasks.rewards import named_reward
 from tests.tasks.byte_model import byte_tokenizer
@@ -216,6 +216,30 @@ def test_an_answer_can_begin_with_the_solution(tmp_path: Path) -> None:
         Request("gsm8k", tmp_path, source, steps_left=-1),
     ):
         with pytest.raises(GradtraceError, match="--steps-left"):
+            prepare(wrong)
+
+
+def test_answers_may_begin_in_the_middle_of_a_sentence(tmp_path: Path) -> None:
+    begun = "Tom ate 2*3=<<2*3=6>>6.\nThen he had $10 - $6 = $<<10-6=4>>4 left.\n#### 4"
+    assert up_to_calculation(begun) == "Tom ate 2*3=6.\nThen he had "
+    assert up_to_calculation("So (2 + 3) x 4 =<<(2+3)*4=20>>20\n#### 20") == "So "
+    for uncut in (
+        "4 boys * 2 = <<4*2=8>>8 boys, so 8 / 2 boys = <<8/2=4>>4\n#### 4",
+        "x = 3, without a mark\n#### 3",
+        "2 + 2 = <<2+2=4>>4, so 4 - 1 = 3\n#### 3",
+    ):
+        assert up_to_calculation(uncut) == "", "words within it, no calculation, or another one after it"
+    rows = [{"question": f"Question {i}", "answer": begun} for i in range(2)]
+    rows += [{"question": "Question 3", "answer": "2+2=<<2+2=4>>4\n#### 4"}]
+    source = write(tmp_path / "g.jsonl", rows)
+    report = prepare(Request("gsm8k", tmp_path / "out", source, validation=1, calculation_left=True))
+    assert left(report, "words before a last calculation") == 2
+    assert read(tmp_path / "out", "train")[0]["prompt"][-1]["content"] == up_to_calculation(begun)
+    for wrong in (
+        Request("countdown", tmp_path / "c", calculation_left=True),
+        Request("gsm8k", tmp_path, source, calculation_left=True, steps_left=1),
+    ):
+        with pytest.raises(GradtraceError, match="--calculation-left"):
             prepare(wrong)
 
 

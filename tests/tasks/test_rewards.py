@@ -107,6 +107,29 @@ def test_gsm8k(response: str, answer: str, reward: float) -> None:
 @pytest.mark.parametrize(
     ("response", "reward"),
     [
+        ("12 + 3 = 15 dollars.\n#### 15", 1.0),
+        ("12 + 3 = 14", 1.0),
+        ("$5 x $3", 1.0),
+        ("(2+1) X 5 = 15", 1.0),
+        ("12 - 3 = 15", 0.0),
+        ("15", 0.0),
+        ("#### 15", 0.0),
+        ("12 + 3, no: 12 * 3 = 36", 0.0),
+        ("15 / 0", 0.0),
+        ("2 ** 4 - 1", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_calculation_is_computed_and_its_claimed_result_is_not_looked_at(
+    response: str, reward: float
+) -> None:
+    judge = named_reward("gsm8k_calculation")
+    assert judge([response], [{"answer": "#### 15"}]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
         ("so \\boxed{3} no, \\boxed{34}", 1.0),
         ("Answer: 34", 1.0),
         ("Answer: 3", 0.0),
@@ -171,6 +194,7 @@ def test_extra_rewards_are_added_with_their_weights() -> None:
     responses = ["#### 4", "\\boxed{4}", "#### 4 \\boxed{4}", "4"]
     assert reward(responses, [{"answer": "4"}] * 4) == [1.5, 0.25, 1.75, 1.0]
     assert reward.name == "gsm8k + 0.5·marker_format + 0.25·boxed_format"
+    assert reward.parts["marker_format"] == [1.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

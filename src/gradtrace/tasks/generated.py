@@ -39,7 +39,7 @@ class GeneratedTask(Task, Generic[P]):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> P:
-        """A problem."""
+        """Draw one problem with `rng`, which alone decides which one it is."""
 
     @property
     @abstractmethod

@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin the answer with the solution up to its last so many calculations; the model goes on from there (0: "
         "from nothing)",
     )
+    gsm8k.add_argument(
+        "--calculation-left",
+        action="store_true",
+        help="begin the answer with the solution up to its last calculation, in the middle of a sentence",
+    )
     countdown = prepare.add_argument_group("countdown, where it is generated")
     countdown.add_argument(
         "--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers, in turn (3 4)"
@@ -99,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         max_operations=args.max_operations,
         max_number=args.max_number,
         steps_left=args.steps_left,
+        calculation_left=args.calculation_left,
         numbers=tuple(args.numbers),
         count=args.count,
         largest=args.largest,

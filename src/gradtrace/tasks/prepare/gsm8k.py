@@ -12,6 +12,7 @@ from gradtrace.tasks.sources import Row
 ANNOTATION = re.compile(r"<<.*?>>")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 FRACTION = re.compile(r"\d\s*/\s*\d|%|percent")
+CALCULATION_AT_END = re.compile(r"(?<![\w.,$])[\d.$(][\d.,$\s()+*/x-]*[-+*/x][\d.,$\s()+*/x-]*=\s*\$?$")
 ANSWER = re.compile(r"(?:^|####)\s*\$?(-?[\d,]+(?:\.\d+)?)\s*$")
 
 
@@ -47,6 +48,17 @@ def beginning(solution: str, steps_left: int) -> str:
     if len(calculations) <= steps_left:
         return ""
     return "".join(f"{line}\n" for line in lines[: calculations[-steps_left]])
+
+
+def up_to_calculation(solution: str) -> str:
+    """The solution up to its last calculation, with the words before it in its line: `Then Tom had `. Empty where
+    nothing stands before it, or where words stand within the calculation."""
+    before, _, after = solution.rpartition("<<")
+    before = ANNOTATION.sub("", before)
+    calculation = CALCULATION_AT_END.search(before)
+    if calculation is None or "=" in after.partition(">>")[2]:
+        return ""
+    return before[: calculation.start()]
 
 
 GSM8K = Preparation(

@@ -13,7 +13,7 @@ from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.base import Example, Preparation
 from gradtrace.tasks.prepare.countdown import GENERATED, generate
 from gradtrace.tasks.prepare.files import Origin, write
-from gradtrace.tasks.prepare.gsm8k import beginning, largest_number
+from gradtrace.tasks.prepare.gsm8k import beginning, largest_number, up_to_calculation
 from gradtrace.tasks.prepare.pipeline import Choice, Cleaned, Length, clean, read_examples
 from gradtrace.tasks.sources import HUB, Row, read_source
 
@@ -39,6 +39,7 @@ class Request:
     max_operations: int | None = None
     max_number: int | None = None
     steps_left: int = 0
+    calculation_left: bool = False
     numbers: tuple[int, ...] = (3, 4)
     count: int = 10_000
     largest: int = 100
@@ -123,6 +124,16 @@ def read_tests(preparation: Preparation, source: str) -> list[Example]:
 
 def with_beginnings(examples: list[Example], request: Request) -> list[Example]:
     """Answers that begin with the reference solution, --steps-left calculations before its end."""
+    if request.calculation_left and (request.name != "gsm8k" or request.steps_left):
+        raise GradtraceError(
+            f"--calculation-left cuts GSM8K solutions before their last calculation; leave it out with {request.name}"
+            " and with --steps-left."
+        )
+    if request.calculation_left:
+        return [
+            dataclasses.replace(example, start=up_to_calculation(example.columns["solution"]))
+            for example in examples
+        ]
     if not request.steps_left:
         return examples
     if request.name != "gsm8k" or request.steps_left < 0:
@@ -150,6 +161,8 @@ def easy_problems(request: Request) -> list[Choice]:
                 lambda example: 1 <= example.columns["operations"] <= operations,
             )
         )
+    if request.calculation_left:
+        choices.append(("with words before a last calculation", lambda example: bool(example.start)))
     if number is not None:
         choices.append(
             (f"of whole numbers up to {number}", lambda example: largest_number(example) <= number)

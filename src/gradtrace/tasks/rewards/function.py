@@ -31,8 +31,8 @@ class RewardFunction:
         self.name = name
         self.function = function
         self.takes_lists = getattr(function, "takes_lists", False)
-        self.parts: dict[str, float] = {}
-        """Means of the parts of a sum over the last responses that were judged, before their weights."""
+        self.parts: dict[str, list[float]] = {}
+        """The parts of a sum, by name and before their weights, of each of the last responses that were judged."""
 
     def __call__(self, responses: Sequence[str], items: Sequence[Item]) -> list[float]:
         if not self.takes_lists:

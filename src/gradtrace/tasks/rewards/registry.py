@@ -27,6 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 rewards: Registry[Any, Any] = Registry("reward")
 BUILT_IN = (
     "gradtrace.tasks.rewards.numbers",
+    "gradtrace.tasks.rewards.calculation",
     "gradtrace.tasks.rewards.formats",
     "gradtrace.tasks.rewards.math_answers",
     "gradtrace.tasks.rewards.code",
@@ -59,15 +60,13 @@ def add_rewards(main: RewardFunction, extra: dict[str, float]) -> RewardFunction
         return main
     others = [(named_reward(name), weight) for name, weight in extra.items()]
 
-    parts: dict[str, float] = {}
+    parts: dict[str, list[float]] = {}
 
     @batched
     def total(responses: list[str], items: list[dict[str, Any]]) -> list[float]:
-        values = main(responses, items)
-        parts[main.name] = sum(values) / max(1, len(values))
+        values = parts[main.name] = main(responses, items)
         for other, weight in others:
-            own = other(responses, items)
-            parts[other.name] = sum(own) / max(1, len(own))
+            own = parts[other.name] = other(responses, items)
             values = [value + weight * more for value, more in zip(values, own, strict=True)]
         return values
 
