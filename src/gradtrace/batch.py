@@ -28,8 +28,9 @@ TOKEN_COLUMNS = (
     "values",
     "advantages",
     "returns",
+    "loss_weights",
 )
-RESPONSE_COLUMNS = ("finished", "lengths", "rewards", "flipped", "kept")
+RESPONSE_COLUMNS = ("finished", "lengths", "rewards", "flipped", "first_version", "last_version", "kept")
 COLUMNS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "group", "responses", "response_mask")
 """All that are tensors."""
 SET_BY = {
@@ -40,10 +41,15 @@ SET_BY = {
     "values": "the critic",
     "returns": "an advantage estimator with a critic",
     "advantages": "the advantage estimator (`policy.rollouts.add_advantages`)",
+    "loss_weights": "a trainer that corrects for its sampler (verl's rollout correction)",
+    "first_version": "a rollout engine that says which weights it sampled with",
+    "last_version": "the same",
     "kept": "TracIn selection",
 }
 """Who sets a column that a fresh rollout does not have."""
-OPTIONAL_COLUMNS = ("texts", "flipped", *SET_BY)
+LISTS = ("texts", "segments", "reward_parts")
+"""What there is one of for each response and is no tensor."""
+OPTIONAL_COLUMNS = ("texts", "reward_parts", "flipped", *SET_BY)
 
 
 class Environment(Protocol):
@@ -83,6 +89,8 @@ class RolloutBatch:
     """R decoded responses."""
     rewards: Tensor | None = None
     """float[R]."""
+    reward_parts: list[dict[str, float]] | None = None
+    """R times the parts that a reward is the sum of, by name and before their weights; None: it is not a sum."""
     flipped: Tensor | None = None
     """bool[R]: its reward was flipped on purpose (reward.flip_probability)."""
     old_log_probs: Tensor | None = None
@@ -97,6 +105,13 @@ class RolloutBatch:
     """float[R, T]: zero outside the mask."""
     returns: Tensor | None = None
     """float[R, T]: targets of the critic (PPO only)."""
+    loss_weights: Tensor | None = None
+    """float[R, T]: what the loss multiplies each token's term by, beside its advantage, to correct for the sampler
+    (truncated importance sampling); None: nothing."""
+    first_version: Tensor | None = None
+    """long[R]: training steps behind the weights that its first token was sampled with."""
+    last_version: Tensor | None = None
+    """long[R]: the same of its last token."""
     kept: Tensor | None = None
     """bool[R]: False for a response that selection left out of the update."""
 
@@ -113,7 +128,7 @@ class RolloutBatch:
             column = getattr(self, name)
             if column is not None and tuple(column.shape) != (responses,):
                 raise ValueError(f"{name} is {tuple(column.shape)}, the batch has {responses} responses")
-        for name in ("texts", "segments"):
+        for name in LISTS:
             if getattr(self, name) is not None and len(getattr(self, name)) != responses:
                 raise ValueError(f"{len(getattr(self, name))} {name} for {responses} responses")
         if self.lengths is not None and bool((self.response_mask & ~self.present).any()):
@@ -181,14 +196,14 @@ class RolloutBatch:
         return {name: column.contiguous() for name, column in found.items() if column is not None}
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`columns`, and the prompts as flat `prompt_ids` with `prompt_offsets`; not items, texts and segments."""
+        """`columns`, and the prompts as flat `prompt_ids` with `prompt_offsets`; not items and `LISTS`."""
         lengths = torch.tensor([0, *(len(prompt) for prompt in self.prompts)])
         ids = torch.tensor([token for prompt in self.prompts for token in prompt], dtype=torch.long)
         return self.columns() | {"prompt_ids": ids, "prompt_offsets": lengths.cumsum(0)}
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor], **more: Any) -> RolloutBatch:
-        """Inverse of `to_tensors`; `more`: items, texts and segments."""
+        """Inverse of `to_tensors`; `more`: items and `LISTS`."""
         offsets = tensors["prompt_offsets"].tolist()
         ids = tensors["prompt_ids"].tolist()
         columns: dict[str, Any] = {name: tensors[name] for name in COLUMNS if name in tensors}
@@ -215,7 +230,7 @@ class RolloutBatch:
         for name in RESPONSE_COLUMNS + ("group",):
             column = getattr(self, name)
             columns[name] = None if column is None else column[rows]
-        for name in ("texts", "segments"):
+        for name in LISTS:
             listed = getattr(self, name)
             columns[name] = None if listed is None else [listed[i] for i in rows.tolist()]
         return dataclasses.replace(self, **columns)
@@ -249,9 +264,11 @@ class RolloutBatch:
             first_group += len(batch.prompts)
         names = TOKEN_COLUMNS + RESPONSE_COLUMNS + ("responses", "response_mask")
         columns: dict[str, Any] = {name: joined(name) for name in names}
-        texts, segments = [batch.texts for batch in batches], [batch.all_segments() for batch in batches]
-        if not any(text is None for text in texts):
-            columns["texts"] = [line for text in texts for line in text or []]
+        for name in ("texts", "reward_parts"):
+            lists = [getattr(batch, name) for batch in batches]
+            if not any(own is None for own in lists):
+                columns[name] = [entry for own in lists for entry in own]
+        segments = [batch.all_segments() for batch in batches]
         if any(segments):
             whole = [Segment(0, 0, "assistant")]
             columns["segments"] = [

@@ -47,10 +47,6 @@ def load_config(overrides: list[str]) -> Config:
         for name in ("entropy_trace", "influence_trace", "blame"):
             if f"trainer.{name}.enable" not in keys:
                 getattr(config.trainer, name).enable = True
-    if config.engine == "verl" and "trainer.blame.enable" not in keys:
-        config.trainer.blame.enable = (
-            False  # a recipe or `traces` means it for hosts that can; asked for, it is refused
-        )
     if config.resume:
         refuse_code_of(config.resume, config, keys)
     check_fields(config)

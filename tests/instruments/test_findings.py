@@ -22,6 +22,9 @@ from gradtrace.instruments.findings.statistics import (
 )
 from gradtrace.instruments.findings.watch import DETECTORS, Findings
 from gradtrace.run_health import examine
+from gradtrace.viewer.payload import group_payload
+from gradtrace.viewer.step_view import load_step_view
+from gradtrace.viewer.vocabulary import load_vocabulary
 from tests.instruments.test_traces import run
 from tests.training import small
 
@@ -242,17 +245,36 @@ def test_a_run_tells_its_findings_everywhere_and_a_resumed_one_goes_on_alike(tmp
     assert len(findings.history) == 4  # the validation before the first step, and three steps
 
 
-def test_reward_parts_are_metrics_and_one_at_the_cost_of_another_is_found(tmp_path: Path) -> None:
+def test_a_part_of_the_reward_that_rises_at_the_cost_of_another_is_found(tmp_path: Path) -> None:
     findings = watched(tmp_path)
     for step in range(1, 16):
         parts = {"reward_part/format": 0.05 * step, "reward_part/right": 0.6 - 0.03 * step}
         findings.see(step, batch(step), {**QUIET, **parts})
     (finding,) = [f for f in open_run(tmp_path).findings() if f["detector"] == "reward_parts"]
     assert "reward_part/format rose" in finding["sentence"]
+
+
+def test_parts_of_rewards_stand_in_the_metrics_in_the_trace_and_beside_their_responses(
+    tmp_path: Path,
+) -> None:
     folder = run(
-        tmp_path, "trainer.total_steps=1", "trainer.validation.every=0", "reward.extra={think_format: 0.1}"
+        tmp_path,
+        "trainer.total_steps=1",
+        "trainer.entropy_trace.enable=true",
+        "reward.extra={think_format: 0.1}",
     )
-    assert any(name.startswith("reward_part/") for name in small.metrics(folder)[-1])
+    metrics = small.metrics(folder)[-1]
+    view = load_step_view(open_run(folder), 1)
+    assert view is not None
+    of_responses = [view.layout.reward_parts(r) for r in range(view.layout.n_responses)]
+    for r, parts in enumerate(of_responses):
+        task = next(value for name, value in parts.items() if name != "think_format")
+        assert view.response_value("reward", r) == pytest.approx(task + 0.1 * parts["think_format"])
+    for name in of_responses[0]:
+        mean = sum(parts[name] for parts in of_responses) / len(of_responses)
+        assert metrics[f"reward_part/{name}"] == pytest.approx(mean)
+    shown = group_payload(view, 0, load_vocabulary(open_run(folder)))
+    assert shown["responses"][0]["reward_parts"] == of_responses[0]
 
 
 def test_every_detector_stands_in_the_documentation() -> None:

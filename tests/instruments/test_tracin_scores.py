@@ -12,6 +12,7 @@ import gradtrace
 from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.losses import aggregated, training_losses
 from gradtrace.instruments.tracin.selector import Piece, TracInSelector, countable
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import Sequences
@@ -324,3 +325,14 @@ def test_after_the_first_update_scores_are_weighed_as_adam_weighs_its_step(
     assert torch.allclose(scores, expected, rtol=2e-3, atol=1e-4 * size), (scores, expected)
     plain, _ = scored_step(tmp_path, *knobs, "trainer.tracin.preconditioner=none", steps=3)
     assert float(plain.abs().max()) < size / 10
+
+
+def test_weights_that_correct_for_the_sampler_are_part_of_every_responses_loss() -> None:
+    """As twice the advantage would be."""
+    batch = small.random_batch()
+    weights = torch.rand(batch.response_mask.shape, dtype=torch.float64) + 0.5
+    weigh = aggregated("token_mean", 8)
+    corrected = training_losses(batch.replace(loss_weights=weights), weigh)
+    expected = training_losses(batch.replace(advantages=batch.need("advantages") * weights), weigh)
+    assert torch.allclose(corrected.weights, expected.weights) and torch.equal(corrected.rows, expected.rows)
+    assert not torch.allclose(corrected.weights, training_losses(batch, weigh).weights)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,8 @@ import gradtrace
 from benchmarks._validity_states import Keeper, trial_of
 from benchmarks.validity import Score, judge
 from gradtrace import open_run
+from gradtrace.ablate.grid import parse_grid
+from gradtrace.ablate.run import ablate
 from gradtrace.cli import main
 from gradtrace.commands.verify.page import better_score
 from gradtrace.commands.verify.session import STORED, Outcome, Settings, of_trace, run_verify
@@ -27,6 +30,8 @@ from gradtrace.instruments.verify.measure import Size
 from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import OWN, silent, usual_scores
 from gradtrace.policy.optimizer import Optimizer
+from gradtrace.probe.config import ProbeConfig
+from gradtrace.probe.session import run_probe
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.checkpoint import MARKER, write_marker
 from gradtrace.training.instruments import build_observer
@@ -150,8 +155,6 @@ def test_the_command_prints_a_table_and_writes_a_report(
 
 def test_a_planted_wrong_score_of_a_run_is_reported(run_dir: Path) -> None:
     """The trace is written anew with its signs turned."""
-    import numpy as np
-
     from gradtrace.trace.reader import open_run
     from gradtrace.trace.writer import TraceWriter
 
@@ -194,10 +197,10 @@ def test_fresh_scores_at_the_latest_checkpoint_and_at_a_plain_model(run_dir: Pat
     assert plain.verification.steps_taken == fresh.verification.steps_taken
 
 
-def test_a_checkpoint_of_verl_is_that_of_the_embedded_loop(run_dir: Path, tmp_path: Path) -> None:
-    """The same state in verl's files (here of one worker; tests/integrations/verl has those of two)."""
-    expected = verify(run_dir)
-    source, other = run_dir / "checkpoints" / "step_000001", tmp_path / "verl"
+def as_of_verl(run_dir: Path, other: Path) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
+    """The first checkpoint of `run_dir` in verl's files, in the run `other`: the folder with them, and the optimizer's
+    state (here of one worker; tests/integrations/verl has those of two)."""
+    source = run_dir / "checkpoints" / "step_000001"
     actor = other / "checkpoints" / "global_step_1" / "actor"
     model = AutoModelForCausalLM.from_pretrained(source / "policy")
     shutil.copytree(source / "policy", actor / "huggingface")
@@ -211,6 +214,35 @@ def test_a_checkpoint_of_verl_is_that_of_the_embedded_loop(run_dir: Path, tmp_pa
     (other / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     shutil.copy(run_dir / "config.yaml", other)
     shutil.copytree(run_dir / "influence_trace", other / "influence_trace")
+    return actor, state
+
+
+def test_probe_and_ablate_open_a_checkpoint_of_verl_as_the_embedded_loops(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    as_of_verl(run_dir, tmp_path / "verl")
+    ours, theirs = run_dir / "checkpoints" / "step_000001", tmp_path / "verl"
+    knobs = ProbeConfig(evaluation_prompts=4, update_prompts=4, update_n=3, eta=[1.0], fresh=False)
+    found = [
+        run_probe(path, knobs, [trusted(run_dir)], tmp_path / f"probe_{number}")
+        for number, path in enumerate((ours, theirs, theirs / "checkpoints" / "global_step_1"))
+    ]
+    for probed in found[1:]:
+        assert probed.prediction.change.value == found[0].prediction.change.value != 0.0
+        assert torch.equal(probed.shares.tokens, found[0].shares.tokens)
+    grid = parse_grid([*small.overrides(tmp_path, *KNOBS), "sweep.influence.projection_dim_factor=0,4"])
+    for number, path in enumerate((ours, theirs)):
+        ablate(grid, tmp_path / f"ablation_{number}", path, repeat=1)
+    cells = [sorted((tmp_path / f"ablation_{number}" / "cells").iterdir()) for number in (0, 1)]
+    assert [cell.name for cell in cells[0]] == [cell.name for cell in cells[1]] and len(cells[0]) == 2
+    for one, other in zip(*cells, strict=True):
+        with np.load(one) as first, np.load(other) as second:
+            assert np.array_equal(first["influence_tail"], second["influence_tail"])
+
+
+def test_a_checkpoint_of_verl_is_that_of_the_embedded_loop(run_dir: Path, tmp_path: Path) -> None:
+    expected, other = verify(run_dir), tmp_path / "verl"
+    actor, state = as_of_verl(run_dir, other)
     for path in (other, other / "checkpoints" / "global_step_1"):
         found = verify(path, trusted(run_dir))
         assert found.facts["scores"] == "stored by training step 2"

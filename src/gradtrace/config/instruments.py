@@ -164,7 +164,7 @@ class BlameConfig(TraceConfig):
     enable: bool = False
     """Share the squared norm of a step's gradient out to responses and tokens; `trainer.traces` turns it on."""
     write_every: int = number(5, minimum=1)
-    """In every so manieth step: sharing out takes about as long as the update itself."""
+    """Steps between those that are shared out, which takes about as long as the update itself."""
     unusual_ratio: float = 3.0
     """And in whatever step the gradient's norm is so many times its median of late (0 = not)."""
     sketch_dim: int = number(16, minimum=1)

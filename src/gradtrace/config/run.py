@@ -167,11 +167,6 @@ class Config:
                 f"rollout.max_turns={self.rollout.max_turns}: task.name={self.task.name} has no tool that could answer "
                 "between two turns. Leave it at 1, or use task.name=calculator, TRL's or verl's tools."
             )
-        if self.engine == "verl" and self.task.name == "calculator":
-            raise GradtraceError(
-                "task.name=calculator samples several turns, which the embedded loop does: leave engine=verl out. "
-                "For tools on verl use its agent loops in a verl job of your own, with our plugin (docs/verl.md)."
-            )
         self.algorithm.resolve(self.rollout)
         self.trainer.tracin.validate_with(self.rollout.n, "trainer.tracin.")
         if self.trainer.influence_trace.enable and self.rollout.n < 2:

@@ -50,6 +50,9 @@ def response_columns(batch: RolloutBatch, rows: Tensor, truth: Truth = no_truth)
         "token_id": chosen.responses[chosen.present].numpy(),
         **turn_columns(chosen),
     }
+    if chosen.first_version is not None and chosen.last_version is not None:
+        columns["policy_version"] = chosen.first_version.numpy()
+        columns["last_policy_version"] = chosen.last_version.numpy()
     if batch.advantages is not None:
         columns["advantage"] = response_advantages(batch)[rows].numpy()
     if batch.items:
@@ -81,6 +84,20 @@ def turn_columns(batch: RolloutBatch) -> dict[str, Any]:
         "segment_role": np.array([SegmentRole[part.role.upper()] for part in parts], np.uint8),
         "segment_tool": np.frombuffer(b"".join(names), np.uint8),
         "segment_tool_offsets": offsets_of(np.array([len(name) for name in names], np.int64)),
+    }
+
+
+def reward_part_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
+    """The parts of the rewards of `rows`, each with its name; nothing where rewards are no sums."""
+    if batch.reward_parts is None:
+        return {}
+    own = [batch.reward_parts[row] for row in rows.tolist()]
+    names = [name.encode() for parts in own for name in parts]
+    return {
+        "reward_part_offsets": offsets_of(np.array([len(parts) for parts in own], np.int64)),
+        "reward_part": np.array([value for parts in own for value in parts.values()], np.float32),
+        "reward_part_name": np.frombuffer(b"".join(names), np.uint8),
+        "reward_part_name_offsets": offsets_of(np.array([len(name) for name in names], np.int64)),
     }
 
 

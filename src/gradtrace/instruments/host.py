@@ -6,7 +6,7 @@ in this process; verl implements them on every rank of its engine, where weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -44,19 +44,23 @@ class TracinHost(Host, Protocol[Rows]):
         """The gradient as the optimizer would scale it before this step; the same one where scores are plain."""
 
 
-class ProbeHost(Host, Protocol):
+class DerivativeHost(Host, Protocol):
+    """What blame is made of (`instruments.blame.sharing`), and the entropy probe, too."""
+
+    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor]) -> Tensor:
+        """d/dε run() at θ + ε·direction, for a function that runs the model; the weights do not change by a bit."""
+
+    def padding_held(self) -> AbstractContextManager[Any]:
+        """Inside, `derivative` leaves the padding token's embedding out, as backward passes do."""
+
+
+class ProbeHost(DerivativeHost, Protocol):
     """What the entropy probe is made of (`instruments.entropy_probe.probe`). Its batches are this rank's sequences."""
 
     def still(self) -> AbstractContextManager[Any]:
         """Inside, passes are those of the policy that samples, without dropout, and training does not notice them."""
 
-    def derivative(self, run: Callable[[], Tensor], direction: Gradient) -> Tensor:
-        """d/dε run() at θ + ε·direction, for a function that runs the model; the weights do not change by a bit."""
-
     def entropy_gradient(
         self, batch: TokenBatch, weights: Tensor, progress: Callable[[int, int], None] | None = None
     ) -> Gradient:
         """The gradient of Σ_k (H_k + w ℓ_k) over the tokens of all ranks, w being `weights[i]` of their sequence i."""
-
-    def padding_held(self) -> AbstractContextManager[Any]:
-        """Inside, `derivative` leaves the padding token's embedding out, as backward passes do."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import LossInputs, LossOutputs
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.observer import Backward, StepObserver
 from gradtrace.policy.microbatch import MicroBatch
@@ -35,10 +36,18 @@ STATE = "mismatch/largest"
 class MismatchShare(StepObserver):
     """Measures every `every` steps, where sampler and trainer disagreed in the step before; else it costs nothing."""
 
-    def __init__(self, policy: Policy, loss: Callable[[LossInputs], LossOutputs], every: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        loss: Callable[[LossInputs], LossOutputs],
+        every: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """On several `ranks`, each of which has the whole model, gradients are added up over them."""
         self.policy = policy
         self.loss = loss
         self.every = every
+        self.ranks = ranks or Ranks()
         self.batch: RolloutBatch | None = None
         """Of the step that is measured."""
         self.largest = 0.0
@@ -88,23 +97,30 @@ class MismatchShare(StepObserver):
         self.largest = 0.0 if gap is None else float(gap.abs().max())
         if not self._whole:
             return {}
+        for part in (*self._due, *self._whole):
+            self.ranks.sum(part)
         dot = sum(float((a.double() * b.double()).sum()) for a, b in zip(self._due, self._whole, strict=True))
         due, whole = (
             sum(float(a.double().square().sum()) for a in part) for part in (self._due, self._whole)
         )
         self._due, self._whole, self.batch = [], [], None
-        if not whole:
-            return {}
-        return {
-            "mismatch/share_of_update": (due / whole) ** 0.5,
-            "mismatch/share_of_squared_norm": dot / whole,
-        }
+        return share_metrics(due, dot, whole)
 
     def state(self) -> dict[str, Tensor]:
         return {STATE: torch.tensor(self.largest)} if self.largest >= NOTABLE else {}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self.largest = float(tensors.get(STATE, 0.0))
+
+
+def share_metrics(due: float, dot: float, whole: float) -> dict[str, float]:
+    """From ‖g_ρ − g_1‖², ⟨g_ρ − g_1, g_ρ⟩ and ‖g_ρ‖²."""
+    if not whole:
+        return {}
+    return {
+        "mismatch/share_of_update": (due / whole) ** 0.5,
+        "mismatch/share_of_squared_norm": dot / whole,
+    }
 
 
 def sampler_gap(batch: RolloutBatch) -> Tensor | None:

@@ -38,6 +38,11 @@ class Policy:
             output = run_model(self.model, micro)
         return log_probs_and_entropies(output.logits[0], micro.targets, self.temperature)
 
+    def own_pass(self) -> contextlib.AbstractContextManager[list[Tensor]]:
+        """Around a pass whose gradients nobody wants but our hooks. Gives the tensors that it is to be differentiated
+        by, where these are not the weights; they are known after the forward pass."""
+        return contextlib.nullcontext([])
+
     def best_layout(self) -> Layout:
         """The layout with the fewest tokens, for passes that nobody listens to layer by layer: prompts computed once
         per group, where the model's attention allows it."""

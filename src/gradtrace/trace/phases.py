@@ -82,7 +82,13 @@ def save_batch(batch: RolloutBatch, sampling: dict[str, Any], path: Path) -> Non
     """`sampling`: the parameters it was drawn with (temperature, top_p, top_k)."""
     own = batch.segments
     segments = None if own is None else [[dataclasses.astuple(part) for part in parts] for parts in own]
-    notes = {"items": batch.items, "texts": batch.texts, "segments": segments, "sampling": sampling}
+    notes = {
+        "items": batch.items,
+        "texts": batch.texts,
+        "segments": segments,
+        "reward_parts": batch.reward_parts,
+        "sampling": sampling,
+    }
     metadata = {name: json.dumps(value) for name, value in notes.items()}
     atomic_write(path, save(batch.to_tensors(), metadata))
 
@@ -94,7 +100,8 @@ def load_batch(path: Path) -> tuple[RolloutBatch, dict[str, Any]]:
         texts = {name: json.loads(notes[name]) for name in ("items", "texts")}
         segments = json.loads(notes.get("segments", "null"))
         parts = None if segments is None else [[Segment(*part) for part in own] for own in segments]
-        batch = RolloutBatch.from_tensors(tensors, **texts, segments=parts)
+        rewards = json.loads(notes.get("reward_parts", "null"))
+        batch = RolloutBatch.from_tensors(tensors, **texts, segments=parts, reward_parts=rewards)
         return batch, json.loads(notes["sampling"])
     except (KeyError, TypeError, ValueError) as error:
         raise GradtraceError(f"{path} is not a batch that we saved: {error}") from error

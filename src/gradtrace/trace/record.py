@@ -29,13 +29,15 @@ from gradtrace.errors import GradtraceError
 
 logger = logging.getLogger(__name__)
 
-Level = Literal["meta", "group", "response", "token", "pairwise", "continuation", "segment"]
+Level = Literal["meta", "group", "response", "token", "pairwise", "continuation", "segment", "reward_part"]
 
 TURN_COLUMNS = (
     *("loss_mask", "segment_offsets", "segment_start", "segment_turn", "segment_role"),
     *("segment_tool_offsets", "segment_tool"),
 )
 """What files of every kind have where responses hold tokens that the policy did not write."""
+VERSION_COLUMNS = ("policy_version", "last_policy_version")
+"""What files of every kind have where the sampler says which weights it had."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class InstrumentRecord:
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of all columns that its step files may have."""
-        return self.required + self.optional + TURN_COLUMNS
+        return self.required + self.optional + TURN_COLUMNS + VERSION_COLUMNS
 
     @property
     def knob(self) -> str:

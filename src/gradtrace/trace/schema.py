@@ -64,6 +64,7 @@ COUNTED_BY = {
     "response": "group",
     "continuation": "continuation_response",
     "segment": "segment_start",
+    "reward_part": "reward_part",
 }
 """For each level: the column that every file with something of that level has, one value each."""
 

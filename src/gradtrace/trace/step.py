@@ -86,7 +86,7 @@ class Step:
         ]
 
     def _ipython_key_completions_(self) -> list[str]:
-        """What a notebook offers after `step["`."""
+        """Names that a notebook offers to complete after `step["`: those of the columns."""
         return self.columns
 
     def __contains__(self, name: str) -> bool:
@@ -135,6 +135,17 @@ class Step:
     def written(self, r: int) -> np.ndarray:
         """bool[T_r]: the tokens of response r that the policy wrote; the others are never scored."""
         return self._slice("loss_mask", r) if "loss_mask" in self else np.ones(int(self["length"][r]), bool)
+
+    def reward_parts(self, r: int) -> dict[str, float]:
+        """The parts that the reward of response r is the sum of, before their weights; empty where it is no sum."""
+        if "reward_part" not in self:
+            return {}
+        first, last = self["reward_part_offsets"][r : r + 2].tolist()
+        names, at = self["reward_part_name"], self["reward_part_name_offsets"]
+        return {
+            names[at[k] : at[k + 1]].tobytes().decode(errors="replace"): float(self["reward_part"][k])
+            for k in range(first, last)
+        }
 
     def segments(self, r: int) -> list[Segment]:
         """Who wrote which part of response r; one segment of the policy where the file does not say."""

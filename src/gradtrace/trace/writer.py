@@ -173,6 +173,27 @@ class TraceWriter:
             raise GradtraceError(self.stats.last_error) from error
 
 
+class SilentWriter(TraceWriter):
+    """The writer of a process that leaves the files to another one: it takes everything and keeps nothing."""
+
+    def __init__(self, kind: str) -> None:
+        record_of(kind)
+        self.kind = kind
+        self.stats = WriterStats()
+
+    def write(self, step: int, columns: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def truncate_after(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _meta_json(step: int, meta: Mapping[str, Any] | None) -> bytes:
     return json.dumps({**(meta or {}), "step": int(step)}, default=plain_number).encode()
 

@@ -122,7 +122,7 @@ class Experience:
             "rollout/groups_mixed": counts.mixed / counts.total,
             "rollout/groups_constant": counts.constant / counts.total,
             "rollout/batches": float(batches),
-            **{f"reward_part/{name}": mean for name, mean in self.reward.parts.items()},
+            **{f"reward_part/{name}": sum(own) / max(1, len(own)) for name, own in self.reward.parts.items()},
         }
 
 

@@ -206,7 +206,8 @@ class Trainer:
     def _sampler_is_exact(self) -> bool:
         """The sampler's log-probs are those of the same float32 distribution that the loss uses."""
         rollout, source = self.config.rollout, self.config.actor.old_log_probs
-        exact = rollout.precision == "float32" and self.parts.policy.device.type == "cpu"
+        ours = rollout.engine == "embedded" and rollout.precision == "float32"
+        exact = ours and self.parts.policy.device.type == "cpu"
         full = exact and rollout.top_p == 1 and rollout.top_k == 0
         return source == "sampler" or (source == "auto" and full)
 

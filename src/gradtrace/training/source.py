@@ -99,8 +99,10 @@ class Source:
         if not self.is_plain:
             state = unseal((checkpoint / STATE).read_bytes())
             step = int(state["step"])
-            if "data" in state:  # a checkpoint that was converted from verl's has none
+            if "data" in state:
                 parts.task.load_state_dict(state["data"])
+            else:  # converted from verl's, which was dealt the task's prompts in their order
+                parts.task.next_prompts(step * run.data.train_batch_size)
         made = self._optimizer(parts, step, optimizer, lr)
         return Loaded(parts, FullPrecision.of(parts.policy), made, step, dtype)
 

@@ -90,9 +90,14 @@ def _most_eventful(run: Run, what: str) -> int:
     stored = stored or {step for kind in _kinds_with(what) for step in run.steps(kind)}
     if not stored:
         kind = _kinds_with(what)[0]
-        raise GradtraceError(
-            f"{run.path} has no {kind} of any step, which --what {what} reads: train with trainer.traces=true"
+        traces = [run.step(ENTROPY_TRACE, step) for step in run.steps(ENTROPY_TRACE)[:1]]
+        imported = any("imported_from" in trace.meta for trace in traces)
+        advice = (
+            "it was imported, and only a training step has one; reward and length can be asked about"
+            if imported
+            else "train with trainer.traces=true"
         )
+        raise GradtraceError(f"{run.path} has no {kind} of any step, which --what {what} reads: {advice}")
     metric = METRIC.get(what, "")
     rows = [row for row in run.metrics()[0] if isinstance(row.get(metric), int | float)]
     values = {row["step"]: float(row[metric]) for row in rows}

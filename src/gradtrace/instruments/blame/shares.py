@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.errors import GradtraceError
+from gradtrace.instruments.blame.sharing import SharedOut
 from gradtrace.instruments.columns import Truth, group_columns, response_columns, token_column
-from gradtrace.instruments.entropy_probe.update_direction import parameter_updates, update_rule
 
 
 @dataclass(eq=False)
@@ -49,6 +47,11 @@ class StepBlame:
             torch.full((rows,), -1),
         )
 
+    def put(self, mask: Tensor, found: SharedOut) -> None:
+        """What was found of an optimizer step, whose tokens `mask` bool[R, T] has."""
+        self.share[mask], self.push[mask], self.log_probs[mask] = found.share, found.push, found.log_probs
+        self.updates.append(found.update)
+
     @property
     def rows(self) -> Tensor:
         """long[r]: the responses that had a pass."""
@@ -82,24 +85,6 @@ class StepBlame:
         for update in self.updates:
             square[int(update["number"])] = max(update["grad_norm"] ** 2, 1e-300)
         return (sketches @ sketches.T / square[step][:, None]).masked_fill(step[:, None] != step, 0.0)
-
-
-def move_parts(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], gradient: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """What the optimizer's move Δθ is made of: ⟨part, Δθ⟩/‖Δθ‖² of this batch, of momentum and of weight decay. Empty
-    where the optimizer's rule is not known."""
-    sums = dict.fromkeys(("from_batch", "from_momentum", "from_decay"), 0.0)
-    try:
-        update_rule(optimizer)
-    except GradtraceError:
-        return {}
-    for name, part in parameter_updates(optimizer, parameters, gradient):
-        whole = part.whole(gradient[name])
-        for key, of in zip(sums, (-part.factor * gradient[name], part.momentum, part.decay), strict=True):
-            sums[key] += float((torch.as_tensor(of) * whole).sum(dtype=torch.float64))
-    total = sum(sums.values())
-    return {key: value / total if total else 0.0 for key, value in sums.items()}
 
 
 def blame_columns(batch: RolloutBatch, blame: StepBlame, truth: Truth) -> dict[str, Any]:

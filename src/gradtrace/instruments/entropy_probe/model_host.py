@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,9 @@ class ModelProbeHost:
     def still(self) -> AbstractContextManager[Any]:
         return evaluation_mode(self.model)
 
-    def derivative(self, run: Callable[[], Tensor], direction: Gradient) -> Tensor:
-        return directional_derivative(self.model, run, direction)
+    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor]) -> Tensor:
+        with self.ranks.together():
+            return directional_derivative(self.model, run, direction)
 
     def entropy_gradient(
         self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None

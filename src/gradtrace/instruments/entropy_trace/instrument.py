@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import Truth, group_columns, log_prob_columns, no_truth, response_columns
+from gradtrace.instruments.columns import (
+    Truth,
+    group_columns,
+    log_prob_columns,
+    no_truth,
+    response_columns,
+    reward_part_columns,
+)
 from gradtrace.instruments.observer import StepObserver
 from gradtrace.trace.writer import TraceWriter
 
@@ -46,4 +53,5 @@ def entropy_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, A
         **group_columns(batch, truth),
         **response_columns(batch, rows, truth),
         **log_prob_columns(batch, rows),
+        **reward_part_columns(batch, rows),
     }

@@ -143,6 +143,7 @@ class InfluenceCapture:
         training = dataclasses.replace(
             self.loss,
             on_policy=optimizer_step == 0,
+            policy_gradient_at_ratio_one=self.loss.policy_gradient_at_ratio_one and not plan.corrected,
             one_advantage_per_response=bool(plan.one_advantage[rows].all()),
         )
         passes = plan_passes(self.config.output_function, self.config.target, training)

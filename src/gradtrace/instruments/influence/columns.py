@@ -17,6 +17,7 @@ from gradtrace.instruments.columns import (
     log_prob_columns,
     no_truth,
     response_columns,
+    reward_part_columns,
     with_gaps,
 )
 from gradtrace.instruments.influence.capture import Scored
@@ -94,6 +95,7 @@ def influence_columns(
         ),
         "captured": with_gaps(flat(captured, torch.bool), batch, rows, False),
         **log_prob_columns(batch, rows),
+        **reward_part_columns(batch, rows),
     }
     for name, scores in score_columns(entries, config).items():
         gap = False if scores.dtype == bool else np.nan

@@ -10,7 +10,7 @@ step, and `all_selected` is the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import AttributionError, InfluenceTracer, TrainingPass
+from gradtrace.attribution.collectives import Ranks, is_sharded
 from gradtrace.attribution.ledger import Role
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
+from gradtrace.instruments.influence.join import joined_over
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
 from gradtrace.instruments.verify.in_training import TrainingCheck
@@ -50,7 +52,8 @@ Coming = Mapping[str, Tensor] | bool | None
 
 
 class InfluenceTraceInstrument(StepObserver):
-    """The trace in a process that holds the whole model: the embedded loop and TRL."""
+    """The trace in processes that run the model themselves: the embedded loop and TRL. On several `ranks` each has the
+    labels of the whole batch and the passes of some of its responses; all of them end up with the whole trace."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class InfluenceTraceInstrument(StepObserver):
         optimizer: Any,
         coming: Callable[[], Coming] = lambda: True,
         grad_clip: float = 0.0,
+        ranks: Ranks | None = None,
     ) -> None:
         """`optimizer` takes the steps, on gradients clipped to `grad_clip`; `coming` says what is known of its next
         gradient when a mini-batch is scored."""
@@ -67,7 +71,10 @@ class InfluenceTraceInstrument(StepObserver):
         self.record = record
         self.config = record.config
         self.coming = coming
-        self.tracer = InfluenceTracer(policy.model, self.config, defer_errors=True, optimizer=optimizer)
+        self.ranks = ranks or Ranks()
+        self.tracer = InfluenceTracer(
+            policy.model, self.config, self.ranks.group, defer_errors=True, optimizer=optimizer
+        )
         self.tracer.close()  # hooks are on the model during updates only: the sampler's fast path wants it bare
         self.capture = InfluenceCapture(self.tracer, loss)
         self.check: TrainingCheck | None = None
@@ -103,7 +110,9 @@ class InfluenceTraceInstrument(StepObserver):
             self.capture.begin(backward.update.rows, backward.update.number)
             state.update = backward.update
         traced = self._traced(backward.micro, backward.token_weights.amax(1), backward.number)
-        if not self.capture.holds(traced):
+        if not self.capture.holds(traced) and not is_sharded(
+            self.policy.model
+        ):  # whose passes all ranks make
             return nullcontext()
         roles = self.capture.roles(backward.number)
         with self._guarded():
@@ -147,13 +156,14 @@ class InfluenceTraceInstrument(StepObserver):
     def _own_passes(self, traced: TracedPass, roles: PassRoles, micro: MicroBatch) -> None:
         """The passes of objectives other than the training loss."""
         for role in roles.own:
-            with self.capture.around(traced, role, rides=False):
-                self._differentiate(self._weighted_log_probs(role, micro)[0].sum())
+            with self.capture.around(traced, role, rides=False), self.policy.own_pass() as ends:
+                self._differentiate(self._weighted_log_probs(role, micro)[0].sum(), ends)
 
-    def _differentiate(self, value: Tensor) -> None:
-        """Gradients go nowhere: autograd.grad, and the result is dropped; the hooks have seen them."""
-        weights = [block.sites[0].module.weight for block in self.tracer.blocks]
-        torch.autograd.grad(value, weights, allow_unused=True)  # type: ignore[arg-type]
+    def _differentiate(self, value: Tensor, ends: Sequence[Tensor] = ()) -> None:
+        """Gradients go nowhere: autograd.grad, and the result is dropped; the hooks have seen them. `ends`: where the
+        pass ends, if not at the weights."""
+        weights: Any = [block.sites[0].module.weight for block in self.tracer.blocks]
+        torch.autograd.grad(value, ends or weights, allow_unused=True)
 
     def _weighted_log_probs(self, role: Role, micro: MicroBatch) -> Tensor:
         """[2, N]: every token's own term of a log-prob objective, and its log-prob."""
@@ -166,6 +176,8 @@ class InfluenceTraceInstrument(StepObserver):
     @contextmanager
     def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
         state = self._step
+        if state is not None:
+            self._agree(state)
         if state is not None and state.failure is None:
             terms = self._terms if self.config.wants_loss_term else None
             with self._guarded():
@@ -177,6 +189,12 @@ class InfluenceTraceInstrument(StepObserver):
         if self.check is not None and state is not None and state.failure is None:
             self._verify(self.check, state, update)
         yield
+
+    def _agree(self, state: StepState) -> None:
+        """One rank alone cannot score, since the others would wait for it: the failure of one is one of all."""
+        for reason in self.ranks.gather(state.failure and str(state.failure)):
+            if reason is not None and state.failure is None:
+                state.failure = AttributionError(reason)
 
     def _verify(self, check: TrainingCheck, state: StepState, update: OptimizerStep) -> None:
         """Hold the first scores of a step against real optimizer steps, every `verify_every` steps."""
@@ -206,7 +224,8 @@ class InfluenceTraceInstrument(StepObserver):
         """[2, N]: every token's own term of the step, to be raised, and its log-prob."""
         assert self._step is not None and self._step.backward is not None
         assert self.capture.current is not None
-        rows = self.capture.current.rows[responses]
+        # Ranks that keep the others company, where weights are sharded, run any response.
+        rows = self.capture.current.rows[responses or [0]]
         if self.config.output_function != "training_loss":
             micro = Sequences.of(self._step.batch).micro_batch(rows, self.policy.best_layout())
             return self._weighted_log_probs("step", micro)
@@ -230,11 +249,13 @@ class InfluenceTraceInstrument(StepObserver):
         if state is None:
             return {}
         self.tracer.close()
+        self._agree(state)
         capture = self.capture
         if state.failure is None:
             capture.drop_unscored()
+            scored = [joined_over(self.ranks, part) for part in capture.scored]
             try:
-                return self.record.write(batch, capture.scored, capture.status, step) | (state.validity or {})
+                return self.record.write(batch, scored, capture.status, step) | (state.validity or {})
             except Exception as error:
                 if self.config.on_error == "raise":
                     raise

@@ -29,6 +29,8 @@ class StepPlan:
     """float[R]: the mean over each response's tokens."""
     one_advantage: Tensor
     """bool[R]: all tokens of the response have the same advantage, and it is not 0."""
+    corrected: bool
+    """The loss multiplies tokens by more than their advantage (`RolloutBatch.loss_weights`)."""
     status: Tensor
     """long[G]: a `GroupStatus` of every group; SCORED means that it is to be scored."""
 
@@ -47,6 +49,7 @@ class StepPlan:
             accepted=accepted(rewards, batch.group, threshold),
             rewards=rewards.clone(),
             advantages=advantages,
+            corrected=batch.loss_weights is not None,
             one_advantage=(spread <= 1e-6 * advantages.abs()) & (advantages != 0),
             status=group_status(batch, max_prompts, threshold),
         )

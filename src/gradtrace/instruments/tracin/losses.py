@@ -32,7 +32,10 @@ class Weighted:
 
 def training_losses(batch: RolloutBatch, weigh: TokenWeights) -> Weighted:
     """Every response's own term of the policy gradient; those without an advantage have none and are left out."""
-    return Weighted(batch, with_advantage(batch), -batch.need("advantages") * weigh(batch.response_mask))
+    weights = -batch.need("advantages") * weigh(batch.response_mask)
+    if batch.loss_weights is not None:
+        weights = weights * batch.loss_weights
+    return Weighted(batch, with_advantage(batch), weights)
 
 
 def validation_losses(batch: RolloutBatch, rows: Tensor | None = None) -> Weighted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtrace.trace.kinds.shared import EVERY_KIND, EXPECTED, RUN_META
+from gradtrace.trace.kinds.shared import EVERY_KIND, EXPECTED, REWARD_PARTS, RUN_META
 from gradtrace.trace.record import InstrumentRecord, register_instrument
 
 ENTROPY_TRACE = "entropy_trace"
@@ -16,6 +16,7 @@ register_instrument(
         required=(*EVERY_KIND, "accepted"),
         optional=(
             *EXPECTED,
+            *REWARD_PARTS,
             *("group_status", "advantage", "selection", "optimizer_step", "first_wrong"),
             *("entropy", "log_prob", "sampler_log_prob", "ratio"),  # imported rollouts may have none of them
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from gradtrace.trace.kinds.shared import EVERY_KIND, EXPECTED, RUN_META, SIGN_STATEMENT
+from gradtrace.trace.kinds.shared import EVERY_KIND, EXPECTED, REWARD_PARTS, RUN_META, SIGN_STATEMENT
 from gradtrace.trace.record import Column, InstrumentRecord, register_instrument
 
 INFLUENCE_TRACE = "influence_trace"
@@ -75,6 +75,7 @@ register_instrument(
         required=(*EVERY_KIND, "group_status", "accepted", "selection", "optimizer_step", "captured"),
         optional=(
             *EXPECTED,
+            *REWARD_PARTS,
             *("advantage", "prompt_influence", "first_wrong"),
             *(
                 "entropy",

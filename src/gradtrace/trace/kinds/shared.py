@@ -23,6 +23,8 @@ class GroupStatus(enum.IntEnum):
     """Gradients or scores of the group were not finite."""
     NOT_CAPTURED = 4
     """The hooks saw none of its tokens."""
+    NOT_ASKED = 5
+    """Scores of other groups were asked for (`gradtrace attribute --group`)."""
 
 
 class Selection(enum.IntEnum):
@@ -71,6 +73,9 @@ register_columns((
     Column("selection", "uint8", "response", "selected for the trace, or why not", values=Selection),
     Column("optimizer_step", "int64", "response", "optimizer steps taken before it was captured: which θ"),
     Column("first_wrong", "int32", "response", "index of its first wrong token, -1 = none or unknown"),
+    Column("policy_version", "int32", "response", "training steps behind the weights that its first token was sampled "
+           "with: the step's number minus 1 = on policy", heading="version"),
+    Column("last_policy_version", "int32", "response", "the same of its last token", heading="last version"),
     Column("token_offsets", "int64", "response", "where each response begins in the token columns", is_offsets=True),
 
     Column("token_id", "int32", "token", "vocabulary id", ragged_by="token_offsets"),
@@ -93,6 +98,13 @@ register_columns((
     Column("segment_tool_offsets", "int64", "segment", "where each name begins in segment_tool", is_offsets=True),
     Column("segment_tool", "uint8", "segment", "names of the tools that wrote segments, as UTF-8 bytes",
            ragged_by="segment_tool_offsets"),
+    Column("reward_part_offsets", "int64", "response", "where each response begins in reward_part", is_offsets=True),
+    Column("reward_part", "float32", "reward_part", "a part of the reward, before its weight in the sum",
+           ragged_by="reward_part_offsets"),
+    Column("reward_part_name_offsets", "int64", "reward_part", "where each name begins in reward_part_name",
+           is_offsets=True),
+    Column("reward_part_name", "uint8", "reward_part", "names of the parts as UTF-8 bytes",
+           ragged_by="reward_part_name_offsets"),
     Column("ratio", "float32", "token", "its probability under the trainer's policy, before the first update, over the "
            "sampler's; 1 = they agree", ragged_by="token_offsets"),
 ))
@@ -105,6 +117,8 @@ EVERY_KIND = (
 )
 """What every step file has: prompts, responses and their tokens."""
 EXPECTED = ("expected_offsets", "expected_ids")
+REWARD_PARTS = ("reward_part_offsets", "reward_part", "reward_part_name_offsets", "reward_part_name")
+"""What files of rollouts have where a reward is the sum of several."""
 
 RUN_META = {
     "step": "training step",
