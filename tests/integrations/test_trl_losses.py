@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from gradtrace.integrations.trl.batches import LOSS_TYPES
+from gradtrace.integrations.trl.losses import LOSS_TYPES
 from gradtrace.trace.step import Step
 from tests.integrations.trl_reference import EXACT, UNSCALED, assert_equal, engine_scores, step_of, train
 

@@ -58,13 +58,6 @@ def test_selection_with_tools_is_refused_with_what_works(tmp_path: Path) -> None
         trainer.train()
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = grpo_trainer(tmp_path)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(GradtraceError, match=r"it uses 2 processes.*verl integration"):
-        attach(trainer, tmp_path / "run")
-
-
 def test_another_kind_of_trainer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match="needs TRL's GRPOTrainer or a subclass, not Linear"):
         attach(nn.Linear(1, 1), tmp_path / "run")  # type: ignore[arg-type]

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from gradtrace.instruments.tracin.selector import embedding_output
 from gradtrace.integrations.trl.batches import LeftPadded
 from gradtrace.policy.microbatch import MicroBatch
 from gradtrace.policy.policy import Policy
@@ -21,6 +23,8 @@ class TrlPolicy(Policy):
     """`GRPOTrainer._get_per_token_logps_and_entropies` of the trainer."""
     reentrant: bool
     """The model has torch's older kind of checkpoints, through which `autograd.grad` does not pass."""
+    syncs: Callable[[], bool]
+    """Whether the backward pass of training that comes next is the last one before the optimizer step."""
 
     def statistics(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """A slice as TRL computes it; other inputs (for forward-mode derivatives, which TRL's fused head has not)
@@ -37,6 +41,21 @@ class TrlPolicy(Policy):
         assert entropies is not None
         mask = micro.mask.to(log_probs.device)
         return log_probs[mask], entropies[mask]
+
+    @contextmanager
+    def own_pass(self) -> Iterator[list[Tensor]]:
+        """Sharded weights are gathered inside the pass, so that it cannot end at them; it ends at the embeddings. What
+        FSDP has accumulated of training's gradients waits."""
+        model = self.model
+        if not isinstance(model, FSDPModule):
+            yield []
+            return
+        model.set_requires_gradient_sync(False)
+        try:
+            with embedding_output(self.model) as outputs:
+                yield outputs
+        finally:
+            model.set_requires_gradient_sync(self.syncs())
 
 
 @contextmanager
@@ -63,5 +82,10 @@ def policy_of(trainer: Any, log_probs_and_entropies: Callable[..., Any]) -> TrlP
     model = trainer.accelerator.unwrap_model(trainer.model)
     reentrant = bool((trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
     return TrlPolicy(
-        model, trainer.accelerator.device, trainer.temperature, log_probs_and_entropies, reentrant
+        model,
+        trainer.accelerator.device,
+        trainer.temperature,
+        log_probs_and_entropies,
+        reentrant,
+        lambda: bool(trainer.accelerator.sync_gradients),
     )

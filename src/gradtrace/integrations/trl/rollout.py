@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.observer import OptimizerStep
 from gradtrace.integrations.trl.batches import LeftPadded
@@ -24,6 +25,8 @@ class TracedRollout:
     policy: TrlPolicy
     began_at: int
     """TRL's global step when it was generated."""
+    rows: Tensor
+    """long[r]: the completions that this process trains on."""
     slices_left: int
     has_statistics: bool
     """TRL took log-probs (and we entropies) of the sampling weights when it generated."""
@@ -55,11 +58,22 @@ class TracedRollout:
             rows, mask = micro.rows[whole], micro.mask[whole]
             for name, values in (("old_log_probs", log_probs), ("entropies", entropies)):
                 own = values.detach().float().cpu()[whole]
-                self.batch.need(name)[rows] = torch.where(mask, own, 0)
+                self.batch.need(name)[rows, : mask.shape[1]] = torch.where(mask, own, 0)
         if terms:
             for values, store in ((log_probs, self.log_prob_weight), (entropies, self.entropy_weight)):
                 if values.requires_grad:
                     values.register_hook(_stores(store, micro.rows))
+
+    def share_statistics(self, ranks: Ranks) -> None:
+        """Log-probs and entropies of the other ranks' passes. Collective."""
+        names = ("old_log_probs", "entropies")
+        if self.has_statistics:
+            return
+        for rows, *columns in ranks.gather(
+            (self.rows, *(self.batch.need(name)[self.rows] for name in names))
+        ):
+            for name, values in zip(names, columns, strict=True):
+                self.batch.need(name)[rows] = values
 
     def token_terms(self, rows: Tensor) -> Tensor:
         """[2, N]: every token's own term of TRL's loss, before it was averaged, and its log-prob. The term is linear in
@@ -76,6 +90,6 @@ class TracedRollout:
 
 def _stores(store: Tensor, rows: Tensor) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
-        store[rows] = gradient.detach().to(store)
+        store[rows, : gradient.shape[1]] = gradient.detach().to(store)
 
     return hook

@@ -1,8 +1,9 @@
 """TracIn selection in a `GRPOTrainer`: our instrument, with TRL's model, rewards and validation prompts.
 
 Validation completions come from our sampler with a generator of its own, so that nothing is drawn from TRL's random
-numbers; they are judged by the trainer's reward functions. A completion that is left out is masked as TRL itself
-masks truncated ones: it has no loss, and the loss's normaliser does not count its tokens.
+numbers; they are judged by the trainer's reward functions. On several processes the first one samples, and each judges
+a part of what it sampled. A completion that is left out is masked as TRL itself masks truncated ones: it has no loss,
+and the loss's normaliser does not count its tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gradtrace.algorithms import advantage
 from gradtrace.attribution import AttributionError
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
@@ -26,7 +28,6 @@ from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import adam_geometry
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.instruments.tracin.validation import ValidationSource
-from gradtrace.integrations.trl.batches import loss_mask
 from gradtrace.integrations.trl.policy import TrlPolicy
 from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout import Sampler, SamplingParams
@@ -47,6 +48,7 @@ def tracin_instrument(
     writer: TraceWriter,
     meta: dict[str, Any],
     truth: Truth,
+    ranks: Ranks,
 ) -> TracinInstrument:
     if settings.val_files:
         raise GradtraceError(
@@ -76,13 +78,15 @@ def tracin_instrument(
         selector = TracInSelector(policy.model, settings.method, settings.parameters)
     except AttributionError as error:
         raise GradtraceError(f"selection: {error}") from error
-    host = ModelScorer(policy, selector, TOKENS_PER_PASS, optimizer)
+    host = ModelScorer(policy, selector, TOKENS_PER_PASS, optimizer, ranks=ranks)
     weigh = aggregated(AGGREGATION.get(trainer.loss_type, "token_mean"), trainer.max_completion_length)
-    source = validation_source(trainer, settings, policy)
+    source = validation_source(trainer, settings, policy, ranks)
     return TracinInstrument(settings, host, weigh, source, writer, meta, truth)
 
 
-def validation_source(trainer: Any, settings: TracinConfig, policy: TrlPolicy) -> ValidationSource:
+def validation_source(
+    trainer: Any, settings: TracinConfig, policy: TrlPolicy, ranks: Ranks
+) -> ValidationSource:
     """Prompts of the trainer's eval_dataset, sampled at the current weights and judged by its reward functions."""
     tokenizer = trainer._tokenizer
     rows = [dict(row) for row in trainer.eval_dataset]
@@ -98,15 +102,24 @@ def validation_source(trainer: Any, settings: TracinConfig, policy: TrlPolicy) -
     )
 
     def sample(prompts: list[Prompt], generator: torch.Generator) -> RolloutBatch:
+        found: RolloutBatch | None = None
         with evaluation_mode(policy.model), torch.no_grad():
-            return judge(rollout(sampler, prompts, params, generator), tokenizer, partial(_rewards, trainer))
+            if ranks.place == 0:
+                found = rollout(sampler, prompts, params, generator)
+            batch = ranks.gather(found)[0]
+            assert batch is not None
+            return judge(batch, tokenizer, partial(_rewards, trainer, ranks))
 
     pool = [Prompt(list(prompt), row) for prompt, row in zip(ids, rows, strict=True)]
     return ValidationSource(settings, pool, advantage("grpo"), trainer.args.seed, sample)
 
 
-def _rewards(trainer: Any, texts: list[str], items: list[dict[str, Any]]) -> list[float]:
-    """The trainer's reward functions, weighted as it weighs them; 0 where none of them judged."""
+def _rewards(trainer: Any, ranks: Ranks, texts: list[str], items: list[dict[str, Any]]) -> list[float]:
+    """The trainer's reward functions, weighted as it weighs them; 0 where none of them judged. TRL joins what its ranks
+    judge, in their order: each takes equally many, the last of them again where they do not divide evenly."""
+    count, share = len(texts), -(-len(texts) // ranks.size)
+    places = [min(i, count - 1) for i in range(ranks.place * share, (ranks.place + 1) * share)]
+    texts, items = [texts[i] for i in places], [items[i] for i in places]
     prompts = [item["prompt"] for item in items]
     chat = not isinstance(prompts[0], str)
     completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
@@ -114,23 +127,22 @@ def _rewards(trainer: Any, texts: list[str], items: list[dict[str, Any]]) -> lis
     with torch.random.fork_rng():
         found = trainer.plain_rewards(items, prompts, completions, ids)
     weighted: Tensor = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)
-    return weighted.tolist()
+    return weighted.tolist()[:count]
 
 
-def masked(output: dict[str, Any], batch: RolloutBatch) -> dict[str, Any]:
-    """TRL's rollout with what selection decided: dropped completions have no loss, kept ones their (soft) weight."""
+def masked(output: dict[str, Any], batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
+    """This rank's part `rows` of TRL's rollout with what selection decided: dropped completions have no loss, kept ones
+    their (soft) weight."""
     if batch.kept is None:
         return output
-    advantages_kept = batch.need("advantages")
-    mask = output["completion_mask"]
-    kept = batch.kept.to(mask.device)
-    advantages = output["advantages"]
-    place = batch.response_mask.int().argmax(1, keepdim=True)
+    mask, advantages = output["completion_mask"], output["advantages"]
+    kept = batch.kept[rows].to(mask.device)
+    advantages_kept = batch.need("advantages")[rows, : mask.shape[1]]
+    place = batch.response_mask[rows].int().argmax(1, keepdim=True)
     first = advantages_kept.gather(1, place)[:, 0] if advantages.dim() == 1 else advantages_kept
-    changed = mask * kept[:, None].to(mask.dtype)
     return output | {
-        "completion_mask": changed,
-        "num_items_in_batch": loss_mask(output | {"completion_mask": changed}).sum(),
+        "completion_mask": mask * kept[:, None].to(mask.dtype),
+        "num_items_in_batch": batch.response_mask[batch.kept].sum().to(mask.device),
         "advantages": torch.where(
             kept if advantages.dim() == 1 else kept[:, None], first.to(advantages), 0.0
         ),

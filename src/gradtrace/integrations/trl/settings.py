@@ -12,7 +12,7 @@ from gradtrace.attribution import InfluenceConfig
 from gradtrace.config import FindingsConfig, InfluenceTraceConfig, TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth, no_truth
-from gradtrace.integrations.trl.batches import LOSS_TYPES
+from gradtrace.integrations.trl.losses import LOSS_TYPES
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class TraceSettings:
     """Thresholds of the detectors that say what is wrong with the run; `FindingsConfig(enable=False)`: none."""
     write_every: int = 1
     """Rollouts between traces."""
+    mismatch_every: int = 10
+    """Rollouts between measurements of mismatch/share_of_update, made where the sampler's log-probs are known and were
+    others than the trainer's (docs/mismatch.md); 0 is never."""
     verify_every: int = 0
     """Rollouts between checks of the scores by real optimizer steps, which are taken back; 0 is never. Where a
     rollout is dealt over several optimizer steps there is no check."""
@@ -69,22 +72,32 @@ class TraceSettings:
         return Path(self.run_dir)
 
 
-def check_supported(trainer: Any) -> None:
+def check_supported(trainer: Any, settings: TraceSettings) -> None:
     """Raise for what would give wrong numbers or none; everything else of GRPOTrainer goes."""
     args = trainer.args
+    if settings.verify_every and trainer.accelerator.num_processes > 1:
+        raise GradtraceError(
+            f"verify_every={settings.verify_every} takes real optimizer steps back, which one process does alone; here "
+            f"are {trainer.accelerator.num_processes}. Leave it out, and run `gradtrace verify` on a checkpoint."
+        )
+    sharded, parallel = trainer.is_fsdp_enabled, trainer.accelerator.parallelism_config
+    sizes = [getattr(parallel, f"{kind}_size", 1) for kind in ("tp", "cp", "sp")]
     refused = {
-        f"{trainer.accelerator.num_processes} processes": trainer.accelerator.num_processes > 1,
         f"{args.n_gpu} GPUs in one process (DataParallel)": args.n_gpu > 1,
-        "DeepSpeed": trainer.is_deepspeed_enabled,
-        "FSDP": trainer.is_fsdp_enabled,
+        "DeepSpeed (use FSDP2 or plain data parallelism)": trainer.is_deepspeed_enabled,
+        "FSDP in its first version (set fsdp_version: 2)": sharded and not trainer.accelerator.is_fsdp2,
+        "FSDP in bf16 with loss terms, which are differences of passes (use InfluenceConfig(credit='tail'))": (
+            sharded and args.bf16 and settings.influence is not None and settings.influence.wants_loss_term
+        ),
+        "tensor or sequence parallelism (use data parallelism)": max(sizes) > 1,
         "fp16 (its gradients are scaled; use bf16)": args.fp16,
-        "torch.compile (hooks do not fire in compiled graphs)": args.torch_compile,
+        "torch.compile (hooks do not fire in compiled graphs; torch_compile=False)": args.torch_compile,
         "images": trainer._is_vlm,
         f"loss_type={trainer.loss_type!r}": trainer.loss_type not in LOSS_TYPES,
     }
     found = [what for what, is_so in refused.items() if is_so]
     if found:
         raise GradtraceError(
-            f"gradtrace cannot trace this GRPOTrainer: it uses {', '.join(found)}. Several processes and machines: "
-            "gradtrace's verl integration. Otherwise train on one device without it, or without the trace."
+            f"gradtrace cannot trace this GRPOTrainer: it uses {', '.join(found)}. Train without it, or without the "
+            "trace; several GPUs work with torchrun or `accelerate launch` (docs/trl.md)."
         )

@@ -99,13 +99,13 @@ def attach(trainer: GRPOTrainer, run_dir: str | os.PathLike[str], **settings: An
         raise GradtraceError("this trainer is traced already: attach() once, or use TracedGRPOTrainer alone.")
     own = type(trainer)
     checked = TraceSettings(run_dir, **settings)
-    check_supported(trainer)
+    check_supported(trainer, checked)
     trainer.__class__ = type(f"Traced{own.__name__}", (GRPOTracing, own), {"__module__": own.__module__})
     return _start(trainer, checked)
 
 
 def _start(trainer: Any, settings: TraceSettings) -> TraceSession:
-    check_supported(trainer)
+    check_supported(trainer, settings)
     plain = super(GRPOTracing, trainer)._get_per_token_logps_and_entropies
     trainer.gradtrace = TraceSession(trainer, settings, plain)
     trainer.add_callback(_Events(trainer.gradtrace))
