@@ -73,9 +73,14 @@ DEFAULT = {
     "two_tiers": Case(knobs={"loss_term_prompts": 1, "projection_dim_factor": 2}),
 }
 """The form of today: a token's own step in the optimizer's geometry, the contrast of log-probs as its target."""
+HALF_PRECISION = {
+    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+    "half_precision_attention": True,
+}
+"""Of an engine that computes in bf16, with an attention that has nothing else, as flash attention."""
 BF16 = {
     "default_bf16": Case(
-        {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}},
+        HALF_PRECISION,
         knobs={"preconditioner_form": "factored"},
     )
 }
@@ -86,12 +91,21 @@ TURNS = {
         {"packed": False}, {"packed": False}, {"loss_agg_mode": "seq-mean-token-mean"}, turns=True
     ),
 }
-CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT | BF16 | TURNS
+CORRECTED = {
+    "corrected": Case(layout={"corrected": True}, knobs={"credit": "both"}),
+    "corrected_default": Case(layout={"corrected": True}, knobs={"preconditioner_form": "factored"}),
+}
+"""Tokens are weighed by verl's rollout correction."""
+CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT | BF16 | TURNS | CORRECTED
 
 
 def knobs_of(name: str) -> dict[str, Any]:
     """The influence knobs of a case."""
-    return {**EXACT, **({} if name in DEFAULT | BF16 else OLDER), **CASES[name].knobs}
+    return {
+        **EXACT,
+        **({} if name in DEFAULT | BF16 or name == "corrected_default" else OLDER),
+        **CASES[name].knobs,
+    }
 
 
 def names(world: int, *kinds: dict[str, Case]) -> list[str]:
@@ -104,9 +118,7 @@ PROBES = {
     "probe_packed": Case(),
     "probe_padded": Case({"packed": False, "checkpointing": True}, {"packed": False}),
     "probe_lora": Case({"lora_rank": 4, "param_offload": True, "optimizer_offload": True}),
-    "probe_bf16": Case(
-        {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
-    ),
+    "probe_bf16": Case(HALF_PRECISION),
     "probe_dynamic": Case(layout={"dynamic": True}, actor={"loss_agg_mode": "seq-mean-token-mean"}),
 }
 PROBED_OPTIM = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.config import InfluenceTraceConfig
-from tests.integrations.verl import cases, harness, tracin_ranks
+from tests.integrations.verl import blame_ranks, cases, harness, tracin_ranks
 
 
 def full(gradient: Any) -> torch.Tensor:
@@ -49,7 +49,8 @@ def run_case(name: str, folder: Path) -> Any:
     batch = harness.in_turns(batch) if case.turns else batch
     plan = torch.tensor(cases.PLAN)
     selected = plan == 0 if case.first_only else torch.ones(len(batch), dtype=torch.bool)
-    step_plan = StepPlan.of(batch, 1, 0)
+    weights = harness.correction(batch) if case.layout.get("corrected") else None
+    step_plan = StepPlan.of(batch.replace(loss_weights=weights), 1, 0)
     step_plan.status[batch.group[~selected]] = int(GroupStatus.OVER_PROMPT_CAP)
     labels = StepLabels(step_plan, plan)
     engine = harness.make_engine(str(folder / "model"), **case.engine)
@@ -181,12 +182,18 @@ def hung_rank(engine: Any) -> str:
 def refusals() -> dict[str, str]:
     """What the engine says to settings that would go wrong."""
     from gradtrace.errors import GradtraceError
+    from gradtrace.integrations.verl.refusals import check_differences
 
     found = {}
     try:
         harness.make_engine(sys.argv[1] + "/model", ulysses_sequence_parallel_size=dist.get_world_size())
     except GradtraceError as error:
         found["ulysses"] = str(error)
+    coarse = harness.make_engine(sys.argv[1] + "/model", model_dtype="bf16")
+    try:
+        check_differences(coarse, "influence_trace")
+    except GradtraceError as error:
+        found["coarse"] = str(error)
     return found
 
 
@@ -199,8 +206,11 @@ if __name__ == "__main__":
     for case_name in sys.argv[2:]:
         if case_name in cases.PROBES:
             run_probe(case_name, Path(sys.argv[1]))
+        elif case_name in blame_ranks.BLAMED:
+            blame_ranks.run(case_name, Path(sys.argv[1]))
         else:
             last_engine = run_case(case_name, Path(sys.argv[1]))
+    blame_ranks.measure_mismatch(Path(sys.argv[1]))
     tracin_ranks.run(Path(sys.argv[1]))
     save_or_open(Path(sys.argv[1]))
     if dist.get_world_size() > 1:

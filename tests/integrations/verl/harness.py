@@ -65,6 +65,19 @@ def in_turns(batch: RolloutBatch) -> RolloutBatch:
     return batch.replace(response_mask=mask, lengths=batch.response_lengths, **zeroed)
 
 
+def correction(batch: RolloutBatch) -> Tensor:
+    """[R, T]: weights of tokens as verl's rollout correction makes them, some cut at 2."""
+    generator = torch.Generator().manual_seed(11)
+    return (0.3 + 2.2 * torch.rand(batch.response_mask.shape, generator=generator)).clamp(max=2.0)
+
+
+def sampled_log_probs(batch: RolloutBatch) -> Tensor:
+    """[R, T]: of a sampler that disagrees with the trainer, by more than the loss clips at some tokens."""
+    generator = torch.Generator().manual_seed(12)
+    noise = 0.15 * torch.randn(batch.response_mask.shape, generator=generator)
+    return batch.need("old_log_probs").float() + noise
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -117,6 +130,7 @@ def make_engine(folder: str, packed: bool = True, checkpointing: bool = False, *
     from verl.workers.engine.base import EngineRegistry
 
     lora = options.pop("lora_rank", 0)
+    half_precision = options.pop("half_precision_attention", False)
     optim = options.pop("optim", {})
     model = HFModelConfig(
         path=folder,
@@ -155,7 +169,24 @@ def make_engine(folder: str, packed: bool = True, checkpointing: bool = False, *
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()
+    if half_precision:
+        use_half_precision_attention(engine.module.config)
     return engine
+
+
+def use_half_precision_attention(config: Any) -> None:
+    """As flash attention: one that cannot compute in float32."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(module: Any, query: Tensor, *arguments: Any, **options: Any) -> Any:
+        assert query.dtype == torch.bfloat16, f"half precision only, not {query.dtype}"
+        return sdpa_attention_forward(module, query, *arguments, **options)
+
+    AttentionInterface.register("flash_stand_in", attention)
+    AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
+    config._attn_implementation_internal = "flash_stand_in"
 
 
 def actor_config(**options: Any) -> Any:
@@ -181,6 +212,8 @@ def tensordict(
     micro_batch: int = 2,
     dynamic: bool = False,
     entropies: bool = False,
+    corrected: bool = False,
+    sampled: bool = False,
 ) -> Any:
     """The mini-batch `rows` of one rank; `sequences` counts those of all ranks."""
     from verl.utils import tensordict_utils as tu
@@ -210,8 +243,12 @@ def tensordict(
         "advantages": column(batch.advantages),  # type: ignore[arg-type]
         ROW: torch.tensor(rows),
     }
-    if batch.ref_log_probs is not None:
-        fields["ref_log_prob"] = column(batch.ref_log_probs)
+    optional = {
+        "ref_log_prob": batch.ref_log_probs,
+        "rollout_log_probs": sampled_log_probs(batch) if sampled else None,
+        "rollout_is_weights": correction(batch) if corrected else None,
+    }
+    fields |= {name: column(values) for name, values in optional.items() if values is not None}
     data = tu.get_tensordict(fields)
     tu.assign_non_tensor(
         data,

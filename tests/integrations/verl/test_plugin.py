@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from gradtrace.algorithms import AdvantageInputs, LossInputs, advantage, aggrega
 from gradtrace.config_loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.launch.translate import translate
+from gradtrace.integrations.verl.refusals import check_main
 from tests.integrations.verl import harness
 
 pytestmark = [pytest.mark.slow, harness.needs_verl]
@@ -57,6 +59,32 @@ def test_everything_is_registered(verl: Any) -> None:
     assert get_trainer_cls("sync") is get_trainer_cls("gradtrace") is GradtraceTrainer
     assert PlatformRegistry.get("cpu") is not None
     assert RolloutReplicaRegistry.get("gradtrace_cpu") and get_rollout_class("gradtrace_cpu")
+
+
+def test_what_is_not_traced_asynchronously_is_refused_with_what_to_use(verl: Any) -> None:
+    from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
+
+    with pytest.raises(GradtraceError, match=r"trainer_mode=sync or colocate_async.*gradtrace trace import"):
+        get_trainer_cls("separate_async")(verl_config())
+    for sampling in ("trainer.entropy_probe.every=5", "trainer.tracin.enable=true"):
+        with pytest.raises(GradtraceError, match="samples at the weights of the step"):
+            get_trainer_cls("colocate_async")(verl_config(sampling))
+
+
+def test_programs_of_verl_that_would_not_read_our_section_are_refused() -> None:
+    module = "verl.experimental.one_step_off_policy.main_ppo"
+    with pytest.raises(GradtraceError, match=r"\+gradtrace.blame.enable=true: .*one_step_off_policy"):
+        check_main(["python", "-m", module, "+gradtrace.blame.enable=true"])
+    check_main(["python", "-m", module])
+    check_main(["python", "-m", "verl.trainer.main_ppo", "+gradtrace.blame.enable=true"])
+
+
+def test_verl_accepts_a_critic(verl: Any) -> None:
+    from verl.trainer.ppo.utils import need_critic
+
+    config = verl_config("algorithm.advantage=gae", "critic.optim.lr=1e-4")
+    assert need_critic(config) and not need_critic(verl_config())
+    assert config.critic.strategy == "fsdp2" and config.critic.optim.lr == 1e-4
 
 
 def test_the_entry_point_is_installed() -> None:
@@ -244,6 +272,44 @@ def test_waiting_requests_are_generated_in_one_batch(verl: Any, tmp_path: Path) 
         assert output.extra_fields["global_steps"] == 3
 
 
+def test_a_paused_server_begins_nothing_and_stops_at_the_tokens_it_is_told(verl: Any, tmp_path: Path) -> None:
+    """verl exchanges weights while requests wait (its asynchronous trainer), and tool parsers end turns."""
+    from gradtrace.integrations.verl.cpu.rollout import Server
+
+    server = Server(str(harness.model_folder(tmp_path / "model")), response_length=40, seed=0)
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": list(range(5, 30))}
+
+    async def ask() -> Any:
+        await server.load(server.model.state_dict(), 3)
+        await server.abort_all_requests()
+        request = asyncio.create_task(server.generate("0", [5, 6, 7], settings))
+        done, _ = await asyncio.wait([request], timeout=0.3)
+        assert not done
+        await server.load(server.model.state_dict(), 4)
+        await server.resume_generation()
+        return await request
+
+    output = asyncio.run(ask())
+    assert output.extra_fields["global_steps"] == 4
+    assert 5 <= output.token_ids[-1] < 30 and all(not 5 <= token < 30 for token in output.token_ids[:-1])
+
+
+def test_verls_agent_loop_calls_the_calculator_as_the_embedded_loop_does(verl: Any) -> None:
+    """Whatever a policy that has learnt nothing writes before </calc>: tags, padding, a line break."""
+    from gradtrace.integrations.verl.launch.calculator_tool import CallParser, calculate
+    from gradtrace.tasks.calculator import VOCABULARY, Calculator, encode
+
+    parser = CallParser(None)
+    odd = [VOCABULARY.index(token) for token in ("<pad>", "<unk>", "<eos>")]
+    for ids in (encode("<calc>12*3</calc>"), [*odd, *encode("7-</calc>")]):
+        _, (call,) = asyncio.run(parser.extract_tool_calls(ids))
+        expected = Calculator().reply(ids)
+        assert expected is not None
+        assert encode(calculate(**json.loads(call.arguments))) == expected[0]
+    assert asyncio.run(parser.extract_tool_calls(encode("36"))) == ("36", [])
+    assert parser.stop_token_ids == list(Calculator.stop_token_ids)
+
+
 # ---------------------------------------------------------------- a job of one's own
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "launch" / "own_verl_job.sh"
@@ -291,7 +357,6 @@ def test_the_command_of_a_job_of_ones_own_is_understood(verl: Any, tmp_path: Pat
     ("overrides", "reason"),
     [
         (["verl.actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"], "token terms"),
-        (["model.attention=flash_attention_2"], "half precision"),
         (["verl.actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"], "single_turn_agent"),
     ],
 )

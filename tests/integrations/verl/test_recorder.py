@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradtrace import open_run
+from gradtrace.config import EntropyTraceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import no_truth
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.status import Status, describe, read_status
 from gradtrace.integrations.verl.options import VerlOptions, read_options
+from gradtrace.tasks.arithmetic import build_tokenizer
 from tests.integrations.verl import harness
 from tests.training import small
 
@@ -77,7 +80,7 @@ def test_without_a_section_everything_is_off() -> None:
 
 
 def test_the_driver_watches_the_run_with_the_same_detectors(tmp_path: Path) -> None:
-    """It has the batch and the metrics; blame it has not."""
+    """Here without blame."""
     own = recorder(tmp_path)
     own.start(0)
     own.record(small.random_batch(), 1, None)
@@ -124,3 +127,26 @@ def test_holes_in_verls_response_mask_are_tokens_of_others() -> None:
     found["rollout_log_probs"] = nested([[-1.5] * 5, [-2.5] * 2], torch.float32)
     sampled = batch_of(found, ["a_0_0", "a_1_0"], 8, (1,)).sampler_log_probs
     assert sampled[0].tolist() == [-1.5] * 5 and sampled[1].tolist() == [-2.5, -2.5, 0, 0, 0]
+    assert batch.loss_weights is None
+    found["rollout_is_weights"] = nested([[0.5] * 5, [2.0] * 2], torch.float32)
+    weights = batch_of(found, ["a_0_0", "a_1_0"], 8, (1,)).loss_weights
+    assert weights is not None and weights[1].tolist() == [2.0, 2.0, 0, 0, 0]
+
+
+@harness.needs_verl
+def test_the_weights_that_sampled_a_response_are_in_every_file(tmp_path: Path) -> None:
+    """As verl's queue tags responses; where one has no tag, nothing is said of any."""
+    from gradtrace.integrations.verl.driver.batches import with_versions
+
+    batch = small.random_batch()
+    known = torch.ones(batch.response_mask.shape)
+    batch = batch.replace(entropies=known, old_log_probs=-known)
+    tags = [{"min_global_steps": 3, "max_global_steps": 4 + row % 2} for row in range(len(batch))]
+    options = VerlOptions(run_dir=str(tmp_path), entropy_trace=EntropyTraceConfig(enable=True))
+    own = Recorder(options, build_tokenizer(), ranks=2, temperature=1.0, truth=no_truth, report=print)
+    own.start(0)
+    own.record(with_versions(batch, tags), 6, None)
+    own.close()
+    step = open_run(tmp_path).step("entropy_trace", 6)
+    assert set(step["policy_version"]) == {3} and set(step["last_policy_version"]) == {4, 5}
+    assert with_versions(batch, [*tags[1:], {}]).first_version is None

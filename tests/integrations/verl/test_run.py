@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), harness.needs_verl]
 
 STEPS = 20
 PROBE_EVERY = 5
+BLAME_EVERY = 2
 REWARD = """
 def ones(response, item):
     return response.count("1") / 8
@@ -107,6 +108,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
             "trainer.influence_trace.loss_term_prompts=1",
             "trainer.influence_trace.projection_dim_factor=4",
             "trainer.influence_trace.on_error=raise",
+            "trainer.blame.enable=true",
+            f"trainer.blame.write_every={BLAME_EVERY}",
+            "trainer.blame.on_error=raise",
             "trainer.tracin.enable=true",
             "trainer.tracin.val_batch_size=4",
             "trainer.tracin.on_error=raise",
@@ -153,6 +157,7 @@ def test_one_trace_per_step_holds_all_ranks(result: Result) -> None:
     run = open_run(result.run_dir)
     for step in (1, STEPS):
         entropy, influence = run.step("entropy_trace", step), run.step("influence_trace", step)
+        assert set(entropy["policy_version"]) == {step - 1}  # on policy
         assert len(entropy["group"]) == 16 and sorted(np.bincount(entropy["group"])) == [4, 4, 4, 4]
         scored = np.isin(np.arange(4), influence["group"]) == (influence["group_status"] == 0)
         assert scored.all() and influence["captured"].all()
@@ -198,6 +203,24 @@ def test_probes_are_of_the_first_optimizer_step_and_say_what_it_does(result: Res
     assert not list((result.run_dir / "entropy_probe" / "parts").iterdir())
 
 
+def test_blame_shares_every_gradient_out_and_the_detectors_read_it(result: Result) -> None:
+    run = open_run(result.run_dir)
+    records = {record["step"]: record for record in run.metrics()[0]}
+    assert set(range(BLAME_EVERY, STEPS + 1, BLAME_EVERY)) <= set(run.steps("blame"))
+    for number in range(BLAME_EVERY, STEPS + 1, BLAME_EVERY):
+        step, kept = run.step("blame", number), run.step("tracin", number)
+        trained = kept["kept"] & (kept["reason"] != int(TracinReason.VALIDATION))
+        assert set(step["row"]) == set(kept["row"][trained])  # of both ranks, without what was dropped
+        for update in step.meta["updates"]:
+            shares = step["grad_share"][step["optimizer_step"] == update["number"]]
+            assert shares.sum() == pytest.approx(1.0, abs=0.01)
+        assert (step["grad_norm"] > 0).any() and np.isfinite(step["grad_norm"]).all()
+        assert records[number]["blame/residual"] < 0.01 and records[number]["blame/errors"] == 0
+        assert records[number]["batch/prompt_gradient"] > 0  # what the detectors make of blame
+        assert "findings/reward_hacking" in records[number]
+    assert not list((result.run_dir / "blame" / "parts").iterdir())
+
+
 def test_metrics_have_our_names(result: Result) -> None:
     records, _ = open_run(result.run_dir).metrics()
     for name in (
@@ -224,7 +247,7 @@ def test_the_reward_rises(result: Result) -> None:
 
 def test_it_says_that_it_is_active_and_on_which_ranks(result: Result) -> None:
     log = (result.run_dir / "verl.log").read_text()
-    what = "entropy_trace, influence_trace, tracin, entropy_probe"
+    what = "entropy_trace, influence_trace, tracin, entropy_probe, blame"
     assert f"gradtrace is active: {what}; on ranks 0 to 1 of 2" in log
     assert "entropy probe active on rank 1 of 2" in log
     assert "influence trace active on rank 0 of 2" in log and "influence trace active on rank 1 of 2" in log

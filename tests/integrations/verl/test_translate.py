@@ -51,12 +51,31 @@ def test_settings_arrive_under_their_names_in_verl() -> None:
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_every_recipe_can_run_on_verl(recipe: str) -> None:
-    if recipe == "calculator":  # its turns are the embedded loop's
-        with pytest.raises(GradtraceError, match="leave engine=verl out"):
-            translated(f"recipe={recipe}")
-        return
     settings = translated(f"recipe={recipe}", "cluster.num_workers=2", "data.train=[x.jsonl]").settings
     assert settings["trainer.total_training_steps"] >= 1
+
+
+def test_ppos_critic_becomes_verls() -> None:
+    found = translated(
+        "algorithm.advantage=gae",
+        "algorithm.advantage_options.lam=0.9",
+        "critic.optim.lr=1e-4",
+        "critic.value_clip=0.3",
+        "critic.warmup_steps=2",
+    ).settings
+    assert found["algorithm.adv_estimator"] == "gae" and found["algorithm.lam"] == 0.9
+    assert found["critic.optim.lr"] == 1e-4 and found["critic.cliprange_value"] == 0.3
+    assert found["critic.model.path"] == "/models/mine" and found["trainer.critic_warmup"] == 2
+    assert "critic.model.path" not in translated().settings
+
+
+def test_turns_become_verls_agent_loop_with_tools() -> None:
+    found = translated("recipe=calculator").settings
+    prefix = "actor_rollout_ref.rollout"
+    assert found[f"{prefix}.agent.default_agent_loop"] == "tool_agent"
+    assert found[f"{prefix}.multi_turn.max_assistant_turns"] == 3
+    assert Path(found[f"{prefix}.multi_turn.function_tool_path"]).is_file()
+    assert f"{prefix}.agent.default_agent_loop" not in translated().settings
 
 
 def test_options_of_verl_pass_through_and_win() -> None:
@@ -73,6 +92,11 @@ def test_workers_get_what_they_need_through_ray() -> None:
     assert found.settings[f"{prefix}.GRADTRACE_PG_TIMEOUT_SECONDS"] == "90"
     assert found.settings[f"{prefix}.VERL_USE_EXTERNAL_MODULES"] == "gradtrace.integrations.verl"
     assert "VERL_PLATFORM" not in translated(on_cpu=False).environment
+
+
+def test_blame_is_carried_over_and_on_with_traces() -> None:
+    found = translated("trainer.traces=true", "trainer.blame.write_every=2").settings
+    assert found["+gradtrace.blame"] == {"enable": True, "write_every": 2}
 
 
 def test_the_entropy_probe_is_carried_over() -> None:
@@ -101,17 +125,22 @@ def test_selection_draws_from_prompts_that_the_launcher_writes() -> None:
         ("trainer.tracin.parameters=all", "hooks on linear layers"),
         ("actor.share_prompts=true", "no such layout"),
         ("actor.optim.schedule=linear", "constant and cosine only"),
-        ("algorithm.advantage=gae", "verl.algorithm.adv_estimator=gae"),
+        ("algorithm.advantage=reinforce_plus_plus", "which our estimators do not get"),
+        ("algorithm.advantage_options.kl_coef=0.1", "verl.algorithm.use_kl_in_reward"),
+        ("algorithm.advantage_options.whiten_advantages=false", "always whitens"),
         ("actor.mini_batch_size=7", "no multiple"),
         ("cluster.num_workers=5", "dealt evenly"),
-        ("critic.value_clip=0.5", "critic"),
+        ("critic.optim.schedule=linear", "constant and cosine only"),
         ("trainer.influence_trace.scope_pass=true", "one mini-batch at a time"),
         ("trainer.influence_trace.verify_every=5", "run `gradtrace verify RUN` on a checkpoint"),
     ],
 )
 def test_what_cannot_be_carried_over_is_refused_with_the_reason(override: str, reason: str) -> None:
-    more = ["trainer.influence_trace.enable=false"] if "share_prompts" in override else []
-    more += ["trainer.tracin.enable=true"] if "tracin" in override else []
+    apart = ["trainer.influence_trace.enable=false", "trainer.blame.enable=false"]
+    more = apart if "share_prompts" in override else []
+    more = more + (["trainer.tracin.enable=true"] if "tracin" in override else [])
+    more = more + (["algorithm.advantage=gae"] if "advantage_options" in override else [])
+    more = more + (["algorithm.advantage_options.kl_coef=0.1"] if "plus_plus" in override else [])
     with pytest.raises(GradtraceError, match=reason):
         translated(override, *more)
 

@@ -9,7 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gradtrace.attribution.config import number
 from gradtrace.config import (
+    BlameConfig,
     EntropyProbeConfig,
     EntropyTraceConfig,
     FindingsConfig,
@@ -31,12 +33,15 @@ class VerlOptions:
     """Traces go to TRACE_DIR/NAME instead of the run's folder. All nodes must see it."""
     entropy_trace: EntropyTraceConfig = field(default_factory=EntropyTraceConfig)
     influence_trace: InfluenceTraceConfig = field(default_factory=InfluenceTraceConfig)
+    blame: BlameConfig = field(default_factory=BlameConfig)
     entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
     """Its held-out prompts are the first of data.val_files."""
     tracin: TracinConfig = field(default_factory=TracinConfig)
     """Its `val_files` are parquet files as verl reads them; without any, prompts are those of data.val_files."""
     findings: FindingsConfig = field(default_factory=FindingsConfig)
     """Thresholds of the detectors, which read the driver's batch and metrics."""
+    mismatch_every: int = number(10, minimum=0)
+    """Steps between measurements of mismatch/share_of_update, made where sampler and trainer disagree; 0 is never."""
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of one of our losses (actor.policy_loss.loss_mode=archer), by their names in gradtrace.algorithms."""
     advantage_options: dict[str, Any] = field(default_factory=dict)

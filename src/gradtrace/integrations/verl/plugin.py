@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
+from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl import cpu
 from gradtrace.integrations.verl.compatibility import stand_in_for_trl_value_head
+from gradtrace.integrations.verl.options import read_options
+from gradtrace.integrations.verl.refusals import NOT_TRACED, check_main
 
 VENDOR = "gradtrace"
 
@@ -37,13 +42,28 @@ def take_over() -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.workers.engine.base import EngineRegistry
 
-    from gradtrace.integrations.verl.driver.trainer import GradtraceTrainer
+    from gradtrace.integrations.verl.driver.trainer import GradtraceAsyncTrainer, GradtraceTrainer
     from gradtrace.integrations.verl.rank.engine import TracedFSDPEngine
 
     backends = EngineRegistry._engines["language_model"]["fsdp2"]
     if ("cuda", "nvidia") not in backends:
         EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cuda", "nvidia")(TracedFSDPEngine)
     TRAINER_REGISTRY["sync"] = GradtraceTrainer
+    TRAINER_REGISTRY["colocate_async"] = GradtraceAsyncTrainer
+    TRAINER_REGISTRY["separate_async"] = without_traces(TRAINER_REGISTRY["separate_async"], "separate_async")
+    check_main(sys.orig_argv)
+
+
+def without_traces(trainer: Any, mode: str) -> Any:
+    """verl's trainer of this mode, which refuses a `gradtrace` section that asks for something."""
+
+    class WithoutTraces(trainer):
+        def __init__(self, config: Any) -> None:
+            if read_options(config).is_active:
+                raise GradtraceError(f"trainer.v1.trainer_mode={mode} does not trace. {NOT_TRACED}.")
+            super().__init__(config)
+
+    return WithoutTraces
 
 
 register()

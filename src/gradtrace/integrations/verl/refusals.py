@@ -16,6 +16,34 @@ NO_SCOPE_PASS = (
     "a rank is given one mini-batch at a time and cannot run the others at the first weights; one mini-batch a step "
     "(actor.mini_batch_size=0) has the same scope"
 )
+NOT_TRACED = (
+    "gradtrace deals the groups of a step to mini-batches and ranks itself, in verl's trainers that share their GPUs "
+    "with the rollout. Use trainer.v1.trainer_mode=sync or colocate_async of verl.trainer.main_ppo; or look at this "
+    "job's rollouts with trainer.rollout_data_dir and `gradtrace trace import`"
+)
+OTHER_MAINS = ("fully_async_policy", "one_step_off_policy")
+"""Programs of verl whose trainers never ask ours."""
+
+
+def check_main(words: list[str]) -> None:
+    """Refuse `+gradtrace.…` on the command line of a program that would not read it."""
+    program = next((name for name in OTHER_MAINS if any(name in word for word in words)), "")
+    asked = next((word for word in words if word.lstrip("+").startswith("gradtrace.")), "")
+    if program and asked:
+        raise GradtraceError(f"{asked}: verl.experimental.{program} does not trace. {NOT_TRACED}.")
+
+
+def check_asynchronous(options: Any) -> None:
+    """What a step samples by itself would wait behind rollouts that go on, and be of other weights than its own."""
+    for name, wanted in (
+        ("tracin", options.tracin.enable),
+        ("entropy_probe", options.entropy_probe.every > 0),
+    ):
+        if wanted:
+            raise GradtraceError(
+                f"gradtrace.{name} samples at the weights of the step, which trainer.v1.trainer_mode=colocate_async "
+                "does not wait for. Use trainer_mode=sync, or leave it out: traces and blame work."
+            )
 
 
 def check_engine(engine: Any) -> None:
@@ -70,27 +98,23 @@ def check_selection_settings(settings: TracinConfig, responses: int) -> None:
 
 
 def check_probe(engine: Any) -> None:
-    """Refuse what is wrong with hooks, and what is too coarse to see the change of one update."""
-    check_hooks(engine, "entropy_probe")
+    """Refuse what is too coarse to see the change of one update, and optimizers whose update is not known."""
+    check_differences(engine, "entropy_probe")
     update_rule(engine.optimizer)
-    attention = str(getattr(engine.model_config.hf_config, "_attn_implementation", ""))
-    if "flash" in attention:
-        raise GradtraceError(half_precision(attention))
+
+
+def check_differences(engine: Any, section: str) -> None:
+    """Refuse what is wrong with hooks, and what is too coarse for small steps along a direction."""
+    check_hooks(engine, section)
+    without = " Or score without loss terms: credit=tail." if section == "influence_trace" else ""
     if engine.engine_config.use_fused_kernels:
         raise GradtraceError(
-            "gradtrace.entropy_probe: use_fused_kernels=true computes entropies in half precision; use false."
+            f"gradtrace.{section}: use_fused_kernels=true computes log-probs in half precision; use false.{without}"
         )
     coarse = {str(p.dtype) for p in engine.module.parameters() if p.requires_grad} - {"torch.float32"}
     if coarse:
         raise GradtraceError(
-            f"gradtrace.entropy_probe: parameters are stored as {', '.join(coarse)}, whose rounding is larger than the "
-            "entropy changes of an update. Use actor.fsdp_config.model_dtype=fp32."
+            f"gradtrace.{section}: parameters are stored as {', '.join(coarse)}, whose rounding is larger than the "
+            "changes of an update. Use actor.fsdp_config.model_dtype=fp32 (computing in bf16 stays possible: "
+            f"fsdp_config.mixed_precision.param_dtype=bf16).{without}"
         )
-
-
-def half_precision(attention: str) -> str:
-    return (
-        f"gradtrace.entropy_probe: attn_implementation={attention} computes in half precision, whose rounding is "
-        "larger than the entropy changes of an update. Use "
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa."
-    )

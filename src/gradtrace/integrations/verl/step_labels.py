@@ -14,6 +14,20 @@ ROW = "gradtrace_row"
 """Field with each sample's row in the step's `RolloutBatch`; −1 for padding."""
 
 
+SAMPLED = "rollout_log_probs"
+"""Field with the sampler's log-probs, where verl asks for them (actor_rollout_ref.rollout.calculate_log_probs)."""
+MISMATCH = "gradtrace_mismatch"
+"""Key of a `MismatchInputs` in the data of an update."""
+
+
+@dataclass(frozen=True)
+class MismatchInputs:
+    """A step whose mismatch is measured, and where ranks put what they find."""
+
+    step: int
+    parts_dir: str
+
+
 @dataclass(frozen=True, eq=False)
 class StepLabels:
     """Labels of all R responses of a step, the same on all ranks."""

@@ -42,17 +42,22 @@ class Server:
         self.global_steps: int | None = None
         self.waiting: list[tuple[list[int], SamplingParams, asyncio.Future[TokenOutput]]] = []
         self.worker: asyncio.Task[None] | None = None
+        self.busy = asyncio.Lock()
+        """Held while a batch is generated or weights are exchanged."""
+        self.may_begin = asyncio.Event()
+        self.may_begin.set()
 
     async def load(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
         """New weights. The random stream is a function of the step, so that a resumed run draws what it would have."""
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        async with self.busy:
+            missing, unexpected = self.model.load_state_dict(weights, strict=False)
+            self.global_steps = global_steps
+            self.generator.manual_seed(1_000_003 * self.seed + (global_steps or 0))
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         if unexpected or set(missing) - tied:
             raise RuntimeError(
                 f"weights from the trainer do not fit: missing {missing[:3]}, unknown {unexpected[:3]}"
             )
-        self.global_steps = global_steps
-        self.generator.manual_seed(1_000_003 * self.seed + (global_steps or 0))
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **options: Any
@@ -63,7 +68,7 @@ class Server:
             temperature=float(sampling_params.get("temperature", 1.0)),
             top_p=float(sampling_params.get("top_p", 1.0)),
             top_k=max(0, int(sampling_params.get("top_k", 0))),
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=(*self.stop_token_ids, *(sampling_params.get("stop_token_ids") or ())),
         )
         answer: asyncio.Future[TokenOutput] = asyncio.get_running_loop().create_future()
         self.waiting.append(([int(token) for token in prompt_ids], params, answer))
@@ -74,12 +79,16 @@ class Server:
     async def _work(self) -> None:
         await asyncio.sleep(GATHER_SECONDS)
         while self.waiting:
+            await self.may_begin.wait()
             params = self.waiting[0][1]
             batch = [request for request in self.waiting if request[1] == params]
             self.waiting = [request for request in self.waiting if request[1] != params]
             # Another thread, so that requests can arrive meanwhile; they form the next batch.
             try:
-                outputs = await asyncio.to_thread(self._generate, [prompt for prompt, _, _ in batch], params)
+                async with self.busy:
+                    outputs = await asyncio.to_thread(
+                        self._generate, [prompt for prompt, _, _ in batch], params
+                    )
             except Exception as error:
                 for _, _, answer in batch:
                     answer.set_exception(error)
@@ -102,8 +111,17 @@ class Server:
     async def _nothing(self, *args: Any, **options: Any) -> None:
         return None
 
-    # There is no memory to hand back, and the trainer waits for all responses before it sends weights.
-    wake_up = sleep = abort_all_requests = resume_generation = _nothing
+    async def abort_all_requests(self, *args: Any, **options: Any) -> None:
+        """Begin no batch until generation is resumed. The one under way is finished: it is short."""
+        self.may_begin.clear()
+        async with self.busy:
+            pass
+
+    async def resume_generation(self, *args: Any, **options: Any) -> None:
+        self.may_begin.set()
+
+    # There is no memory to hand back.
+    wake_up = sleep = _nothing
     clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.step_labels import SAMPLED
 
 VALIDATION_FIELDS = ["prompts", "responses", "response_mask", "rm_scores"]
 """Fields of responses that are not trained on."""
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "advantages", "old_log_probs", "entropy"]
 
-SAMPLED = "rollout_log_probs"
-"""The sampler's log-probs, where verl asks for them (actor_rollout_ref.rollout.calculate_log_probs)."""
+CORRECTION = "rollout_is_weights"
+"""What verl's loss multiplies each token by, where it corrects for the sampler (algorithm.rollout_correction)."""
 
 
 def group_of_key(key: str) -> str:
@@ -34,7 +35,9 @@ def read_batch(
 ) -> RolloutBatch:
     """The responses `keys` in that order; groups are numbered as they come. Columns that are not among `fields` are
     missing, log-probs zero."""
-    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=[*fields, SAMPLED, "extra_info"])
+    found = tq.kv_batch_get(
+        keys=keys, partition_id=partition, select_fields=[*fields, SAMPLED, CORRECTION, "extra_info"]
+    )
     return batch_of(found, keys, response_length, stop_token_ids, fields)
 
 
@@ -67,7 +70,7 @@ def batch_of(
     mask = found["response_mask"].to_padded_tensor(0).bool()[:, :width]
 
     def dense(name: str) -> Tensor | None:
-        if name not in (*fields, SAMPLED):
+        if name not in (*fields, SAMPLED, CORRECTION) or found.get(name, None) is None:
             return None
         return found[name].to_padded_tensor(0.0).float()[:, :width]
 
@@ -75,7 +78,7 @@ def batch_of(
     last = responses.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
     finished = torch.isin(last, torch.tensor(stop_token_ids)) | (lengths < response_length)
     rewards, old_log_probs = dense("rm_scores"), dense("old_log_probs")
-    sampled = dense(SAMPLED) if found.get(SAMPLED, None) is not None else None
+    sampled = dense(SAMPLED)
     if sampled is None or sampled.shape != mask.shape:  # not asked for, or not of these tokens
         sampled = torch.zeros(mask.shape)
     assert rewards is not None
@@ -92,7 +95,17 @@ def batch_of(
         old_log_probs=old_log_probs,
         entropies=dense("entropy"),
         advantages=dense("advantages"),
+        loss_weights=dense(CORRECTION),
     )
+
+
+def with_versions(batch: RolloutBatch, tags: list[dict[str, Any]]) -> RolloutBatch:
+    """The batch with the weights that each response was sampled with, where the queue's tags say it of all."""
+    names = ("min_global_steps", "max_global_steps")
+    if any(tag.get(name) is None for tag in tags for name in names):
+        return batch
+    first, last = (torch.tensor([int(tag[name]) for tag in tags]) for name in names)
+    return batch.replace(first_version=first, last_version=last)
 
 
 def item_of(extra_info: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.ray_utils import auto_await
@@ -23,11 +22,8 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.rank.losses import knows_token_terms
-from gradtrace.integrations.verl.refusals import half_precision
 
 SINGLE_TURN = "single_turn_agent"
-DEFAULT_ATTENTION = "flash_attention_2"
-"""The implementation that verl takes where none is named."""
 
 
 class EvaluationSampler:
@@ -119,18 +115,19 @@ class EvaluationSampler:
         return params
 
 
-def check_probe_job(config: Any) -> None:
-    """Refuse, before any worker starts, a job whose probe would be wrong."""
+def check_token_terms(config: Any, section: str) -> None:
+    """Refuse a loss of which nobody knows what a single token adds to it."""
     mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     if not knows_token_terms(mode):
         raise GradtraceError(
-            f"gradtrace.entropy_probe does not know the token terms of actor.policy_loss.loss_mode={mode}, which "
+            f"gradtrace.{section} does not know the token terms of actor.policy_loss.loss_mode={mode}, which "
             "shares are about; use vanilla or one of gradtrace's losses"
         )
-    model = config.actor_rollout_ref.model
-    attention = OmegaConf.select(model, "override_config.attn_implementation", default=DEFAULT_ATTENTION)
-    if "flash" in attention:
-        raise GradtraceError(half_precision(attention))
+
+
+def check_probe_job(config: Any) -> None:
+    """Refuse, before any worker starts, a job whose probe would be wrong."""
+    check_token_terms(config, "entropy_probe")
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     if agent != SINGLE_TURN:
         raise GradtraceError(

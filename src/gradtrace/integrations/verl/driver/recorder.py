@@ -12,10 +12,13 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.blame.record import BlameRecord
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.record import InfluenceRecord
+from gradtrace.integrations.verl.driver.blame_record import BlameRecorder
+from gradtrace.integrations.verl.driver.mismatch_record import MismatchRecorder
 from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
 from gradtrace.integrations.verl.influence_parts import join_parts
 from gradtrace.integrations.verl.options import VerlOptions
@@ -24,7 +27,7 @@ from gradtrace.integrations.verl.step_labels import StepLabels
 from gradtrace.trace import lock
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
+from gradtrace.trace.schema import BLAME, ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.instruments import open_writer
@@ -64,11 +67,22 @@ class Recorder:
             writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
             folder = self.files.traces.absolute() / ENTROPY_PROBE / "parts"
             self.probe = ProbeRecorder(options.entropy_probe, writer, folder, ranks, meta, report)
-        if self.entropy or self.influence or self.probe:
+        self.blame: BlameRecorder | None = None
+        if options.blame.enable:
+            writer = open_writer(self.files, BLAME, options.blame, report)
+            record = BlameRecord(options.blame, writer, meta, report, truth)
+            self.blame = BlameRecorder(record, self.files.traces.absolute() / BLAME / "parts", ranks)
+        parts = self.files.traces.absolute() / "mismatch_parts"
+        self.mismatch = MismatchRecorder(options.mismatch_every, parts, ranks)
+        if self.entropy or self.influence or self.probe or self.blame:
             self.files.write_token_bytes(TokenBytes.from_tokenizer(tokenizer))
 
         self.findings = Findings(
-            options.findings, Path(options.run_dir), lambda ids: str(tokenizer.decode(ids)), report
+            options.findings,
+            Path(options.run_dir),
+            lambda ids: str(tokenizer.decode(ids)),
+            report,
+            lambda: self.blame.blame.last if self.blame is not None else None,
         )
         self._batch: RolloutBatch | None = None
         """The rollout of the step whose metrics come next."""
@@ -90,9 +104,9 @@ class Recorder:
             clear_rank_files(self.parts_dir)
 
     def _writers(self) -> list[Any]:
-        probe = self.probe and self.probe.writer
-        writers = (self.entropy and self.entropy.writer, self.influence and self.influence.writer, probe)
-        return [*(writer for writer in writers if writer is not None), *self.more_writers]
+        blame = None if self.blame is None else self.blame.blame
+        instruments = (self.entropy, self.influence, self.probe, blame)
+        return [*(own.writer for own in instruments if own is not None), *self.more_writers]
 
     def close(self, finished: bool = True) -> None:
         for writer in self._writers():

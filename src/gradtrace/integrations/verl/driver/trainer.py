@@ -1,4 +1,4 @@
-"""verl's synchronous trainer with the traces. Without a `gradtrace` section in the configuration it is verl's own."""
+"""verl's trainers with the traces. Without a `gradtrace` section in the configuration they are verl's own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.blame_parts import BLAME_STEP
 from gradtrace.integrations.verl.dealing import Plan, plan_update
 from gradtrace.integrations.verl.driver import status
-from gradtrace.integrations.verl.driver.batches import group_of_key, read_batch
-from gradtrace.integrations.verl.driver.probe_sampling import EvaluationSampler, check_probe_job
+from gradtrace.integrations.verl.driver.batches import group_of_key, read_batch, with_versions
+from gradtrace.integrations.verl.driver.probe_sampling import (
+    EvaluationSampler,
+    check_probe_job,
+    check_token_terms,
+)
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.tracin_setup import TracinDriver, Training
 from gradtrace.integrations.verl.driver.watch import Watch, process_id
@@ -28,9 +34,14 @@ from gradtrace.integrations.verl.launch.checkpoints import plain_tensors_only
 from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.probe_parts import PROBE
 from gradtrace.integrations.verl.rank import losses
-from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-from gradtrace.integrations.verl.refusals import NO_CHECKS, NO_SCOPE_PASS, check_selection_settings
-from gradtrace.integrations.verl.step_labels import LABELS, ROW
+from gradtrace.integrations.verl.rank.losses import GradtraceLoss, knows_token_terms
+from gradtrace.integrations.verl.refusals import (
+    NO_CHECKS,
+    NO_SCOPE_PASS,
+    check_asynchronous,
+    check_selection_settings,
+)
+from gradtrace.integrations.verl.step_labels import LABELS, MISMATCH, ROW
 from gradtrace.metrics import batch_metrics
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import stop_token_ids
@@ -40,7 +51,9 @@ from gradtrace.trace.kinds import enabled_kinds
 CPU_POLL_SECONDS = 0.05
 
 
-class GradtraceTrainer(PPOTrainerSync):
+class TracedTrainer(PPOTrainer):
+    """What the trainers below have in common."""
+
     def __init__(self, config: Any) -> None:
         self.options = read_options(config)
         self.recorder: Recorder | None = None
@@ -56,6 +69,7 @@ class GradtraceTrainer(PPOTrainerSync):
         probe = self.options.entropy_probe.every > 0
         needs_engine = {
             "influence_trace": self.options.influence_trace.enable,
+            "blame": self.options.blame.enable,
             "entropy_probe": probe,
             "tracin": self.options.tracin.enable,
         }
@@ -67,10 +81,14 @@ class GradtraceTrainer(PPOTrainerSync):
             )
         if config.get("distillation") and config.distillation.get("enabled", False):
             raise GradtraceError("gradtrace does not trace distillation: its loss is not a policy loss")
+        mode = actor.policy_loss.get("loss_mode", "vanilla")
+        self.knows_terms = actor.strategy == "fsdp2" and knows_token_terms(mode)
         if self.options.influence_trace.scope_pass:
             raise GradtraceError(f"gradtrace.influence_trace.scope_pass=true: {NO_SCOPE_PASS}")
         if self.options.influence_trace.verify_every:
             raise GradtraceError(f"gradtrace.influence_trace.verify_every: {NO_CHECKS}.")
+        if self.options.blame.enable:
+            check_token_terms(config, "blame")
         if probe:
             check_probe_job(config)
         if self.options.tracin.enable:
@@ -118,6 +136,7 @@ class GradtraceTrainer(PPOTrainerSync):
                 options=dict(self.options.policy_loss_options),
                 influence=influence if influence.enable else None,
                 parts_dir=str(self.recorder.parts_dir),
+                blame=self.options.blame if self.options.blame.enable else None,
                 probe=self.recorder.probe is not None,
                 selecting=self.tracin is not None,
             )
@@ -248,6 +267,7 @@ class GradtraceTrainer(PPOTrainerSync):
         self.plan_of_key = {
             key: (self.plan.mini_batch[place], self.plan.whole[place]) for place, key in enumerate(batch.keys)
         }
+        self.tag_of_key = dict(zip(batch.keys, batch.tags, strict=True))
         batch.reorder(self.plan.order)
         return batch
 
@@ -278,6 +298,7 @@ class GradtraceTrainer(PPOTrainerSync):
             self.config.data.max_response_length,
             stop_token_ids(self.tokenizer),
         )
+        rows = with_versions(rows, [self.tag_of_key[key] for key in self.row_keys])
         mini_batch, whole = (
             torch.tensor([self.plan_of_key[key][index] for key in self.row_keys]) for index in (0, 1)
         )
@@ -288,22 +309,28 @@ class GradtraceTrainer(PPOTrainerSync):
             trained, mini_batch, whole = training.batch, training.mini_batch, torch.ones_like(whole)
             self._phase("update")
         labels = self.recorder.labels(rows, self.global_steps, mini_batch, whole)
-        probe = self.recorder.probe
-        probe_inputs = probe.inputs(rows, self.global_steps) if probe is not None else None
-        if labels is not None or probe_inputs is not None:
+        probe, blame = self.recorder.probe, self.recorder.blame
+        told = {
+            LABELS: labels,
+            PROBE: probe.inputs(rows, self.global_steps) if probe is not None else None,
+            BLAME_STEP: blame.inputs(self.global_steps, mini_batch) if blame is not None else None,
+            MISMATCH: self.recorder.mismatch.inputs(rows, self.global_steps) if self.knows_terms else None,
+        }
+        told = {key: value for key, value in told.items() if value is not None}
+        if told:
             row_of = {key: row for row, key in enumerate(self.row_keys)}
             numbers = torch.tensor([row_of.get(key, -1) for key in trained.keys])
             fields = TensorDict({ROW: numbers}, batch_size=len(numbers))
             trained = tq.kv_batch_put(keys=trained.keys, partition_id=trained.partition_id, fields=fields)
-        if labels is not None:
-            trained.extra_info[LABELS] = labels
-        if probe_inputs is not None:
-            trained.extra_info[PROBE] = probe_inputs
+        trained.extra_info.update(told)
         with nullcontext() if training is None else self.tracin.updating(training):  # type: ignore[union-attr]
             trained = super()._update_actor(trained, metrics)
-        trained.extra_info.pop(LABELS, None)
-        trained.extra_info.pop(PROBE, None)
+        for key in told:
+            trained.extra_info.pop(key, None)
         metrics.update(self.recorder.record(rows, self.global_steps, labels))
+        metrics.update(self.recorder.mismatch.metrics())
+        if blame is not None:
+            metrics.update(blame.record(rows, self.global_steps, mini_batch))
         if probe is not None:
             first = (mini_batch == 0).nonzero().squeeze(-1)
             metrics.update(probe.record(rows, first, self.global_steps))
@@ -350,6 +377,18 @@ def balance(lengths: list[int], ranks: int) -> list[list[int]]:
         return [list(range(len(lengths)))]
     workload: Any = calculate_workload(torch.tensor(lengths))
     return get_seqlen_balanced_partitions(workload, k_partitions=ranks, equal_size=True)
+
+
+class GradtraceTrainer(TracedTrainer, PPOTrainerSync):
+    """Every step waits for its own rollout."""
+
+
+class GradtraceAsyncTrainer(TracedTrainer, PPOTrainerColocateAsync):
+    """Rollouts go on behind the step: a response may have been sampled with older weights, and by several."""
+
+    def _prepare(self, config: Any) -> None:
+        check_asynchronous(self.options)
+        super()._prepare(config)
 
 
 register_trainer("gradtrace")(GradtraceTrainer)

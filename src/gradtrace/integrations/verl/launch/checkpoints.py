@@ -195,6 +195,18 @@ def converted(run_dir: Path, step: int) -> Path:
     return target
 
 
+def opened(path: Path) -> Path:
+    """A checkpoint as every command of ours takes it. One of verl's (RUN/checkpoints/global_step_N), or a run whose
+    checkpoints are verl's, of which it is the latest, is converted; any other path comes back as it is."""
+    number = path.name.removeprefix("global_step_")
+    is_one = path.absolute().parent.name == "checkpoints" and number != path.name and number.isdigit()
+    run_dir = path.absolute().parent.parent if is_one else path
+    steps = steps_of(run_dir)
+    if is_one and int(number) not in steps:
+        raise GradtraceError(f"{run_dir} has no complete checkpoint of step {number}; it has {steps}")
+    return converted(run_dir, int(number) if is_one else steps[-1]) if steps else path
+
+
 def merge_lora(weights: dict[str, Any], source: Path) -> dict[str, Any]:
     """W + (alpha / rank)·B·A, under the names of the plain model."""
     import json

@@ -14,11 +14,17 @@ from typing import Any
 
 import yaml
 
-from gradtrace.algorithms import advantage, policy_loss
+from gradtrace.algorithms import policy_loss
 from gradtrace.config import Config
 from gradtrace.config.keys import closest, schema_keys
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl import cpu
+from gradtrace.integrations.verl.launch.critic import (
+    check_estimator,
+    critic_settings,
+    estimator_settings,
+    optim_settings,
+)
 from gradtrace.integrations.verl.launch.data import TEMPLATE
 from gradtrace.integrations.verl.rank.process_group import VARIABLE as TIMEOUT_VARIABLE
 from gradtrace.integrations.verl.rank.process_group import VERLS as VERLS_TIMEOUT
@@ -49,11 +55,12 @@ LAUNCHER = (
 )
 LAUNCHER_TRAINER = ("trainer.runs_dir", "trainer.name", "trainer.cpu_threads", "trainer.traces")
 NOT_NEEDED = {
+    "rollout.compile": "a rollout engine compiles its own model",
     "rollout.max_batch_tokens": "bounds the memory of the embedded sampler; a rollout engine bounds its own",
-    "trainer.mismatch_every": "the share of the update is measured by the embedded loop; kl and max_ratio by both",
     "trainer.samples_every": "the table in the embedded loop's terminal; the viewer shows responses of either",
 }
 REFUSED = {
+    "rollout.engine": "verl starts its own; see verl.actor_rollout_ref.rollout.name",
     "model.lora.dropout": "verl has no dropout on its FSDP adapters",
     "algorithm.dynamic_sampling.max_batches": "verl's sampler goes on until the batch is full",
     "actor.old_log_probs": "verl recomputes them; for its own bypass see verl.algorithm.rollout_correction.*",
@@ -66,12 +73,8 @@ REFUSED = {
     "trainer.influence_trace.scope_pass": NO_SCOPE_PASS,
     "trainer.influence_trace.verify_every": NO_CHECKS,
     "trainer.skip_optimizer": "verl's trainer always makes its step",
-    "trainer.blame.enable": "its shares are forward-mode derivatives, which do not go through FSDP's sharded weights",
     "reference.path": "verl's reference is the starting policy",
     "reward.flip_probability": "label noise is a study of the embedded loop",
-}
-REFUSED_SECTIONS = {
-    "critic.": "advantage=gae is refused on verl, and nothing else has a critic; see verl.critic.*",
 }
 
 
@@ -106,6 +109,7 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
         **data_settings(config, run_dir),
         **model_settings(config, run_dir, model, on_cpu),
         **actor_settings(config),
+        **critic_settings(config, run_dir, model, mini_batch_size(config), longest_micro_batch(config)),
         **rollout_settings(config),
         **algorithm_settings(config),
         **gradtrace_settings(config, run_dir),
@@ -144,28 +148,20 @@ def refuse(config: Config) -> None:
     default = Config()
     for key in leaves():
         value, usual = value_at(config, key), value_at(default, key)
-        reason = REFUSED.get(key) or next(
-            (why for section, why in REFUSED_SECTIONS.items() if key.startswith(section)), ""
-        )
+        reason = REFUSED.get(key, "")
         if key == "algorithm.dynamic_sampling.max_batches" and not config.algorithm.dynamic_sampling.enable:
-            continue
-        if key.startswith("trainer.blame.") and not config.trainer.blame.enable:
             continue
         if value == usual or not (reason or not is_known(key)):
             continue
         raise GradtraceError(
             f"{key}={value} cannot be carried over to engine=verl: {reason or 'it is not known there'}."
         )
-    estimator = advantage(config.algorithm.advantage, **config.algorithm.advantage_options)
-    if estimator.needs:
-        raise GradtraceError(
-            f"algorithm.advantage={config.algorithm.advantage} needs {', '.join(sorted(estimator.needs))}, which our "
-            "estimators do not get on verl; its own are there: verl.algorithm.adv_estimator=gae (and verl.critic.*)."
-        )
+    check_estimator(config)
     if config.trainer.tracin.enable:
         check_selection_settings(config.trainer.tracin, config.rollout.n)
-    if config.actor.optim.schedule == "linear":
-        raise GradtraceError("actor.optim.schedule=linear: verl has constant and cosine only.")
+    for name in ("actor", "critic"):
+        if getattr(config, name).optim.schedule == "linear":
+            raise GradtraceError(f"{name}.optim.schedule=linear: verl has constant and cosine only.")
 
 
 def check_sizes(config: Config) -> None:
@@ -196,9 +192,11 @@ def is_known(key: str) -> bool:
         "rollout.",
         "algorithm.",
         "actor.",
+        "critic.",
         "trainer.entropy_trace.",
         "trainer.influence_trace.",
         "trainer.entropy_probe.",
+        "trainer.blame.",
         "trainer.tracin.",
         "trainer.findings.",
     )
@@ -208,6 +206,7 @@ def is_known(key: str) -> bool:
         "logger",
         "wandb.",
         "trace_dir",
+        "mismatch_every",
         "checkpoint.every",
         "checkpoint.keep_last",
         "validation.",
@@ -227,6 +226,11 @@ def value_at(config: Config, key: str) -> Any:
 
 def mini_batch_size(config: Config) -> int:
     return config.actor.mini_batch_size or config.data.train_batch_size
+
+
+def longest_micro_batch(config: Config) -> int:
+    """Tokens; a single response fits in any case."""
+    return max(config.actor.token_budget, config.data.max_prompt_length + config.rollout.max_new_tokens)
 
 
 def trainer_settings(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -266,8 +270,7 @@ def data_settings(config: Config, run_dir: Path) -> dict[str, Any]:
 
 
 def model_settings(config: Config, run_dir: Path, model: str, on_cpu: bool) -> dict[str, Any]:
-    # Flash attention computes in half precision only, and the entropy probe in float32.
-    attention = "sdpa" if on_cpu or config.trainer.entropy_probe.every else "flash_attention_2"
+    attention = "sdpa" if on_cpu else "flash_attention_2"
     if config.model.attention != "auto":
         attention = config.model.attention
     settings: dict[str, Any] = {
@@ -289,7 +292,7 @@ def model_settings(config: Config, run_dir: Path, model: str, on_cpu: bool) -> d
 
 
 def actor_settings(config: Config) -> dict[str, Any]:
-    actor, algorithm, optim = config.actor, config.algorithm, config.actor.optim
+    actor, algorithm = config.actor, config.algorithm
     loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
     prefix = "actor_rollout_ref.actor"
     settings: dict[str, Any] = {
@@ -306,17 +309,8 @@ def actor_settings(config: Config) -> dict[str, Any]:
         f"{prefix}.shuffle": actor.shuffle,
         f"{prefix}.data_loader_seed": config.trainer.seed,
         f"{prefix}.use_dynamic_bsz": True,
-        f"{prefix}.ppo_max_token_len_per_gpu": max(
-            actor.token_budget, config.data.max_prompt_length + config.rollout.max_new_tokens
-        ),
-        f"{prefix}.optim.lr": optim.lr,
-        f"{prefix}.optim.betas": list(optim.betas),
-        f"{prefix}.optim.weight_decay": optim.weight_decay,
-        f"{prefix}.optim.lr_warmup_steps": optim.warmup_steps,
-        f"{prefix}.optim.lr_scheduler_type": optim.schedule,
-        f"{prefix}.optim.min_lr_ratio": optim.min_lr_ratio,
-        f"{prefix}.optim.clip_grad": optim.grad_clip or 1e9,
-        f"+{prefix}.optim.override_optimizer_config.eps": optim.eps,
+        f"{prefix}.ppo_max_token_len_per_gpu": longest_micro_batch(config),
+        **optim_settings(prefix, actor.optim),
     }
     if algorithm.aggregation == "fixed_length":
         settings[f"{prefix}.loss_scale_factor"] = config.rollout.max_new_tokens
@@ -326,7 +320,17 @@ def actor_settings(config: Config) -> dict[str, Any]:
 def rollout_settings(config: Config) -> dict[str, Any]:
     rollout, validation = config.rollout, config.trainer.validation
     prefix = "actor_rollout_ref.rollout"
+    turns: dict[str, Any] = {}
+    if config.task.name == "calculator":
+        turns = {
+            f"{prefix}.agent.default_agent_loop": "tool_agent",
+            f"{prefix}.multi_turn.enable": True,
+            f"{prefix}.multi_turn.max_assistant_turns": rollout.max_turns,
+            f"{prefix}.multi_turn.function_tool_path": str(Path(__file__).with_name("calculator_tool.py")),
+            f"{prefix}.multi_turn.format": "gradtrace_calculator",
+        }
     return {
+        **turns,
         f"{prefix}.n": rollout.n,
         f"{prefix}.temperature": rollout.temperature,
         f"{prefix}.top_p": rollout.top_p,
@@ -343,7 +347,7 @@ def rollout_settings(config: Config) -> dict[str, Any]:
 def algorithm_settings(config: Config) -> dict[str, Any]:
     algorithm = config.algorithm
     settings: dict[str, Any] = {
-        "algorithm.adv_estimator": f"gradtrace_{algorithm.advantage}",
+        **estimator_settings(config),
         "algorithm.use_kl_in_reward": False,
     }
     if algorithm.dynamic_sampling.enable:
@@ -371,11 +375,12 @@ def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
         "trace_dir": trace_dir and str(Path(trace_dir).expanduser().absolute()),
         "metrics": True,
         "task": config.task.name,
+        "mismatch_every": config.trainer.mismatch_every,
         "policy_loss_options": dict(config.algorithm.policy_loss_options),
         "advantage_options": dict(config.algorithm.advantage_options),
     }
     defaults = dataclasses.asdict(VerlOptions())
-    for name in ("entropy_trace", "influence_trace", "entropy_probe", "tracin", "findings"):
+    for name in ("entropy_trace", "influence_trace", "blame", "entropy_probe", "tracin", "findings"):
         knobs = dataclasses.asdict(getattr(config.trainer, name))
         wanted[name] = {key: value for key, value in knobs.items() if value != defaults[name][key]}
     if config.trainer.tracin.enable:

@@ -1,5 +1,5 @@
 """Passes in float32 of a model that FSDP2 computes in bf16: the stored weights are float32, only their gathered copies
-are not. bf16 would round away the changes that the entropy probe measures.
+are not. bf16 would round away the changes that the entropy probe, blame and loss terms measure.
 
 FSDP2 fixes the precision of its copies when it first gathers; torch has no public way to change it later. So what it
 keeps of them is laid aside for the time of the passes, with all weights sharded, and put back as it was.
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from gradtrace.attribution.collectives import forget_gathered
@@ -22,7 +23,7 @@ GATHERED = ("param_dtype", "reduce_dtype", "all_gather_outputs", "_unsharded_par
 
 @contextmanager
 def full_precision(engine: Any) -> Iterator[None]:
-    """Inside, verl's engine runs in float32. No pass may be under way."""
+    """Inside, verl's engine runs in float32, attention too. No pass may be under way."""
     usual = engine._autocast_dtype
     if usual == torch.float32:
         yield
@@ -36,7 +37,8 @@ def full_precision(engine: Any) -> Iterator[None]:
     ]
     engine._autocast_dtype = torch.float32
     try:
-        yield
+        with _attention_in_full_precision(engine.module):
+            yield
     finally:
         engine._autocast_dtype = usual
         forget_gathered(engine.module)
@@ -47,6 +49,21 @@ def full_precision(engine: Any) -> Iterator[None]:
                 for parameter, values in zip(group.fsdp_params, kept, strict=True):
                     _clear(parameter)
                     vars(parameter).update(values)
+
+
+@contextmanager
+def _attention_in_full_precision(model: nn.Module) -> Iterator[None]:
+    """Flash attention has half precision only; torch's own does the same in float32, packed rows included."""
+    key = "_attn_implementation_internal"
+    found = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), key)}.values()
+    flash = [(config, name) for config in found if "flash" in str(name := getattr(config, key))]
+    try:
+        for config, _ in flash:
+            setattr(config, key, "sdpa")
+        yield
+    finally:
+        for config, name in flash:
+            setattr(config, key, name)
 
 
 def _switch(state: Any, policy: MixedPrecisionPolicy) -> tuple[Any, Any, list[Any]]:

@@ -24,7 +24,7 @@ from gradtrace.integrations.verl.influence_parts import write_part
 from gradtrace.integrations.verl.rank.full_precision import full_precision
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
-from gradtrace.integrations.verl.rank.sequences import plain, response_layout, rows_of
+from gradtrace.integrations.verl.rank.sequences import layout_of, plain, rows_of
 from gradtrace.integrations.verl.step_labels import LABELS, StepLabels
 
 
@@ -151,9 +151,7 @@ class RankTracer:
 
     def _traced(self, micro_batch: Any, rides: bool) -> TracedPass:
         rows = rows_of(micro_batch)
-        packed = plain(micro_batch, "use_remove_padding", True)
-        bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
-        response, tokens = response_layout(micro_batch, rows, packed, bucket)
+        response, tokens = layout_of(self.engine, micro_batch)
         weight = micro_batch_weights(micro_batch, self.loss.actor) if rides else torch.ones(len(rows))
         return TracedPass(rows, response, tokens, weight, self._step.mini_batch)
 

@@ -25,7 +25,7 @@ from gradtrace.algorithms import (
     policy_loss_names,
 )
 from gradtrace.attribution import TrainingPass
-from gradtrace.config import InfluenceTraceConfig
+from gradtrace.config import BlameConfig, InfluenceTraceConfig
 from gradtrace.errors import GradtraceError
 
 PREFIX = "gradtrace_"
@@ -61,6 +61,8 @@ class GradtraceLoss:
     """None: nothing is traced on the ranks."""
     parts_dir: str = ""
     """Where each rank puts its part of a step's trace."""
+    blame: BlameConfig | None = None
+    """None: no gradient is shared out; which steps are is said in their data."""
     probe: bool = False
     """The entropy probe is on; which steps it probes is said in their data."""
     selecting: bool = False
@@ -87,6 +89,7 @@ class GradtraceLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         asked = {
             "influence trace": self.influence is not None,
+            "blame": self.blame is not None,
             "entropy probe": self.probe,
             "TracIn selection": self.selecting,
         }
@@ -100,8 +103,8 @@ class GradtraceLoss:
         with self.extras(model_output, data):
             return ppo_loss(self.actor, model_output, data, dp_group)
 
-    def token_losses(self, model_output: Any, data: Any) -> Tensor:
-        """[b, T]: every token's own term of the loss, before aggregation."""
+    def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, model_output: Any, data: Any) -> Tensor:
+        """[b, T]: every token's own term of the policy loss, before aggregation, zero outside the mask."""
         mode = self.actor.policy_loss.get("loss_mode", "vanilla")
         options = dict(self.options)
         if mode == "vanilla":
@@ -109,42 +112,45 @@ class GradtraceLoss:
         name = mode.removeprefix(PREFIX)
         if not knows_token_terms(name):
             raise GradtraceError(f"loss-term credit does not know the token terms of loss_mode={mode}")
-        log_probs = no_padding_2_padding(model_output["log_probs"], data)
-        columns = {
-            key: dense(data, key, log_probs) for key in ("old_log_probs", "advantages", "response_mask")
-        }
-        mask = columns["response_mask"].bool()
-        with self.extras(model_output, data):
-            extras = _extras.get()
-            assert extras is not None
+        mask = dense(data, "response_mask", log_probs).bool()
+        extras = self.extras_of(model_output, data)
         inputs = LossInputs(
             log_probs,
-            columns["old_log_probs"],
-            columns["advantages"],
+            old_log_probs,
+            dense(data, "advantages", log_probs),
             mask,
             ref_log_probs=extras.ref_log_probs,
             entropies=extras.entropies,
         )
-        values = policy_loss(name, **options)(inputs).loss
+        return torch.where(mask, policy_loss(name, **options)(inputs).loss, 0.0)
+
+    def token_losses(self, model_output: Any, data: Any) -> Tensor:
+        """[b, T]: every token's own term of the whole loss, before aggregation."""
+        log_probs = no_padding_2_padding(model_output["log_probs"], data)
+        values = self.policy_terms(log_probs, dense(data, "old_log_probs", log_probs), model_output, data)
+        extras = self.extras_of(model_output, data)
         if "rollout_is_weights" in data:
             values = values * dense(data, "rollout_is_weights", log_probs)
         if self.actor.entropy_coeff:
-            values = values - self.actor.entropy_coeff * inputs.entropies
+            values = values - self.actor.entropy_coeff * extras.entropies
         if self.actor.use_kl_loss and self.actor.kl_loss_coef:
-            kl = token_kl(log_probs, inputs.ref_log_probs, self.actor.kl_loss_type)
+            kl = token_kl(log_probs, extras.ref_log_probs, self.actor.kl_loss_type)
             values = values + self.actor.kl_loss_coef * kl
-        return torch.where(mask, values, 0.0)
+        return torch.where(dense(data, "response_mask", log_probs).bool(), values, 0.0)
 
-    @contextmanager
-    def extras(self, model_output: Any, data: Any) -> Iterator[None]:
+    def extras_of(self, model_output: Any, data: Any) -> Extras:
         entropies = model_output.get("entropy", None)
         reference = data.get("ref_log_prob", None)
-        found = Extras(
+        return Extras(
             entropies=None if entropies is None else no_padding_2_padding(entropies, data),
             ref_log_probs=None if reference is None else reference.to_padded_tensor(0.0),
             options=self.options,
         )
-        token = _extras.set(found)
+
+    @contextmanager
+    def extras(self, model_output: Any, data: Any) -> Iterator[None]:
+        """Inside, our policy losses find what verl does not hand to them."""
+        token = _extras.set(self.extras_of(model_output, data))
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""The entropy probe's passes over verl's engine, where weights, gradients and the optimizer's moments lie in shards.
+"""Passes of the entropy probe and of blame over verl's engine, where weights, gradients and moments lie in shards.
 
 What a model in one process does in forward mode is done by central differences here: all ranks move their shards along
 the direction together and run forward passes. A backward pass over E leaves the gradient of entropy as shards, too.
@@ -7,7 +7,7 @@ Only scalars travel beside FSDP's own traffic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +72,7 @@ class EngineProbeHost:
         """`RankProbe` stands `aside` for the whole of a probe already."""
         return nullcontext()
 
-    def derivative(self, run: Callable[[], Tensor], direction: Gradient) -> Tensor:
+    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor]) -> Tensor:
         return directional_derivative(
             self.engine.module, run, direction, "finite_difference", ranks=self.ranks
         )
@@ -140,13 +140,17 @@ class EngineProbeHost:
         tu.assign_non_tensor(data, calculate_entropy=True, global_batch_size=len(lengths), **settings)
         return self._batch(data, log_probs_and_entropies)
 
-    def update(self, data: Any) -> EngineBatch:
-        """This rank's part of U: its tokens' own terms of the loss; over all ranks they sum to it."""
+    def update(self, data: Any, with_log_probs: bool = False) -> EngineBatch:
+        """This rank's part of U: its tokens' own terms of the loss, which sum to it over all ranks; [2, N] with their
+        log-probs."""
         size = self.engine.get_data_parallel_size()
 
         def terms(model_output: Any, micro: Any) -> Tensor:
             losses = self.loss.token_losses(model_output, micro)
-            return losses * (micro_batch_weights(micro, self.loss.actor) / size).to(losses)[:, None]
+            losses = losses * (micro_batch_weights(micro, self.loss.actor) / size).to(losses)[:, None]
+            if not with_log_probs:
+                return losses
+            return torch.stack([losses, no_padding_2_padding(model_output["log_probs"], micro)])
 
         return self._batch(data, terms)
 

@@ -49,6 +49,13 @@ def plain(data: Any, key: str, default: Any = None) -> Any:
     return tu.get_non_tensor_data(data=data, key=key, default=default)
 
 
+def layout_of(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor]:
+    """`response_layout` of a micro-batch as this engine makes model inputs of it; ids are rows."""
+    packed = plain(micro_batch, "use_remove_padding", True)
+    bucket = engine.pad_to_length_bucket if engine.pad_to_length else 0
+    return response_layout(micro_batch, rows_of(micro_batch), packed, bucket)
+
+
 def response_layout(micro_batch: Any, ids: Tensor, packed: bool, bucket: int = 0) -> tuple[Tensor, Tensor]:
     """Which response every model input belongs to: (`response`, `tokens`) as `InfluenceTracer.capture` takes them.
 

@@ -25,7 +25,7 @@ from gradtrace.instruments.host import Gradient
 from gradtrace.instruments.tracin.scores import Measures, by_adam, score_parts
 from gradtrace.instruments.tracin.selector import VALUE_HEADS, countable
 from gradtrace.integrations.verl.rank.process_group import Meeting
-from gradtrace.integrations.verl.rank.sequences import response_layout, rows_of, sequences
+from gradtrace.integrations.verl.rank.sequences import layout_of, rows_of, sequences
 from gradtrace.integrations.verl.refusals import check_hooks
 
 WEIGHTS = "gradtrace_weights"
@@ -166,9 +166,7 @@ class RankScorer:
     def _capture(self, ghost: GhostProduct, data: Any) -> None:
         """Tell the hooks which response the positions of the coming backward pass belong to."""
         self._open.close()
-        packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
-        bucket = self.engine.pad_to_length_bucket if self.engine.pad_to_length else 0
-        response, tokens = response_layout(data, rows_of(data), packed, bucket)
+        response, tokens = layout_of(self.engine, data)
         self._open.enter_context(ghost.capture(response=response, tokens=tokens))
 
     def _data(self, share: Share) -> Any:
