@@ -79,6 +79,26 @@ def test_the_most_harmful_tokens_have_the_lowest_scores(served: ServedRun) -> No
     assert np.allclose([hit["score"] for hit in hits], lowest)
 
 
+def test_tokens_on_which_sampler_and_trainer_disagree_are_listed_and_none_is_explained(
+    tmp_path: Path, falling: Path, browser: Browser
+) -> None:
+    gaps = [0.0, 0.5, 0.0, -1.5, 0.0002, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]
+    written(tmp_path / "apart", ANSWERS, [0.0, 1.0, 0.0, 0.0], gaps=gaps)
+    served = RunCatalog([tmp_path / "apart"], None).get(0)
+    assert served is not None
+    hits = search(served, Query("mismatch"), 0)["hits"]
+    assert [hit["score"] for hit in hits] == pytest.approx([-1.5, 0.5, 0.1], abs=1e-6)
+    with serving([tmp_path / "apart", falling]) as address:
+        watched = Watched(browser.new_page(), address)
+        page = watched.open("#/find?what=mismatch")
+        expect(page.locator("tbody tr")).to_have_count(3)
+        expect(page.locator("tbody tr").first).to_contain_text("−1.5")
+        page = watched.open("#/find?what=mismatch&run=run")
+        expect(page.locator(".find-status")).to_contain_text("no log-probs of the sampler")
+        assert watched.errors == []
+        page.close()
+
+
 def test_a_prompt_is_followed_over_the_steps_with_its_answers(falling: Path) -> None:
     served = RunCatalog([falling], None).get(0)
     view = load_step_view(open_run(falling), 4)

@@ -32,9 +32,10 @@ def written(
     scores: dict[str, list[list[float]]] | None = None,
     effects: list[np.ndarray] | None = None,
     step: int = 1,
+    gaps: list[float] | None = None,
     **meta: Any,
 ) -> StepView:
-    """A step of one group, as the trainer would have written it."""
+    """A step of one group, as the trainer would have written it; `gaps`: trainer's log-probs minus sampler's."""
     n, best = len(answers), max(rewards)
     accepted = np.array([reward == best for reward in rewards]) & (len(set(rewards)) > 1)
     mean = np.array(rewards) - np.mean(rewards)
@@ -50,6 +51,8 @@ def written(
         "advantage": mean, "accepted": accepted, "token_id": token_id, "token_offsets": token_offsets,
         "entropy": np.zeros(size), "log_prob": np.zeros(size),
     }  # fmt: skip
+    if gaps is not None:
+        shared["ratio"] = np.exp(gaps)
     about = {"task": "any", "temperature": 1.0}
     with TraceWriter(path, ENTROPY_TRACE, on_error="raise") as writer:
         writer.write(step, shared, about)

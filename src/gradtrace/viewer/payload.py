@@ -183,6 +183,7 @@ def _response(view: StepView, r: int) -> dict[str, Any]:
     return {
         "row": view.response_value("row", r),
         "reward": view.response_value("reward", r),
+        "reward_parts": view.layout.reward_parts(r),
         "advantage": view.response_value("advantage", r),
         "accepted": bool(view.response_value("accepted", r)),
         "length": int(view.layout["length"][r]),

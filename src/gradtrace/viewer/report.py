@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         raise GradtraceError(f"cannot write {output}: {error.strerror}") from error
     for remark in report.remarks:
         print(remark)
-    print(f"{output}: {len(report.page) / 1e6:.1f} MB, {report.groups} groups of {report.steps} steps")
+    print(f"{output}: {len(report.page) / 1e6:.1f} MB, {report.size}")
     return 0
 
 
@@ -90,9 +90,16 @@ class Report:
     """What was left out, and why."""
     height: int = 760
 
+    @property
+    def size(self) -> str:
+        groups, steps = (
+            f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((self.groups, "group"), (self.steps, "step"))
+        )
+        return f"{groups} of {steps}"
+
     def __repr__(self) -> str:
         """Short, where a notebook's frame is not shown: the page itself is megabytes."""
-        return f"Report({self.groups} groups of {self.steps} steps, {len(self.page) / 1e6:.1f} MB of HTML in .page)"
+        return f"Report({self.size}, {len(self.page) / 1e6:.1f} MB of HTML in .page)"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame that can run its own script and reach nothing else."""

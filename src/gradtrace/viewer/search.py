@@ -1,4 +1,5 @@
-"""Find across the steps of a run: a text, a token, the most harmful tokens, and what became of prompts.
+"""Find across the steps of a run: a text, a token, the most harmful tokens, those on which sampler and trainer
+disagree most, and what became of prompts.
 
 A run can be larger than memory, so an answer covers as many steps as fit into its time and says where to go on: the
 page asks again until it has enough. No step stays in memory.
@@ -30,6 +31,8 @@ MOST_A_STEP = 25
 AROUND = 40
 """Characters before and after a hit."""
 PREVIEW = 160
+AGREE = 1e-3
+"""Nats: sampler and trainer agree on a token whose log-probs differ by less."""
 MOST_ANSWERS = 4
 
 Hit = dict[str, Any]
@@ -136,6 +139,13 @@ def _score_hits(view: StepView, rows: np.ndarray, vocabulary: Vocabulary) -> lis
     """Tokens by their place in the step, with their score by the credit that all scored groups of the step have."""
     credit = view.common_credit
     scores = view.channel(f"influence_{credit}") if credit else None
+    return [{**hit, "credit": credit} for hit in _token_hits(view, rows, vocabulary, scores)]
+
+
+def _token_hits(
+    view: StepView, rows: np.ndarray, vocabulary: Vocabulary, scores: np.ndarray | None
+) -> list[Hit]:
+    """Tokens by their place in the step, with their text, what stands around it, and their number in `scores`."""
     index_of = {r: (g, index) for g, index, r in _members(view)}
     hits = []
     for row in rows.tolist():
@@ -149,7 +159,7 @@ def _score_hits(view: StepView, rows: np.ndarray, vocabulary: Vocabulary) -> lis
             "match": vocabulary.text([ids[position]]),
             "after": vocabulary.text(ids[position + 1 : position + 13])[:AROUND],
         }
-        hits.append({**_place(view, g, index, r, position), **words, "score": score, "credit": credit})
+        hits.append({**_place(view, g, index, r, position), **words, "score": score})
     return hits
 
 
@@ -175,6 +185,16 @@ def _harmful(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list
     negative = np.flatnonzero(scores < 0)
     rows = negative[np.argsort(scores[negative], kind="stable")][:MOST_A_STEP]
     return _score_hits(view, rows, vocabulary), len(negative) - len(rows)
+
+
+def _mismatched(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
+    """The tokens whose log-probs under sampler and trainer lie furthest apart."""
+    gaps = view.channel("mismatch")
+    if gaps is None:
+        return [], 0
+    apart = np.flatnonzero(np.abs(np.nan_to_num(gaps)) >= AGREE)
+    rows = apart[np.argsort(-np.abs(gaps[apart]), kind="stable")][:MOST_A_STEP]
+    return _token_hits(view, rows, vocabulary, gaps), len(apart) - len(rows)
 
 
 def _passed(view: StepView, g: int) -> list[int]:
@@ -226,6 +246,7 @@ LOOKS: dict[str, Callable[[StepView, Query, Vocabulary], tuple[list[Hit], int]]]
     "text": _texts,
     "token": _tokens,
     "harm": _harmful,
+    "mismatch": _mismatched,
     "prompts": _prompts,
     "prompt": _one_prompt,
 }

@@ -67,6 +67,8 @@ export function whyNoInfluence(group) {
   if (count === 1) return `No influence here: one response alone has nothing to be contrasted with.${rest}`;
   if (status === "over_prompt_cap")
     return `No influence here: the step had more mixed groups than trainer.influence_trace.max_prompts_per_step.${rest}`;
+  if (status === "not_asked")
+    return `No influence here: \`gradtrace attribute\` was asked for other groups; --group ${group.structure.group} adds this one.${rest}`;
   if (status === "non_finite")
     return `No influence here: gradients or scores of this group were not finite (NaN or infinity).${rest}`;
   if (status === "not_captured")

@@ -18,13 +18,20 @@ export function fillMetaCell(row) {
   const { group, response } = row;
   const numbers = element("div", "numbers", row.name);
   const values = [
-    ["reward", fixed(response.reward, Number.isInteger(response.reward) ? 1 : 2)],
+    ["reward", rewardText(response.reward)],
     ["advantage", response.advantage === null ? MISSING : signed(response.advantage, 2)],
     ["tokens", String(response.length)],
   ];
   for (const [name, text] of values) {
     if (!group.isChain) numbers.append(element("span", "key", name));
     numbers.append(element("span", "", text));
+  }
+  if (!group.isChain) {
+    for (const [name, value] of Object.entries(response.reward_parts)) {
+      const key = element("span", "key", name);
+      key.title = "a part of the reward, before its weight in the sum";
+      numbers.append(key, element("span", "", rewardText(value)));
+    }
   }
   if (!group.isChain && group.credits.length) {
     row.sumCells = [element("span"), element("span")];
@@ -37,6 +44,8 @@ export function fillMetaCell(row) {
   row.meta.replaceChildren(numbers, row.remarks);
   row.node.setAttribute("aria-label", describe(response, group));
 }
+
+const rewardText = (value) => (value === null ? MISSING : fixed(value, Number.isInteger(value) ? 1 : 2));
 
 /** V along the response, below its numbers, where it was measured. */
 export function showCurve(row, onPick) {
@@ -66,6 +75,9 @@ export function showSums(row, credit, style) {
   if (group.isChain && group.credits.length) {
     remarks.push(`Σ ${total}`);
     if (prompt !== MISSING) remarks.push(`prompt ${prompt}`);
+  }
+  if (group.isChain) {
+    for (const [name, value] of Object.entries(response.reward_parts)) remarks.push(`${name} ${rewardText(value)}`);
   }
   if (response.first_wrong >= 0 && response.first_wrong !== null) remarks.push(`wrong at ${response.first_wrong}`);
   if (!response.finished) remarks.push("cut at the length limit");

@@ -1,5 +1,5 @@
-// The find page: a text, a token, the most harmful tokens of all steps, prompts whose pass rate fell, and one prompt
-// over time. The server answers for a few steps at a time; the page shows how far it is and can be stopped.
+// The find page: a text, a token, the most harmful tokens of all steps, those on which sampler and trainer disagree,
+// prompts whose pass rate fell, and one prompt over time. The server answers for a few steps at a time; the page shows how far it is and can be stopped.
 
 import { CREDIT_NAMES } from "../channels.js";
 import { searchBox, segmentedControl } from "../controls.js";
@@ -11,6 +11,7 @@ const WHAT = {
   text: "a text",
   token: "a token",
   harm: "most harmful tokens",
+  mismatch: "sampler against trainer",
   prompts: "prompts whose pass rate fell",
   prompt: "one prompt over time",
 };
@@ -18,11 +19,19 @@ const SAYS = {
   text: "Prompts and responses that hold a text, in all traced steps; the first place in each.",
   token: "Every occurrence of a token: its text, or #id. Those with the largest score first in each step.",
   harm: "The lowest scores of all steps: where training’s step on a token is estimated to hurt the accepted answers against the rejected ones. Scores of different steps are taken at different weights, and of different credits in different units.",
+  mismatch:
+    "The tokens whose log-prob as the trainer finds it lies furthest from what the sampler reported, by 0.001 nats or more: trainer minus sampler. A token’s own term of the update is multiplied by the exponential of it where the loop corrects for the sampler.",
   prompts: "Prompts that were drawn more than once, by how much less often they passed the last time than the first.",
   prompt: "Every step in which this prompt was drawn.",
 };
+/** Why a search of the whole run may have found nothing, where that is not plain. */
+const WHY_NONE = {
+  harm: " Only scores below zero count, and only steps with an influence trace have scores.",
+  mismatch:
+    " Either they agree on every token, or the files hold no log-probs of the sampler’s own (docs: Sampler and trainer disagree).",
+};
 /** The page stops here and offers to go on; for prompts it keeps more, because it must put steps together. */
-const MOST_HITS = { text: 200, token: 200, harm: 2000, prompts: 50000, prompt: 2000 };
+const MOST_HITS = { text: 200, token: 200, harm: 2000, mismatch: 2000, prompts: 50000, prompt: 2000 };
 const MOST_ROWS = 200;
 
 export async function openFindPage(context) {
@@ -98,7 +107,8 @@ class FindPage extends Page {
     const left = this.more ? ` (${count(this.more)} more in these steps are left out)` : "";
     const damaged = unreadable.length ? ` Steps that cannot be read: ${unreadable.join(", ")}.` : "";
     const words = `${searched} of ${plural(steps, "traced step")} searched, ${found} found${left}.${damaged}`;
-    this.status.replaceChildren(element("span", "", words));
+    const why = next === null && !this.hits.length ? (WHY_NONE[this.what] ?? "") : "";
+    this.status.replaceChildren(element("span", "", words + why));
     if (next === null) return;
     const goOn = () => {
       this.limit += MOST_HITS[this.what];
@@ -116,6 +126,11 @@ class FindPage extends Page {
       text: () => this.tokenTable(this.hits),
       token: () => this.tokenTable(this.hits),
       harm: () => this.tokenTable([...this.hits].sort((a, b) => a.score - b.score)),
+      mismatch: () =>
+        this.tokenTable(
+          [...this.hits].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)),
+          "Nats",
+        ),
       prompts: () => this.fallen(),
       prompt: () => this.history(),
     };
@@ -127,7 +142,7 @@ class FindPage extends Page {
     return setAttributes(element("a", "link-button", text), { href: this.context.href("group", { step, group, sel }) });
   }
 
-  tokenTable(hits) {
+  tokenTable(hits, scoreName = "Score") {
     const body = element("tbody");
     for (const hit of hits.slice(0, MOST_ROWS)) {
       const who = hit.response === null ? "prompt" : `r${hit.response}, token ${hit.position}`;
@@ -144,7 +159,7 @@ class FindPage extends Page {
       );
       body.append(row);
     }
-    return table(["Step", "Group", "Where", "Score", "Text"], body);
+    return table(["Step", "Group", "Where", scoreName, "Text"], body);
   }
 
   /** The first and the last group of every prompt that was drawn in several steps. */

@@ -19,6 +19,7 @@ const WHY_SKIPPED = {
   over_prompt_cap: "skipped: over max_prompts_per_step",
   non_finite: "skipped: gradient not finite",
   not_captured: "skipped: no token captured",
+  not_asked: "not scored: others were asked for",
 };
 
 const COLUMNS = [
