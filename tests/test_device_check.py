@@ -60,6 +60,7 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "CPU build" in capsys.readouterr().err
 
 
-def test_it_takes_no_run_and_no_knobs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--device", "cpu", "credit=tail"]) != 0
+@pytest.mark.parametrize("words", [["credit=tail"], ["--tokens", "512"]])
+def test_it_takes_no_run_and_no_knobs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu", *words]) != 0
     assert "--model at most" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_some_groups_have_the_scores_that_they_have_among_all(trained: Path, tmp
     some = step_of(tmp_path / "some", 3)
     assert sorted(set(some["group"].tolist())) == sorted({scored[0], scored[-1]})
     skipped = [g for g in scored if g not in (scored[0], scored[-1])]
-    assert all(some["group_status"][g] == int(GroupStatus.OVER_PROMPT_CAP) for g in skipped)
+    assert all(some["group_status"][g] == int(GroupStatus.NOT_ASKED) for g in skipped)
     for r in range(some.n_responses):
         place = every["row"].tolist().index(int(some["row"][r]))
         scores = every.tokens(place)["influence_loss_term"]

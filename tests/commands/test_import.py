@@ -279,3 +279,11 @@ def test_a_run_that_is_there_is_not_touched(
     assert "is there already" in capsys.readouterr().err and not list((tmp_path / "run").iterdir())
     assert main(["trace", "import", str(source), str(tmp_path / "new")]) == 2
     assert "--tokenizer is missing" in capsys.readouterr().err
+
+
+def test_blame_says_what_can_be_asked_about_an_imported_run(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = imported(write(tmp_path / "rows.jsonl", plain_rows()), model)
+    assert main(["blame", str(run.path)]) != 0
+    assert "it was imported" in capsys.readouterr().err

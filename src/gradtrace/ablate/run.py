@@ -27,6 +27,7 @@ from gradtrace.ablate.rollout import (
 from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.launch.checkpoints import opened
 from gradtrace.trace.atomic import atomic_write, make_folder
 from gradtrace.training.checkpoint import checkpoint_of
 from gradtrace.training.parts import Parts, build_parts
@@ -36,7 +37,7 @@ SHARED, ROLLOUT, CELLS = "shared.json", "rollout.npz", "cells"
 
 def ablate(grid: Grid, out: Path, checkpoint: Path | None = None, repeat: int = 3) -> None:
     """Score the shared rollout with every cell. What is in `out` already is not done again."""
-    checkpoint = None if checkpoint is None else checkpoint_of(checkpoint)
+    checkpoint = None if checkpoint is None else checkpoint_of(opened(checkpoint))
     make_folder(out / CELLS)
     with _progress(len(grid.cells)) as progress:
         bar = progress.add_task("weights and rollout", total=len(grid.cells))

@@ -36,6 +36,8 @@ PACKAGES = (
 )
 SHOWN_LAYERS = 12
 PREFIX = "trainer.influence_trace."
+RESPONSES, TOKENS = 64, 512
+"""Responses and tokens of each that memory is estimated for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check scores, and with --model speed and memory, on this device; minutes, with a table to paste",
     )
     parser.add_argument("--projection-dim-factor", type=int, help="0 = exact (default: 32)")
-    parser.add_argument("--responses", type=int, default=64, help="for the memory estimate (default: 64)")
+    parser.add_argument("--responses", type=int, help=f"for the memory estimate (default: {RESPONSES})")
     parser.add_argument(
-        "--tokens", type=int, default=512, help="tokens per response, for the estimate (default: 512)"
+        "--tokens", type=int, help=f"tokens per response, for the estimate (default: {TOKENS})"
     )
 
 
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     knobs = [word for word in args.words if "=" in word]
     runs = [word for word in args.words if "=" not in word]
     if args.device is not None:
-        if runs or knobs or args.filter or args.projection_dim_factor is not None:
+        others = (args.projection_dim_factor, args.responses, args.tokens)
+        if runs or knobs or args.filter or any(value is not None for value in others):
             raise GradtraceError("doctor --device takes --model at most: it checks the default trace.")
         return _check_device(console, args.device, args.model)
     if len(runs) > 1 or (runs and args.model) or (knobs and args.model is None):
@@ -247,10 +250,11 @@ def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
         console.print(f"[red]problem[/red]  {problem}", highlight=False, soft_wrap=True)
     if not report.healthy:
         return 1
-    tokens = args.responses * args.tokens
-    memory = estimate_memory(select_blocks(model, config), config, args.responses, tokens, whole_groups=False)
+    responses, tokens = args.responses or RESPONSES, args.tokens or TOKENS
+    blocks = select_blocks(model, config)
+    memory = estimate_memory(blocks, config, responses, responses * tokens, whole_groups=False)
     console.print(
-        f"memory   {args.responses} responses × {args.tokens} tokens: {_size(memory.stored_factors)} of stored factors"
+        f"memory   {responses} responses × {tokens} tokens: {_size(memory.stored_factors)} of stored factors"
         f" (none where micro-batches hold whole groups), {_size(memory.scores)} of scores,"
         f" {_size(memory.directions)} of directions for loss terms, {_size(memory.projections)} of projections,"
         f" {_size(memory.working)} while scoring; at most {_size(memory.total)}",

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="RUN (its latest), RUN/checkpoints/step_N, or a plain transformers folder",
+        help="RUN (its latest), RUN/checkpoints/step_N (verl: global_step_N), or a plain transformers folder",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the probe or of its run"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.config_loader import to_yaml
+from gradtrace.integrations.verl.launch.checkpoints import opened
 from gradtrace.probe import preflight
 from gradtrace.probe.config import ProbeConfig
 from gradtrace.trace.phases import belongs_to
@@ -19,7 +20,7 @@ class ProbeSource(Source):
 
     @staticmethod
     def to_probe(checkpoint: Path, config: ProbeConfig, overrides: list[str]) -> ProbeSource:
-        found = Source.of(checkpoint, overrides)
+        found = Source.of(opened(checkpoint), overrides)
         return ProbeSource(found.checkpoint, found.run, found.is_plain, found.seal, config)
 
     @property

@@ -102,8 +102,8 @@ def attribute(
     steps = chosen_steps(run, settings.steps)
     before = written_before(target, steps, identity, settings)
     result = Attributed(target, "", before=before)
-    todo = [step for step in steps if step not in before]
-    if not todo:
+    remaining = [step for step in steps if step not in before]
+    if not remaining:
         return result
     progress("loading the model", 0, 1)
     scorer = Scorer(folder, config, message)
@@ -114,9 +114,9 @@ def attribute(
     about = {"attributed": identity, "model": settings.model, "optimizer_state": scorer.optimizer_said}
     with RunFiles(target) as files, Writers(files, message) as writers:
         files.messages.tell(f"attribute: {settings.model}; {scorer.optimizer_said}")
-        for place, step in enumerate(todo):
+        for place, step in enumerate(remaining):
             if result.done and time.monotonic() > ends:
-                result.left = todo[place:]
+                result.left = remaining[place:]
                 break
             source = source_of(run, step)
             groups = groups_of(source, target, step, settings.groups)
@@ -250,7 +250,7 @@ class Writers:
 
 
 class ChosenGroups(InfluenceRecord):
-    """Scores some groups; the others are in the step's gradient and are skipped, as those over a cap are."""
+    """Scores some groups; the others are in the step's gradient and are skipped."""
 
     groups: Sequence[int] = ()
 
@@ -259,7 +259,7 @@ class ChosenGroups(InfluenceRecord):
         if self.groups:
             others = torch.ones(len(batch.prompts), dtype=torch.bool)
             others[list(self.groups)] = False
-            plan.status[others & (plan.status == int(GroupStatus.SCORED))] = int(GroupStatus.OVER_PROMPT_CAP)
+            plan.status[others & (plan.status == int(GroupStatus.SCORED))] = int(GroupStatus.NOT_ASKED)
         return plan
 
 

@@ -25,7 +25,7 @@ from gradtrace.instruments.verify.copies import in_precision
 from gradtrace.instruments.verify.measure import Scores, Size
 from gradtrace.instruments.verify.trial import Trial
 from gradtrace.instruments.verify.verification import OWN, Progress, Verification, Verifier, usual_scores
-from gradtrace.integrations.verl.launch.checkpoints import converted, steps_of
+from gradtrace.integrations.verl.launch.checkpoints import converted, opened, steps_of
 from gradtrace.metrics import Timer
 from gradtrace.rollout import SamplingParams
 from gradtrace.rollout.sampler import evaluation_mode
@@ -143,17 +143,14 @@ def run_verify(
 
 def newest_with_scores(path: Path, settings: Settings) -> Path:
     """Of a run: its newest checkpoint whose next step was traced, else its latest. One of verl is converted."""
-    number = path.name.removeprefix("global_step_")
-    if path.absolute().parent.name == "checkpoints" and number != path.name and number.isdigit():
-        return of_verl(path.parent.parent, int(number))
     names = [folder.name.removeprefix("step_") for folder in path.glob("checkpoints/step_*")]
     by_verl = steps_of(path)
     steps = by_verl or sorted(int(name) for name in names if name.isdigit())
     traced = set() if settings.fresh or not steps else set(open_run(path).steps(INFLUENCE_TRACE))
     before_a_trace = [step for step in steps if step + 1 in traced]
-    if by_verl:
-        return of_verl(path, (before_a_trace or by_verl)[-1])
-    return path / "checkpoints" / f"step_{before_a_trace[-1]:06d}" if before_a_trace else path
+    if by_verl and before_a_trace:
+        return converted(path, before_a_trace[-1])
+    return path / "checkpoints" / f"step_{before_a_trace[-1]:06d}" if before_a_trace else opened(path)
 
 
 def need_checkpoint(path: Path) -> None:
@@ -193,14 +190,6 @@ def of_model(
     kind = "adamw" if fresh else settings.optimizer
     source = Source(folder.resolve(), config, True, weights_seal(folder))
     return source, stored, dataclasses.replace(settings, optimizer=kind)
-
-
-def of_verl(run_dir: Path, step: int) -> Path:
-    if step not in steps_of(run_dir):
-        raise GradtraceError(
-            f"{run_dir} has no complete checkpoint of step {step}; it has {steps_of(run_dir)}"
-        )
-    return converted(run_dir, step)
 
 
 def stored_step(source: Source) -> Step | None:
