@@ -65,7 +65,8 @@ bench: $(VENV)/.full
 	$(BIN)/python -m benchmarks
 
 bench-check: $(VENV)/.full
-	$(BIN)/python -m benchmarks --check solvers capture rollout trainer trace_overhead
+	$(BIN)/python -m benchmarks --check solvers capture rollout trainer trace_overhead roofline \
+	  peers.kronfluence_scores peers.bergson_scores
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

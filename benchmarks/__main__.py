@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pkgutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import benchmarks
 from benchmarks import peers
+from benchmarks._table import describe, is_reached, table
 from benchmarks.common import REPOSITORY, machine
 
 DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
@@ -32,9 +32,9 @@ NOT_BENCHMARKS = {"__main__", "common"}
 NEW_DOCUMENT = f"""# Benchmarks
 
 Every figure is a ratio of two measurements taken in turns in one run on one machine. `speedup_*` is theirs
-over ours (bigger is better for us), `overhead_*` is with over without (closer to 1 is better).
-`make bench` runs all of them and rewrites the table below; `python -m benchmarks.NAME` runs one and prints
-its details as JSON.
+over ours (bigger is better for us), `overhead_*` is with over without (closer to 1 is better); *rounds* are the
+lowest and the highest ratio of all rounds. `make bench` runs all of them and rewrites the tables below;
+`python -m benchmarks.NAME` runs one and prints its details as JSON.
 
 {BEGIN}
 {END}
@@ -68,36 +68,15 @@ def missed_targets(ratios: dict[str, float]) -> list[str]:
     for label, target in json.loads(TARGETS.read_text()).items():
         if label not in ratios:
             continue
-        low, high = target.get("min", -math.inf), target.get("max", math.inf)
-        if not low <= ratios[label] <= high:
+        if not is_reached(ratios[label], target):
             missed.append(f"{label} is {ratios[label]:.3g}, to reach: {describe(target)}")
     return missed
-
-
-def describe(target: dict[str, float]) -> str:
-    return " and ".join(
-        f"{sign} {target[end]:g}" for end, sign in (("min", "≥"), ("max", "≤")) if end in target
-    )
 
 
 def save(result: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     result = result | {"machine": machine(), "day": time.strftime("%Y-%m-%d")}
     (RESULTS / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    targets = json.loads(TARGETS.read_text())
-    lines = ["| benchmark | ratio | value | to reach |", "|---|---|---:|---|"]
-    for result in results:
-        for label, ratio in result["ratios"].items():
-            target = describe(targets.get(label, {}))
-            lines.append(f"| {result['name']} | `{label}` | {ratio:.2f} | {target} |")
-    lines += ["", "Measured on:", ""]
-    for result in results:
-        versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-        lines.append(f"- {result['name']}: {result['day']}, {result['machine']}; {versions}")
-    return "\n".join(lines)
 
 
 def rewrite(text: str) -> None:
@@ -137,7 +116,8 @@ def main() -> None:
             save(result)
 
     if not args.quick:
-        rewrite(table([json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]))
+        results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+        rewrite(table(results, json.loads(TARGETS.read_text())))
         print(f"table rewritten in {DOCUMENT}")
     if problems:
         sys.exit("benchmarks: " + "\n            ".join(problems))

@@ -150,10 +150,14 @@ FORCED_ROW, FORCED_PLACE, UNTRAINED = 7, 6, 2
 
 
 def force_token(trainer: Trainer, batch: RolloutBatch) -> RolloutBatch:
+    return force_token_at(batch, FORCED_ROW, FORCED_PLACE, UNTRAINED)
+
+
+def force_token_at(batch: RolloutBatch, row: int, place: int, token: int) -> RolloutBatch:
     """A token is put into one response after it was sampled; the sampler's log-prob is of the token it replaced."""
     responses, rewards = batch.responses.clone(), batch.need("rewards").clone()
-    responses[FORCED_ROW, FORCED_PLACE] = UNTRAINED
-    rewards[FORCED_ROW] = 1.0 - float(rewards[batch.group == batch.group[FORCED_ROW]].mean() > 0.5)
+    responses[row, place] = token
+    rewards[row] = 1.0 - float(rewards[batch.group == batch.group[row]].mean() > 0.5)
     return batch.replace(responses=responses, rewards=rewards)
 
 

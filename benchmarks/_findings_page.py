@@ -23,26 +23,36 @@ def shown(found: int, runs: int) -> str:
     return f"{found}/{runs} = {found / runs:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def table(found: dict[str, Any]) -> str:
+def rows_of(kinds: dict[str, Any]) -> list[str]:
     lines = [
         "| fault | found and rightly named | steps until found | culprit among the first three | by |",
         "|---|---|---|---|---|",
     ]
-    for kind, row in found["kinds"].items():
+    for kind, row in kinds.items():
         delay = "–" if row["median_delay"] is None else f"{row['median_delay']:g}"
         culprit = "nobody did it" if row["culprit"] is None else f"{row['culprit']}/{row['runs']}"
-        lines.append(
-            f"| {kind} | {row['found']}/{row['runs']} | {delay} | {culprit} | {', '.join(row['by'])} |"
-        )
+        by = ", ".join(row["by"]) or "–"
+        lines.append(f"| {kind} | {row['found']}/{row['runs']} | {delay} | {culprit} | {by} |")
+    return lines
+
+
+def false_alarms(found: dict[str, Any], where: str) -> str:
     alarms = ", ".join(f"{name} {count}" for name, count in found["alarms"].items()) or "none"
     low, high = wilson(sum(found["alarms"].values()), found["clean_steps"])
-    lines += [
+    return (
+        f"- false alarms in {where}: "
+        f"{found['alarms_per_100']:.2f} [{100 * low:.2f}, {100 * high:.2f}] per 100 steps "
+        f"({alarms}; to reach: at most 1)"
+    )
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        *rows_of(found["kinds"]),
         "",
         f"- recall {shown(found['found'], found['runs'])} (to reach: 0.9)",
         f"- culprit among the first three {shown(found['culprit'], found['culprit_runs'])} (to reach: 0.8)",
-        f"- false alarms in {found['clean_runs']} clean runs of {found['clean_steps']} steps: "
-        f"{found['alarms_per_100']:.2f} [{100 * low:.2f}, {100 * high:.2f}] per 100 steps "
-        f"({alarms}; to reach: at most 1)",
+        false_alarms(found, f"{found['clean_runs']} clean runs of {found['clean_steps']} steps"),
     ]
     if found["auroc"]:
         lines += [
@@ -54,6 +64,15 @@ def table(found: dict[str, Any]) -> str:
         ]
         order = sorted(found["auroc"].items(), key=lambda item: -item[1][0])
         lines += [f"| {name} | {mean:.3f} [{low:.3f}, {high:.3f}] |" for name, (mean, low, high) in order]
+    if own := found.get("smollm2"):
+        lines += [
+            "",
+            "SmolLM2-135M on countdown:",
+            "",
+            *rows_of(own["kinds"]),
+            "",
+            false_alarms(own, f"the {own['clean_steps']} steps before the faults"),
+        ]
     return "\n".join(lines)
 
 

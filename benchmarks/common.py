@@ -5,7 +5,7 @@ A benchmark module has this shape; its docstring is what `--help` shows:
     def main(arguments: list[str] | None = None) -> None:
         args = parse_arguments(__doc__, arguments)
         timing = alternate(theirs, ours, rounds=2 if args.quick else 5)
-        emit("rollout", {"speedup_generate_tiny": timing.ratio}, {"tiny": timing.detail()})
+        emit("rollout", {"speedup_generate_tiny": timing}, {"tiny": timing.detail()})
 
     if __name__ == "__main__":
         main()
@@ -25,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,9 @@ class Timing:
         for a while slows both and drops out.
         """
         return statistics.median(self.ratios)
+
+    def __float__(self) -> float:
+        return self.ratio
 
     @property
     def ratios(self) -> list[float]:
@@ -243,11 +246,14 @@ def machine() -> str:
     return f"{processor}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
 
 
-def emit(name: str, ratios: dict[str, float], detail: dict[str, Any]) -> None:
-    """Print the benchmark's result: one JSON object on the last line of stdout."""
+def emit(name: str, ratios: Mapping[str, float | Timing], detail: dict[str, Any]) -> None:
+    """Print the benchmark's result: one JSON object on the last line of stdout. A `Timing` gives its ratio, and the
+    range of its rounds."""
+    timed = {label: ratio.ratios for label, ratio in ratios.items() if isinstance(ratio, Timing)}
     result = {
         "name": name,
         "ratios": {label: round(float(ratio), 3) for label, ratio in ratios.items()},
+        "ranges": {label: [round(min(own), 3), round(max(own), 3)] for label, own in timed.items()},
         "detail": detail,
         "versions": versions(),
     }

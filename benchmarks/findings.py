@@ -6,7 +6,8 @@ that are named, steps until found, false alarms per 100 clean steps, and how wel
 honest ones (AUROC) beside statistics that need no gradient. Thresholds were tuned on seeds from 100 on, so seeds below
 are fresh. Results stay in --folder: what is there is not run again. `--write-docs` rewrites the table of
 docs/findings.md, `--join FOLDER …` with the results of other folders, theirs instead of ours for the same kinds;
-`--over RESULT` keeps an earlier result's rows of the kinds that were not run.
+`--over RESULT` keeps an earlier result's rows of the kinds that were not run. `--smollm2` runs SmolLM2-135M instead of
+the demo, with two of the faults (`_findings_smollm2.py`); these have a table of their own.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks import _findings_smollm2 as smollm2
 from benchmarks._findings_faults import FAULTS, GAE, Fault
 from benchmarks._findings_page import write_table
 from benchmarks.common import REPOSITORY, emit, parse_arguments
@@ -48,13 +51,15 @@ SETTINGS = (
     *("trainer.validation.pass_k=[1]", "trainer.checkpoint.every=0", "trainer.cpu_threads=1"),
 )
 CLEAN = "clean"
+ALL_FAULTS = {**FAULTS, CLEAN: Fault(()), **smollm2.SMOLLM2_FAULTS}
 
 
 def run_one(kind: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     """A run with that fault, or none; what was found in it."""
-    fault = FAULTS.get(kind, Fault(()))
+    fault = ALL_FAULTS[kind]
     clean_with_critic = kind == CLEAN and seed % 5 == 4
-    overrides = [*SETTINGS, *fault.overrides, *(GAE if clean_with_critic else ())]
+    own = smollm2.settings() if kind in smollm2.SMOLLM2_FAULTS else SETTINGS
+    overrides = [*own, *fault.overrides, *(GAE if clean_with_critic else ())]
     config = load_config(
         [*overrides, f"trainer.runs_dir={folder}", f"trainer.seed={seed}", f"trainer.total_steps={steps}"]
     )
@@ -190,7 +195,7 @@ def either(scores: np.ndarray, label: np.ndarray) -> float:
 
 def judged(result: dict[str, Any]) -> dict[str, Any]:
     """Whether the fault was found, named rightly, when, and with the planted culprit."""
-    fault = FAULTS[result["kind"]]
+    fault = ALL_FAULTS[result["kind"]]
     since = [f for f in result["findings"] if f["step"] >= fault.first_step]
     right = [f for f in since if f["detector"] in fault.expected]
     named = None
@@ -205,9 +210,10 @@ def judged(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+def kinds_of(results: list[dict[str, Any]], faults: Iterable[str]) -> dict[str, Any]:
+    """Of each of these faults that was run: how often, when, by whom and with which culprit it was found."""
     kinds = {}
-    for kind in FAULTS:
+    for kind in faults:
         own = [judged(r) for r in results if r["kind"] == kind]
         if own:
             delays = [o["delay"] for o in own if o["delay"] is not None]
@@ -219,9 +225,29 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
                 "median_delay": float(np.median(delays)) if delays else None,
                 "by": sorted({name for o in own for name in o["by"]}),
             }
-    clean = [r for r in results if r["kind"] == CLEAN]
-    alarms = [f["detector"] for r in clean for f in r["findings"]]
-    steps = sum(r["steps"] for r in clean)
+    return kinds
+
+
+def alarms_of(clean: list[dict[str, Any]]) -> dict[str, Any]:
+    """False alarms of these runs, as far as they are clean: all of a run without a fault, else the steps before it."""
+    until = [r["steps"] if r["kind"] == CLEAN else ALL_FAULTS[r["kind"]].first_step - 1 for r in clean]
+    alarms = [
+        f["detector"]
+        for r, last in zip(clean, until, strict=True)
+        for f in r["findings"]
+        if f["step"] <= last
+    ]
+    steps = sum(until)
+    return {
+        "clean_runs": len(clean),
+        "clean_steps": steps,
+        "alarms": {name: alarms.count(name) for name in sorted(set(alarms))},
+        "alarms_per_100": 100 * len(alarms) / steps if steps else None,
+    }
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    kinds = kinds_of(results, FAULTS)
     with_culprit = [k for k in kinds.values() if k["culprit"] is not None]
     hacking = [row for r in results for row in r["hacking"]]
     names = [name for name in (hacking[0] if hacking else {}) if name not in ("step", "hacked", "honest")]
@@ -231,13 +257,18 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "found": sum(k["found"] for k in kinds.values()),
         "culprit_runs": sum(k["runs"] for k in with_culprit),
         "culprit": sum(k["culprit"] for k in with_culprit),
-        "clean_runs": len(clean),
-        "clean_steps": steps,
-        "alarms": {name: alarms.count(name) for name in sorted(set(alarms))},
-        "alarms_per_100": 100 * len(alarms) / steps if steps else None,
+        **alarms_of([r for r in results if r["kind"] == CLEAN]),
         "auroc": {name: spread([row[name] for row in hacking], results) for name in names},
         "auroc_steps": len(hacking),
+        "smollm2": smollm2_summary(results),
     }
+
+
+def smollm2_summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was found in the runs of SmolLM2; empty where there is none."""
+    own = [r for r in results if r["kind"] in smollm2.SMOLLM2_FAULTS]
+    once = list({r["seed"]: r for r in own}.values())  # runs of one seed are the same until the fault begins
+    return {"kinds": kinds_of(own, smollm2.SMOLLM2_FAULTS), **alarms_of(once)} if own else {}
 
 
 def over(stored: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -255,6 +286,7 @@ def over(stored: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "culprit": sum(row["culprit"] for row in with_culprit),
         **{name: clean[name] for name in ("clean_runs", "clean_steps", "alarms", "alarms_per_100")},
         **{name: gradients[name] for name in ("auroc", "auroc_steps")},
+        "smollm2": found["smollm2"] or stored.get("smollm2", {}),
     }
 
 
@@ -283,22 +315,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="RESULT",
         help="kinds that were not run keep what this file says, such as benchmarks/results/findings.json",
     )
+    parser.add_argument("--smollm2", action="store_true", help="runs of SmolLM2-135M instead of the demo's")
     parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/findings.md")
+
+
+def planned(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """(kind, seed) of every run."""
+    seeds, clean = ([0], 1) if args.quick else (args.seeds, args.clean)
+    plan = []
+    if args.smollm2:
+        plan = [(kind, seed) for seed in seeds for kind in smollm2.SMOLLM2_FAULTS]
+    else:
+        few = ("untrained token", "end token not trained", "duplicated prompts")
+        for place, seed in enumerate(seeds):  # clean runs in between, so that a part of it is a fair part
+            own = range(place * clean // len(seeds), (place + 1) * clean // len(seeds))
+            plan += [(kind, seed) for kind in (few if args.quick else FAULTS)]
+            plan += [(CLEAN, args.first_clean + number) for number in own]
+    return [(kind, seed) for kind, seed in plan if not args.only or kind in args.only]
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, add_options)
     args.folder.mkdir(parents=True, exist_ok=True)
-    steps = 8 if args.quick else STEPS
-    seeds, clean = ([0], 1) if args.quick else (args.seeds, args.clean)
-    kinds = (
-        ("untrained token", "end token not trained", "duplicated prompts") if args.quick else tuple(FAULTS)
-    )
-    plan = []
-    for place, seed in enumerate(seeds):  # clean runs in between, so that a part of it is a fair part
-        own = range(place * clean // len(seeds), (place + 1) * clean // len(seeds))
-        plan += [*((kind, seed) for kind in kinds), *((CLEAN, args.first_clean + number) for number in own)]
-    plan = [(kind, seed) for kind, seed in plan if not args.only or kind in args.only]
+    steps = 8 if args.quick else smollm2.STEPS if args.smollm2 else STEPS
+    plan = planned(args)
     began, results, left = time.perf_counter(), [], 0
     for kind, seed in plan:
         file = args.folder / f"{kind.replace(' ', '_')}_{seed}{'_quick' if args.quick else ''}.json"

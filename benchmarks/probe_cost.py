@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     rounds = 2 if args.quick else 5
     tiny = Setting(tiny_model(), E=128, groups=16, n=8, prompt=10, length=20, budget=4096)
     timing, tiny_detail = compare(tiny, rounds)
-    ratios = {"speedup_shares_tiny": timing.ratio}
+    ratios = {"speedup_shares_tiny": timing}
     detail: dict[str, Any] = {"machine": machine(), "tiny": tiny_detail}
     print(f"tiny: {tiny_detail}", flush=True)
     if not args.quick:
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
         timing, detail["smollm2"] = compare(
             Setting(model, E=8, groups=2, n=8, prompt=24, length=24, budget=1024), rounds=2
         )
-        ratios["speedup_shares_smollm2"] = timing.ratio
+        ratios["speedup_shares_smollm2"] = timing
         print(f"SmolLM2-135M: {detail['smollm2']}", flush=True)
         del model
     few, many = (peak_memory(prepare, probe_once, count) for count in (64, 256 if args.quick else 2048))

@@ -6,6 +6,9 @@ as well. `overhead_update` compares the update phase (forward, backward, optimiz
 rollout included, both as with over without. The trace's files are written as in training, off the training thread. The
 tiny model of the demo is measured too, exact and projected: there the layers are so small that the trace's share is
 much larger.
+
+`memory_NAME` is the largest resident set of a process that makes one such step with the trace over that of one without:
+the tail with projections, and without them in the factored form.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import emit, parse_arguments, smollm2_path
+from benchmarks.common import emit, parse_arguments, peak_memory, smollm2_path
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
@@ -119,6 +122,43 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, float], dict[s
     return ratios, detail
 
 
+FACTORED = [
+    "trainer.influence_trace.projection_dim_factor=0",
+    "trainer.influence_trace.preconditioner_form=factored",
+]
+MEMORY = {"tail": TIERS["tail"], "factored": [*TIERS["tail"], *FACTORED]}
+
+
+def prepare_step(folder: str, quick: bool, knobs: list[str]) -> tuple[Trainer, Any]:
+    """A trainer and a rollout, both of SmolLM2."""
+    overrides = [*smollm2_overrides(Path(folder), quick), f"trainer.runs_dir={folder}", *knobs]
+    parts = build_parts(load_config(overrides))
+    files = RunFiles(Path(folder) / "run")
+    trainer = Trainer(parts, files, build_observer(parts, files, lambda text: None), SilentDisplay())
+    return trainer, trainer.experience.collect(parts.generators["rollout"], Timer())[0]
+
+
+def make_step(prepared: tuple[Trainer, Any]) -> None:
+    trainer, batch = prepared
+    trainer.train_step(batch, 1, Timer())
+    trainer.observer.close()
+
+
+def peak_bytes(quick: bool, knobs: list[str]) -> int:
+    """The largest resident set while a fresh process makes a step."""
+    common = ["trainer.influence_trace.pairwise_max_mb=0", "trainer.entropy_trace.enable=false"]
+    with tempfile.TemporaryDirectory() as folder:
+        return peak_memory(prepare_step, make_step, folder, quick, [*common, *knobs]).peak_bytes
+
+
+def memory(quick: bool) -> dict[str, float]:
+    plain = peak_bytes(quick, ["trainer.influence_trace.enable=false"])
+    return {
+        f"memory_{name}_smollm2": peak_bytes(quick, ["trainer.influence_trace.enable=true", *knobs]) / plain
+        for name, knobs in MEMORY.items()
+    }
+
+
 def stored(run_dir: Path) -> tuple[int, int]:
     """Bytes of the influence trace of a run, and its tokens."""
     run = open_run(run_dir)
@@ -142,6 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
             smollm2_overrides(Path(folder), args.quick), 1 if args.quick else 3
         )
     ratios |= {f"{key}_smollm2": value for key, value in found.items()}
+    ratios |= memory(args.quick)
     ratios["bytes_per_token"] = detail["smollm2"]["bytes_per_token"]
     emit("trace_overhead", ratios, detail)
 

@@ -72,7 +72,7 @@ def per_sample(policy: Policy, batch: RolloutBatch, target: dict[str, Tensor]) -
 
 def compare_scoring(
     model: Any, prompt: int, length: int, rounds: int
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, float | Timing], dict[str, Any]]:
     policy = Policy(model, torch.device("cpu"), 1.0)
     batch, validation = random_batch(model, prompt, length), random_batch(model, prompt, length, seed=1)
     rows, budget = torch.arange(RESPONSES), 1 << 20
@@ -98,7 +98,7 @@ def compare_scoring(
     methods = alternate(score("ghost"), score("tangent"), max(rounds, 3))
     size = float(found["per_sample"].abs().max())
     difference = {m: float((found[m] - found["per_sample"]).abs().max()) / size for m in selectors}
-    ratios = {"speedup_over_per_sample": against.ratio, "ghost_over_tangent": methods.ratio}
+    ratios = {"speedup_over_per_sample": against, "ghost_over_tangent": methods}
     detail = {
         "auto": ours,
         "responses": f"{RESPONSES // GROUP} prompts × {GROUP}",
@@ -133,7 +133,7 @@ def demo_parts(folder: str) -> Parts:
     )
 
 
-def compare_steps(rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
+def compare_steps(rounds: int) -> tuple[dict[str, float | Timing], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         trainers, steps = {}, dict.fromkeys(("selected", "vanilla"), 0)
         for name in steps:
@@ -162,7 +162,7 @@ def compare_steps(rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
         [total - s for total, s in zip(seconds["selected"], sampling, strict=True)][1:],
         seconds["vanilla"][1:],
     )
-    ratios = {"overhead_selected_step": whole.ratio, "overhead_selected_update": update.ratio}
+    ratios = {"overhead_selected_step": whole, "overhead_selected_update": update}
     detail = {
         "step": whole.detail(),
         "update": update.detail(),
@@ -174,7 +174,7 @@ def compare_steps(rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
-    ratios: dict[str, float] = {}
+    ratios: dict[str, float | Timing] = {}
     detail: dict[str, Any] = {"machine": machine()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the demo trains: its operations are too short to share

@@ -118,11 +118,11 @@ def main(arguments: list[str] | None = None) -> None:
         "code_workers": parallel.detail(),
     }
     ratios = {
-        "overhead_math_killable": here.ratio,
-        "speedup_math_workers": many.ratio,
-        "speedup_math_over_process_per_answer": each.ratio,
-        "overhead_code_sandbox": sandbox.ratio,
-        "speedup_code_workers": parallel.ratio,
+        "overhead_math_killable": here,
+        "speedup_math_workers": many,
+        "speedup_math_over_process_per_answer": each,
+        "overhead_code_sandbox": sandbox,
+        "speedup_code_workers": parallel,
     }
     emit("verification", ratios, detail)
 

@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     timing = Timing(theirs=found["times"]["with"], ours=found["times"]["without"])
     shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}
     ratios = {
-        "overhead_update": timing.ratio,
+        "overhead_update": timing,
         "bytes_share": shares["whole"],
         "bytes_share_split": shares["split"],
     }

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.__main__ import TARGETS, benchmark_names, describe, missed_targets, table
+from benchmarks.__main__ import TARGETS, benchmark_names, missed_targets
+from benchmarks._table import describe, question_of, table
 from benchmarks._tracin_effect_page import holm, two_sided
 from gradtrace.intervals import paired_difference
 
@@ -36,15 +37,23 @@ def test_p_values_are_those_of_students_t_and_holm_corrects_them() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 
-def test_table_names_machine_and_versions() -> None:
+def test_every_benchmark_answers_a_question() -> None:
+    assert all(question_of(name) for name in benchmark_names())
+
+
+def test_table_groups_by_question_and_names_machine_and_versions_once() -> None:
     result = {
         "name": "solvers",
-        "ratios": {"speedup_token_5184": 14.0},
+        "ratios": {"speedup_token_5184": 14.0, "memory_token_5184": 2.0},
+        "ranges": {"speedup_token_5184": [13.0, 15.0]},
         "versions": {"torch": "2.13"},
         "machine": "a box",
         "day": "2026-11-15",
     }
-    text = table([result])
-    assert "| solvers | `speedup_token_5184` | 14.00 | ≥ 8 |" in text
-    assert "- solvers: 2026-11-15, a box; torch 2.13" in text
+    other = result | {"name": "rollout", "ratios": {"speedup_generate_tiny": 1.5}}
+    text = table([result, other], {"speedup_token_5184": {"min": 8}, "speedup_generate_tiny": {"min": 2}})
+    assert "| `speedup_token_5184` | 14.00 | 13.00 … 15.00 | ≥ 8 | yes | solvers |" in text
+    assert "| `speedup_generate_tiny` | 1.50 |  | ≥ 2 | **no** | rollout |" in text
+    assert "| `memory_token_5184` | 2.00 |  | solvers |" in text.split("## Details")[1]
+    assert text.count("a box") == 1 and "- 2026-11-15, a box; torch 2.13: everything" in text
     assert "solvers" in benchmark_names()

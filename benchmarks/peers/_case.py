@@ -69,6 +69,9 @@ def make_case(sizes: Sizes) -> Case:
     ]
     if sizes.name == "smollm2":
         names = [name for name in names if name.split(".")[2] in ("26", "27", "28", "29")]
+    # Scores of a part of the model need no gradient below it. kronfluence freezes its model in the same way.
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.removesuffix(".weight") in names)
     return Case(sizes, model, ids, names)
 
 
