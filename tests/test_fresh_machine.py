@@ -53,8 +53,8 @@ def test_without_a_browser_the_rest_runs_and_the_end_says_so() -> None:
     assert "NOT EVERYTHING WAS TESTED" in done.stdout and "the viewer's pages were not tested" in done.stdout
 
 
-def test_readme_names_the_extras_before_the_commands_that_need_them() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_front_page_names_the_extras_before_the_commands_that_need_them() -> None:
+    text = (ROOT / "docs" / "index.md").read_text()
     needs = {"gradtrace data prepare": "hub", "engine=verl": "verl"}
     for words, extra in needs.items():
         before = text[: text.index(f"\n{words}") if f"\n{words}" in text else text.index(words)]
