@@ -17,6 +17,7 @@ from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.attribution.objectives import Passes
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.influence.plan import group_status
 from gradtrace.policy.microbatch import Sequences
 from gradtrace.policy.policy import Policy
 from gradtrace.trace.schema import GroupStatus, Selection
@@ -264,6 +265,15 @@ def test_max_prompts_per_step_caps_and_says_so(tmp_path: Path) -> None:
     record = small.metrics(run_dir)[-1]
     assert record["influence_trace/selected_prompts"] == 1
     assert record["influence_trace/debug_groups_over_cap"] == (step["group_status"] == 2).sum()
+
+
+def test_groups_that_a_selection_left_without_contrast_take_no_place() -> None:
+    """Neither one of `max_prompts_per_step` nor, since the plan says who has loss terms, of `loss_term_prompts`."""
+    batch = small.random_batch(groups=3, n=2).replace(rewards=torch.tensor([1.0, 0, 1, 0, 1, 0]))
+    dropped = torch.tensor([True, True, False, True, True, True])  # group 1 has lost its accepted response
+    assert group_status(batch, 0).tolist() == [GroupStatus.SCORED] * 3
+    scored, constant = GroupStatus.SCORED, GroupStatus.CONSTANT_REWARD
+    assert group_status(batch.replace(kept=dropped), 2).tolist() == [scored, constant, scored]
 
 
 def test_constant_groups_are_named_and_a_step_without_contrast_is_no_error(tmp_path: Path) -> None:

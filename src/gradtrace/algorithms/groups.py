@@ -52,12 +52,6 @@ def accepted(rewards: Tensor, group: Tensor, threshold: float | None = None) -> 
     return (low != high) & (rewards == high)
 
 
-def groups_without_contrast(rewards: Tensor, group: Tensor, threshold: float | None = None) -> Tensor:
-    """bool[R]: the response's group does not hold both accepted and rejected responses."""
-    low, high = group_extremes(accepted(rewards, group, threshold).float(), group)
-    return low == high
-
-
 def rejected(rewards: Tensor, group: Tensor) -> Tensor:
     """bool[R]: less than the best of a group whose rewards differ."""
     low, high = group_extremes(rewards, group)

@@ -79,7 +79,6 @@ def influence_columns(
     rows = torch.tensor([row for row, _, _ in entries], dtype=torch.long)
     unscored = (status == int(GroupStatus.SCORED)) & ~torch.isin(torch.arange(len(status)), batch.group[rows])
     status[unscored] = int(GroupStatus.NOT_CAPTURED)
-    status[unscored & ~has_contrast(batch, threshold)] = int(GroupStatus.CONSTANT_REWARD)
     captured = [part.trace.captured(local).cpu() for _, local, part in entries]
     columns = {
         **group_columns(batch, truth),
@@ -131,16 +130,6 @@ def scores_or_zeros(trace: InfluenceTrace, scores: list[Tensor] | None, local: i
     """[T_r]: scores that only some groups have; zeros for the others, whose `credit` says so."""
     own = scores[local] if scores is not None else torch.empty(0)
     return own if len(own) else torch.zeros(len(trace.position_scores[local]))
-
-
-def has_contrast(batch: RolloutBatch, threshold: float | None) -> Tensor:
-    """bool[G]: groups of which TracIn selection has kept an accepted and a rejected response; all, where it is off."""
-    found = torch.ones(len(batch.prompts), dtype=torch.bool)
-    if batch.kept is not None:
-        good = accepted(batch.need("rewards"), batch.group, threshold)
-        for side in (good, ~good):
-            found &= torch.bincount(batch.group[side & batch.kept], minlength=len(found)) > 0
-    return found
 
 
 def selection_of(captured: Tensor) -> int:

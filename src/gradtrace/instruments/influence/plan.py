@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import accepted
-from gradtrace.algorithms.groups import groups_without_contrast
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import response_advantages
 from gradtrace.trace.schema import GroupStatus
@@ -62,11 +61,16 @@ class StepPlan:
 
 def group_status(batch: RolloutBatch, max_prompts: int, threshold: float | None = None) -> Tensor:
     """long[G]: which groups will be traced, and why the others will not."""
-    status = torch.full((len(batch.prompts),), int(GroupStatus.SCORED))
-    status[batch.group[groups_without_contrast(batch.need("rewards"), batch.group, threshold)]] = int(
-        GroupStatus.CONSTANT_REWARD
-    )
+    contrast = has_contrast(batch, threshold)
+    status = torch.where(contrast, int(GroupStatus.SCORED), int(GroupStatus.CONSTANT_REWARD))
     if max_prompts:
-        mixed = (status == int(GroupStatus.SCORED)).nonzero().squeeze(-1)
-        status[mixed[max_prompts:]] = int(GroupStatus.OVER_PROMPT_CAP)
+        status[contrast.nonzero().squeeze(-1)[max_prompts:]] = int(GroupStatus.OVER_PROMPT_CAP)
     return status
+
+
+def has_contrast(batch: RolloutBatch, threshold: float | None = None) -> Tensor:
+    """bool[G]: groups with an accepted and a rejected response; with both among the kept ones, after a selection."""
+    good = accepted(batch.need("rewards"), batch.group, threshold)
+    kept = torch.ones_like(good) if batch.kept is None else batch.kept
+    sides = [torch.bincount(batch.group[side & kept], minlength=len(batch.prompts)) for side in (good, ~good)]
+    return (sides[0] > 0) & (sides[1] > 0)
