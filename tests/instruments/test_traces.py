@@ -403,16 +403,17 @@ def test_a_failing_trace_is_shown_and_counted_and_the_run_goes_on(
         run(tmp_path, *EXACT, *influence("on_error=raise"))
 
 
+@pytest.mark.parametrize("inside", ["receive", "finish"])
 def test_a_failure_inside_the_backward_pass_does_not_reach_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
 ) -> None:
-    from gradtrace.attribution import tracer as module
+    from gradtrace.attribution.one_pass import OnePass
 
     def fails(*args: object) -> None:
         raise RuntimeError("out of memory in a hook")
 
     plain = weights(run(tmp_path))
-    monkeypatch.setattr(module, "sides", fails)
+    monkeypatch.setattr(OnePass, inside, fails)
     run_dir = run(tmp_path, *EXACT)
     assert small.metrics(run_dir)[-1]["influence_trace/debug_errors"] == 4
     assert all(torch.equal(tensor, plain[name]) for name, tensor in weights(run_dir).items())

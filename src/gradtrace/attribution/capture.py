@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from gradtrace.attribution.modules import Block, Site
 
 @dataclass(eq=False)
 class Part:
-    """The factors of one call of one module: U [rows, k_out], V [rows, k_in]."""
+    """The factors of one call of a module: U [rows, k_out], V [rows, k_in]; or of M modules of one shape, side by side:
+    [M, rows, …]."""
 
     u: Tensor
     v: Tensor
@@ -31,6 +33,21 @@ class Part:
         return lookup[flat]
 
 
+def side_by_side(parts: Sequence[Part]) -> Part:
+    """One call of each of M modules that saw the same positions, [M, rows, …]."""
+    first = parts[0]
+    if len(parts) == 1:
+        return Part(first.u[None], first.v[None], first.positions)
+    return Part(torch.stack([p.u for p in parts]), torch.stack([p.v for p in parts]), first.positions)
+
+
+def chosen_rows(rows: Tensor, device: torch.device) -> slice | Tensor:
+    """An index for these rows: a slice where they follow one another, so that nothing is copied."""
+    if len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1 and bool((rows.diff() == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows.to(device)
+
+
 @dataclass(eq=False)
 class Capture:
     layout: Layout
@@ -42,7 +59,14 @@ class Capture:
     every position counts."""
 
     def direct(self, responses: set[int]) -> None:
-        self.directed = torch.isin(self.layout.response, torch.tensor(sorted(responses)))
+        directed = torch.isin(self.layout.response, torch.tensor(sorted(responses)))
+        self.directed = None if bool(directed.all()) else directed
+
+    @cached_property
+    def _directed_positions(self) -> Tensor:
+        """long: the positions in `directed`."""
+        assert self.directed is not None
+        return self.directed.nonzero().squeeze(-1)
 
     def wanted(
         self, site: Site, gradient: Tensor, x: Tensor, scored: bool = True
@@ -53,13 +77,16 @@ class Capture:
         terms alone.
         """
         gradient, x, positions = self._seen(site, gradient, x)
-        if scored or self.directed is None or bool(self.directed.all()):
+        if scored or self.directed is None:
             return gradient, x, positions
         gradient, x = gradient.flatten(0, -2), x.flatten(0, gradient.dim() - 2)
-        positions = torch.arange(len(self.directed)) if positions is None else positions
-        rows = self.directed[positions].nonzero().squeeze(-1)
-        chosen = rows.to(gradient.device)
-        return gradient[chosen], x[chosen], positions[rows]
+        if positions is None:
+            rows = positions = self._directed_positions
+        else:
+            rows = self.directed[positions].nonzero().squeeze(-1)
+            positions = positions[rows]
+        chosen = chosen_rows(rows, gradient.device)
+        return gradient[chosen], x[chosen], positions
 
     def _seen(self, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the module saw of the rows that are not ignored."""
@@ -107,32 +134,40 @@ class Capture:
             u = u * scale
         self.parts.setdefault(block, []).append(Part(u, v, positions))
 
-    def gradients(self, block: Block, responses: list[int]) -> Tensor:
-        """[n, k_out, k_in]: per response Σ u vᵀ over all its positions, its prompt's included."""
-        parts = [self._gradients_of(part, responses) for part in self.parts[block]]
+    def kind(self, block: Block) -> tuple[object, ...]:
+        """Modules of one kind can be taken together."""
+        calls = tuple((part.u.shape, part.v.shape, id(part.positions)) for part in self.parts[block])
+        return (block.scored, block.preconditioner is None, *calls)
+
+    def take(self, blocks: Sequence[Block]) -> list[Part]:
+        """The calls of modules of one kind, side by side; they are not kept any longer."""
+        return [side_by_side(call) for call in zip(*(self.parts.pop(block) for block in blocks), strict=True)]
+
+    def gradients(self, calls: Sequence[Part], responses: list[int]) -> Tensor:
+        """[M, n, k_out, k_in]: per response Σ u vᵀ over all its positions, its prompt's included."""
+        parts = [self._gradients_of(part, responses) for part in calls]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
-    def combined(self, block: Block, weights: Mapping[int, Tensor]) -> Tensor:
-        """[m, k_out, k_in]: Σ_r weights[r] · (the gradient of r), for weights [m] of some responses; one product where
-        m is 1, and never a gradient for each response."""
+    def combined(self, calls: Sequence[Part], weights: Mapping[int, Tensor]) -> Tensor:
+        """[M, m, k_out, k_in]: Σ_r weights[r] · (the gradient of r), for weights [m] of some responses; one product
+        where m is 1, and never a gradient for each response."""
         responses = sorted(weights)
         table = torch.stack([weights[r] for r in responses])  # [n, m]
-        some = self.parts[block][0].u
         if table.shape[1] > 1:
-            return torch.einsum("nm,noi->moi", table.to(some), self.gradients(block, responses))
+            return torch.einsum("nm,bnoi->bmoi", table.to(calls[0].u), self.gradients(calls, responses))
         by_response = torch.zeros(max(self.layout.responses) + 2, dtype=table.dtype)  # the last one is for −1
         by_response[responses] = table[:, 0]
         by_position = by_response[self.layout.response]
         total = None
-        for part in self.parts[block]:
+        for part in calls:
             factor = by_position if part.positions is None else by_position[part.positions]
             rows = factor.nonzero().squeeze(-1)
-            chosen = rows.to(part.u.device)
-            u, v = (part.u, part.v) if len(rows) == len(factor) else (part.u[chosen], part.v[chosen])
-            product = (u * factor[rows][:, None].to(u)).T @ v
+            chosen = chosen_rows(rows, part.u.device)
+            u, v = part.u[:, chosen], part.v[:, chosen]
+            product = (u * factor[rows][:, None].to(u)).mT @ v
             total = product if total is None else total + product
         assert total is not None
-        return total[None]
+        return total[:, None]
 
     def _gradients_of(self, part: Part, responses: list[int]) -> Tensor:
         if self.layout.row_response is None or part.positions is not None:
@@ -140,60 +175,61 @@ class Capture:
             products = []
             for response in responses:
                 rows = part.rows_of(self.layout.positions_of(response), total)
-                rows = rows[rows >= 0]
-                products.append(part.u[rows].T @ part.v[rows])
-            return torch.stack(products)
-        batch, length = self.layout.shape
-        u, v = part.u.view(batch, length, -1), part.v.view(batch, length, -1)
-        rows = self.layout.rows_of(responses)
-        if len(rows) != batch or not torch.equal(rows, torch.arange(batch)):
-            u, v = u[rows], v[rows]
-        return torch.bmm(u.transpose(1, 2), v)
+                chosen = chosen_rows(rows[rows >= 0], part.u.device)
+                products.append(part.u[:, chosen].mT @ part.v[:, chosen])
+            return torch.stack(products, 1)
+        u, v = part.u.unflatten(1, self.layout.shape), part.v.unflatten(1, self.layout.shape)
+        chosen = chosen_rows(self.layout.rows_of(responses), u.device)
+        return u[:, chosen].mT @ v[:, chosen]
 
     def prefers_products(self, block: Block, members: list[int], tokens: int) -> bool:
         """Whether `products` of these responses, with this many tokens, multiplies less than their gradients would."""
         positions = sum(len(self.layout.positions_of(r)) for r in members)
         through_gradients = (positions + tokens * len(members)) * block.dim
-        return len(self.parts[block]) == 1 and positions**2 * (block.k_out + block.k_in) < through_gradients
+        return positions**2 * (block.k_out + block.k_in) < through_gradients
 
-    def products(self, block: Block, factors: Mapping[int, float], flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the gradients of n responses, each times its factor: [T, n] with those of the tokens at the flat positions
-        (−1 = none, gives zeros), and [n, n] with each other.
+    def products(
+        self, calls: Sequence[Part], factors: Mapping[int, float], flat: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of the gradients of n responses, each times its factor: [M, T, n] with those of the tokens at the flat
+        positions (−1 = none, gives zeros), and [M, n, n] with each other. For modules that were called once.
 
         They are sums of (u_s · u_t)(v_s · v_t) over the positions of a response, so that no gradient is formed.
         """
-        part, total = self.parts[block][0], self.layout.response.numel()
+        (part,), total = calls, self.layout.response.numel()
         positions = torch.cat([self.layout.positions_of(r) for r in factors])
         owner = torch.cat([torch.full((len(self.layout.positions_of(r)),), i) for i, r in enumerate(factors)])
         rows = part.rows_of(positions, total)
-        positions, owner, rows = positions[rows >= 0], owner[rows >= 0], rows[rows >= 0].to(part.u.device)
-        u, v = part.u[rows], part.v[rows]
+        positions, owner, rows = positions[rows >= 0], owner[rows >= 0], rows[rows >= 0]
+        chosen = chosen_rows(rows, part.u.device)
         weights = torch.zeros(len(positions), len(factors), dtype=torch.float64)
         weights[torch.arange(len(positions)), owner] = torch.tensor(
             list(factors.values()), dtype=torch.float64
         )[owner]
-        mixing = weights.to(u)
-        cross = (u @ u.T).mul_(v @ v.T) @ mixing
+        mixing = weights.to(part.u)
+        # One module after the other: a product of positions with each other is large.
+        sides = ((u[chosen], v[chosen]) for u, v in zip(part.u, part.v, strict=True))
+        cross = torch.stack([(u @ u.T).mul_(v @ v.T) @ mixing for u, v in sides])
         place = torch.full((total + 1,), len(positions))  # the last entry answers for −1
         place[positions] = torch.arange(len(positions))
-        of_tokens = torch.cat([cross, cross.new_zeros(1, len(factors))])[place[flat].to(cross.device)]
-        return of_tokens, mixing.T @ cross
+        with_none = torch.cat([cross, cross.new_zeros(len(cross), 1, len(factors))], 1)
+        return with_none[:, place[flat].to(cross.device)], mixing.T @ cross
 
-    def tokens(self, block: Block, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors at the flat positions [S, T] (−1 = none, gives zeros): u [S, P, T, k_out], v [S, P, T, k_in] for
-        the P calls of the module."""
+    def tokens(self, calls: Sequence[Part], flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors at the flat positions [S, T] (−1 = none, gives zeros): u [M, S, P, T, k_out], v [M, S, P, T, k_in]
+        for the P calls of each module."""
         us, vs = [], []
-        for part in self.parts[block]:
+        for part in calls:
             rows = part.rows_of(flat, self.layout.response.numel())
             missing = rows < 0
             chosen = rows.clamp(min=0).flatten().to(part.u.device)
-            u, v = (side.index_select(0, chosen).unflatten(0, flat.shape) for side in (part.u, part.v))
+            u, v = (side.index_select(1, chosen).unflatten(1, flat.shape) for side in (part.u, part.v))
             if bool(missing.any()):
                 u = u.masked_fill(missing[..., None].to(u.device), 0.0)
                 v = v.masked_fill(missing[..., None].to(v.device), 0.0)
             us.append(u)
             vs.append(v)
-        return torch.stack(us, 1), torch.stack(vs, 1)
+        return torch.stack(us, 2), torch.stack(vs, 2)
 
 
 def _by_row(x: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -161,3 +161,7 @@ class InfluenceConfig:
     def tail_only(self) -> bool:
         """Whether the pass of the step scores the weights of the tail alone."""
         return self.credit in ("loss_term", "tail")
+
+    def captured(self, tokens: int) -> int:
+        """How many of a response's tokens are scored."""
+        return min(tokens, self.max_tokens_per_response or tokens)

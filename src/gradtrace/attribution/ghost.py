@@ -16,7 +16,7 @@ from gradtrace.attribution.capture import Capture
 from gradtrace.attribution.collectives import gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors import FactorHooks, sides
+from gradtrace.attribution.factors import FactorHooks, full_precision, sides
 from gradtrace.attribution.layout import Layout
 from gradtrace.attribution.modules import Block, Site, select_blocks
 from gradtrace.attribution.solvers import TokenRows
@@ -90,7 +90,7 @@ class GhostProduct:
     def _receive(self, block: Block, site: Site, gradient: Tensor, x: Tensor) -> None:
         if self._open is None:
             return
-        with torch.autocast(gradient.device.type, enabled=False):
+        with full_precision(gradient.device.type):
             gradient, x, positions = self._open.wanted(site, gradient, x)
             weight = gathered(self._weights[block])
             if site.kind == "embedding":  # u is one-hot: S's row of the token, without a matrix of that width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ class Labels:
     def sign_of(self, response: int) -> float:
         return 1.0 if self.sign is None else float(self.sign[response])
 
+    @cached_property
     def groups(self) -> dict[int, list[int]]:
         """Group id → its responses."""
         members: dict[int, list[int]] = {}
@@ -73,6 +75,8 @@ class Labels:
                 members.setdefault(group, []).append(response)
         return members
 
+    @cached_property
     def mixed_groups(self) -> dict[int, list[int]]:
         """Groups that hold accepted *and* rejected responses."""
-        return {g: rs for g, rs in self.groups().items() if 0 < int(self.accepted[rs].sum()) < len(rs)}
+        accepted = self.accepted.tolist()
+        return {g: rs for g, rs in self.groups.items() if 0 < sum(accepted[r] for r in rs) < len(rs)}

@@ -109,7 +109,8 @@ class Layout:
 
     @cached_property
     def token_counts(self) -> dict[int, int]:
-        return {response: len(self.tokens_of(response)) for response in self.responses}
+        numbers = dict.fromkeys(self.responses, 0)
+        return numbers | {response: tokens.numel() for response, tokens in self._tokens.items()}
 
     def positions_of(self, response: int) -> Tensor:
         """long: all flat positions of a response, prompt included."""

@@ -69,6 +69,11 @@ class Ledger:
         if role == "both":
             self.factors |= factors
 
+    def factors_of(self, responses: Tensor) -> Tensor:
+        """float64: `factors` of these responses, 0 where there is none."""
+        found = [self.factors.get(response, 0.0) for response in responses.flatten().tolist()]
+        return torch.tensor(found, dtype=torch.float64).view(responses.shape)
+
     def owners(self, labels: Labels, ranks: Ranks) -> dict[int, int]:
         """Response → the rank that captured it. Also learns the lengths of the other ranks' responses."""
         last = max(self.counts, default=-1)
@@ -130,8 +135,9 @@ class Ledger:
         """A scope with a bad gradient has no scores; it is skipped with a warning that names the place."""
         skipped: dict[int, str] = {}
         for batch in batches:
+            all_finite = batch.all_finite()
             for index, scope in enumerate(batch.scopes):
-                found = batch.non_finite(index)
+                found = None if all_finite else batch.non_finite(index)
                 bad = [r for r in scope.members if r in loss_terms and not loss_terms[r].isfinite().all()]
                 if found is None and not bad:
                     continue
@@ -169,7 +175,7 @@ class Ledger:
         self, batches: list[ScopeBatch], labels: Labels, skipped: Mapping[int, str], with_terms: int
     ) -> dict[str, float]:
         """What was scored and what was not, under the names of the logs."""
-        mixed, total = len(labels.mixed_groups()), len(labels.groups())
+        mixed, total = len(labels.mixed_groups), len(labels.groups)
         scored = [
             (scope, counts)
             for batch in batches

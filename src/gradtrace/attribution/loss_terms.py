@@ -7,15 +7,14 @@ pass per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gradtrace.attribution.capture import Capture
-from gradtrace.attribution.collectives import Ranks, gathered, is_sharded
+from gradtrace.attribution.collectives import Ranks, gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.geometry import Geometry, Source
@@ -40,7 +39,7 @@ class LossTerms:
         self.geometry = geometry
         self.ranks = ranks
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.sharded = is_sharded(model)
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
         self.sums: dict[int, Directions] = {}
         """By id of a scope: this rank's part of Σ_r c_r g_r. Not used by `inverse`, which is not linear in g."""
         self._pending: dict[int, Directions] = {}
@@ -52,9 +51,9 @@ class LossTerms:
         rows = scope.contrast if self.config.exclude_self_response else scope.contrast[:1]
         return {r: rows[:, i] * factors[r] for i, r in enumerate(scope.members) if r in factors}
 
-    def add(self, scope: Scope, block: Block, capture: Capture, weights: Mapping[int, Tensor]) -> None:
-        """What the members that this capture holds bring to the direction of one module."""
-        self._pending.setdefault(id(scope), {})[block] = capture.combined(block, weights)
+    def add(self, scope: Scope, blocks: Sequence[Block], parts: Tensor) -> None:
+        """What the members that a pass holds bring to the directions of some modules: [M, m, k_out, k_in]."""
+        self._pending.setdefault(id(scope), {}).update(zip(blocks, parts, strict=True))
 
     def commit(self) -> None:
         """The backward pass went well: what it brought counts."""

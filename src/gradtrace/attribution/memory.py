@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.modules import Block
-from gradtrace.attribution.scopes import MAX_WAITING_ELEMENTS
+
+MAX_WAITING_ELEMENTS = 2**21
+"""Modules of one kind wait for each other, up to this many numbers in their factors (8 MB), and are scored together:
+scoring a small module alone is mostly overhead."""
 
 
 @dataclass(frozen=True)

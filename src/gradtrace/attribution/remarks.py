@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.scopes import Scope
 
 
-def remarks(model: nn.Module, scopes: Iterable[Scope], captured: Collection[int], ranks: Ranks) -> list[str]:
-    return [said for said in (_split_groups(scopes, captured, ranks), fused_experts(model)) if said]
+def remarks(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    scopes: Iterable[Scope],
+    captured: Collection[int],
+    ranks: Ranks,
+) -> list[str]:
+    """`parameters`: those of the model."""
+    # A walk through all modules takes time, and few models have experts.
+    experts = fused_experts(model) if any(p.dim() == 3 for p in parameters.values()) else ""
+    return [said for said in (_split_groups(scopes, captured, ranks), experts) if said]
 
 
 def _split_groups(scopes: Iterable[Scope], captured: Collection[int], ranks: Ranks) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradtrace.attribution.capture import Capture, Part
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.factors import FactorHooks, sides
+from gradtrace.attribution.factors import FactorHooks, full_precision, sides
 from gradtrace.attribution.layout import Layout
 from gradtrace.attribution.modules import Block, Site, select_blocks
 from gradtrace.attribution.projection import rademacher
@@ -57,7 +57,7 @@ class ResponseGradients:
         capture = self._open
         if capture is None:
             return
-        with torch.autocast(gradient.device.type, enabled=False):
+        with full_precision(gradient.device.type):
             gradient, x, positions = capture.wanted(site, gradient, x)
             capture.add(block, *sides(block, site, gradient, x), positions)
             part = capture.parts.pop(block)[0]

@@ -110,9 +110,9 @@ def assemble(
     """The scores of all scopes, back in the order of the responses."""
     responses, lengths = len(labels), ledger.counts
     like = next((batch.kernel for batch in batches if batch.kernel is not None), torch.zeros(0))
-    position = [like.new_empty(0) for _ in range(responses)]
-    by_term = [like.new_empty(0) for _ in range(responses)]
-    likelier = [like.new_empty(0) for _ in range(responses)]
+    position = [like.new_empty(0)] * responses
+    by_term = [like.new_empty(0)] * responses
+    likelier = [like.new_empty(0)] * responses
     rest = like.new_zeros(responses)
     kernel = like.new_full((responses, responses), torch.nan)
     pairwise: dict[int, tuple[list[int], Tensor]] = {}
@@ -120,32 +120,37 @@ def assemble(
     for batch in batches:
         if batch.kernel is None or batch.position is None:
             continue
-        # Of response r as a whole, by linearity: what all its positions together do to the contrast.
-        through = (batch.kernel * batch.contrast.to(batch.kernel)).sum(2)
-        for index, (scope, counts) in enumerate(zip(batch.scopes, batch.tokens, strict=True)):
-            members = torch.tensor(scope.members)
-            if counts:
-                kernel[members[:, None], members] = batch.kernel[index]
-            start = 0
-            for response, count in counts.items():
-                own = slice(start, start + count)
-                start += count
-                place = scope.members.index(response)
-                position[response] = like.new_full((lengths[response],), torch.nan)
-                position[response][:count] = batch.position[index, own]
-                factor = ledger.factors.get(response, 0.0)
-                total = batch.position[index, own].sum()
-                if not ledger.tail:
-                    whole = labels.sign_of(response) * through[index, place]
-                    rest[response] = whole / factor - total if factor else torch.nan
-                seen_by_another = scope.contrast[place - 1, place]
-                turned = labels.sign_of(response) * factor
-                totals.add(total + rest[response], seen_by_another, lengths[response], turned)
-                if batch.pairwise is not None:
-                    pairwise[response] = (scope.members, batch.pairwise[index, own])
+        scored = [index for index, counts in enumerate(batch.tokens) if counts]
+        if not scored:
+            continue
+        of_tokens = batch.totals()[scored]
+        members = torch.tensor([batch.scopes[index].members for index in scored])  # [S, n]
+        tokens_of = torch.tensor([[lengths.get(r, 0) for r in own] for own in members.tolist()])
+        kernel[members[:, :, None], members[:, None, :]] = batch.kernel[scored]
+        factors = ledger.factors_of(members)
+        signed = torch.ones(members.shape) if labels.sign is None else labels.sign[members]
+        if not ledger.tail:
+            # Of response r as a whole, by linearity: what all its positions together do to the contrast.
+            through = (batch.kernel * batch.contrast.to(batch.kernel)).sum(2)[scored]
+            turned = torch.where(factors == 0, torch.nan, signed / factors).to(like)
+            rest[members] = torch.where((tokens_of > 0).to(like.device), turned * through - of_tokens, 0.0)
+        seen_by_another = batch.contrast[scored].roll(1, 1).diagonal(dim1=1, dim2=2)
+        totals.add(of_tokens + rest[members], seen_by_another, tokens_of, signed * factors)
+        for index in scored:
+            scope, counts = batch.scopes[index], batch.tokens[index]
+            tokens = list(counts.values())
+            parts = batch.position[index, : sum(tokens)].split(tokens)
+            for response, part in zip(counts, parts, strict=True):
+                position[response] = part
+                if len(part) < lengths[response]:
+                    position[response] = like.new_full((lengths[response],), torch.nan)
+                    position[response][: len(part)] = part
                 if response in loss_terms:
                     by_term[response] = loss_terms[response][0]
                     likelier[response] = loss_terms[response][-1]
+            if batch.pairwise is not None:
+                blocks = batch.pairwise[index, : sum(tokens)].split(tokens)
+                pairwise |= {r: (scope.members, block) for r, block in zip(counts, blocks, strict=True)}
     trace = InfluenceTrace(
         position_scores=position,
         loss_term_scores=by_term if config.wants_loss_term else None,
@@ -164,20 +169,23 @@ class Totals:
     """Do the responses' total scores say more than their labels and lengths?"""
 
     def __init__(self) -> None:
-        self.rows: list[list[float]] = []
-        self.values: list[float] = []
+        self.rows: list[Tensor] = []
+        self.values: list[Tensor] = []
 
-    def add(self, total: Tensor, weight: Tensor, length: int, factor: float) -> None:
-        """One response: its total, its weight in the contrast, its tokens, and target over step gradient."""
-        label = float(weight) * length
-        self.rows.append([1.0, label, label / (factor * length) if factor else 0.0])
-        self.values.append(float(total))
+    def add(self, totals: Tensor, weights: Tensor, lengths: Tensor, factors: Tensor) -> None:
+        """Some responses: their totals, their weights in the contrast, their tokens (none: of another rank, left out),
+        and target over step gradient."""
+        label = weights * lengths
+        turned = torch.where(factors == 0, 0.0, label / (factors * lengths))
+        here = lengths > 0
+        self.rows.append(torch.stack([torch.ones_like(label), label, turned], -1)[here])
+        self.values.append(totals.double().cpu()[here])
 
     def label_r2(self) -> float | None:
         """The share of the totals' variance that label · length and label · weight of the step explain."""
-        if len(self.values) < 8:
+        if sum(map(len, self.values)) < 8:
             return None
-        features, values = torch.tensor(self.rows).double(), torch.tensor(self.values).double()
+        features, values = torch.cat(self.rows), torch.cat(self.values)
         if not bool(torch.isfinite(values).all()) or float(values.var()) == 0.0:
             return None
         features = features / features.abs().amax(0).clamp(min=1e-300)

@@ -23,9 +23,6 @@ from gradtrace.attribution.solvers import (
     make_curvature,
 )
 
-MAX_WAITING_ELEMENTS = 2**21
-"""Modules of one shape wait for each other, up to this many numbers in their factors (8 MB), and are solved together:
-solving a small module alone is mostly overhead."""
 MAX_BATCH_TOKENS = 4096
 """Small scopes are scored side by side, up to this many (padded) tokens; then matmuls fill the machine."""
 
@@ -53,8 +50,8 @@ def build_scopes(
 ) -> tuple[list[Scope], dict[int, str]]:
     """Scopes of the mixed groups, and for every other group the reason why it has none. Of the mixed groups,
     `loss_term_groups` have loss terms, by default the first of them."""
-    mixed = labels.mixed_groups()
-    skipped = {group: "constant_reward" for group in labels.groups() if group not in mixed}
+    mixed = labels.mixed_groups
+    skipped = {group: "constant_reward" for group in labels.groups if group not in mixed}
     with_terms: list[int] = []
     if config.wants_loss_term:
         with_terms = [g for g in mixed if loss_term_groups is None or g in loss_term_groups]
@@ -101,8 +98,6 @@ class ScopeBatch:
     solvers: dict[str, int] = field(default_factory=dict)
     degrees: list[Tensor] = field(default_factory=list)
     """[M·S] each: effective degrees of freedom."""
-    waiting: dict[tuple[int, ...], list[tuple[Block, Tensor, TokenRows]]] = field(default_factory=dict)
-    """By shape: modules whose factors are complete and which are not solved yet."""
 
     def __post_init__(self) -> None:
         self.width = max(sum(counts.values()) for counts in self.tokens)
@@ -113,6 +108,7 @@ class ScopeBatch:
             for response, count in counts.items():
                 owner[index, start : start + count] = scope.members.index(response)
                 start += count
+        self._owner = owner
         self._weight_of_owner = torch.gather(
             self.contrast, 1, owner[:, :, None].expand(-1, -1, self.contrast.shape[2])
         )
@@ -185,39 +181,26 @@ class ScopeBatch:
         every = config.pairwise or config.exclude_self_response
         return plain and every and capture.prefers_products(block, self.scopes[0].members, self.width)
 
-    def add_products(
-        self, block: Block, capture: Capture, factors: list[dict[int, float]], positions: Tensor
-    ) -> None:
-        """One module's part: per scope the factors of its members, and [S, T] the positions of its tokens."""
-        scopes = zip(factors, positions, strict=True)
-        found = [capture.products(block, weights, tokens) for weights, tokens in scopes]
-        pairwise, kernel = (torch.stack(parts) for parts in zip(*found, strict=True))
-        self.position = added(self.position, self._of_pairs(pairwise))
-        self.kernel = added(self.kernel, kernel)
-        self.finite[block.name] = torch.isfinite(kernel.diagonal(dim1=1, dim2=2))
-        self.solvers["identity"] = self.solvers.get("identity", 0) + len(self.scopes)
+    def add_products(self, blocks: list[Block], found: list[tuple[Tensor, Tensor]]) -> None:
+        """The part of M modules: of each scope the products [M, T, n] of tokens and responses, and [M, n, n] of
+        responses."""
+        pairwise, kernel = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+        self.position = added(self.position, self._of_pairs(pairwise.sum(0)))
+        self.kernel = added(self.kernel, kernel.sum(0))
+        finite = torch.isfinite(kernel.diagonal(dim1=2, dim2=3))
+        self.finite |= {block.name: own for block, own in zip(blocks, finite, strict=True)}
+        self.solvers["identity"] = self.solvers.get("identity", 0) + len(blocks) * len(self.scopes)
 
-    def add_later(self, block: Block, gradients: Tensor, rows: TokenRows) -> None:
-        """One module's part, gradients [S, n, k_out, k_in]; solved together with others of its shape."""
-        exact = block.preconditioner is not None
-        waiting = self.waiting.setdefault((*gradients.shape, rows.calls, block.scored, exact), [])
-        waiting.append((block, gradients, rows))
-        # Curvature of tokens takes T×T numbers for each module: those do not wait.
-        alone = self.config.hessian_mode == "inverse" and self.config.hessian_source == "token"
-        size = gradients.numel() + rows.u.numel() + rows.v.numel()
-        if alone or (len(waiting) + 1) * size > MAX_WAITING_ELEMENTS:
-            self._solve(waiting)
+    def totals(self) -> Tensor:
+        """[S, n]: the position-credit scores of each response's captured tokens, added up."""
+        assert self.position is not None
+        # Tokens that are padding have a score of zero, so that it does not matter whose they are.
+        sums = self.position.new_zeros(self.contrast.shape[:2])
+        return sums.scatter_add_(1, self._owner.to(sums.device), self.position)
 
-    def solve_waiting(self) -> None:
-        for waiting in self.waiting.values():
-            if waiting:
-                self._solve(waiting)
-
-    def _solve(self, waiting: list[tuple[Block, Tensor, TokenRows]]) -> None:
-        blocks, gradients, rows = zip(*waiting, strict=True)
-        waiting.clear()
-        joined = TokenRows(torch.cat([r.u for r in rows]), torch.cat([r.v for r in rows]), self.width)
-        self.add(list(blocks), torch.stack(gradients), joined, Ranks())
+    def all_finite(self) -> bool:
+        """Whether every gradient of every response was finite."""
+        return not self.finite or bool(torch.stack(list(self.finite.values())).all())
 
     def non_finite(self, index: int) -> tuple[str, list[int]] | None:
         """Of one scope: the first module in the order of the backward pass with a bad gradient, and the responses."""

@@ -34,6 +34,8 @@ FACTORING = 3
 """A multiplication inside a Cholesky factorisation takes about so many times that of one in a matmul."""
 MAX_DOF_SIZE = 1024
 """Effective degrees of freedom of token curvature are worked out up to this many tokens; it takes another inverse."""
+FEW = 32
+"""Up to so many terms a product of small matrices is faster than multiplying and adding up; it is slower beyond."""
 CHUNK_ELEMENTS = 1 << 24
 """Bound on the intermediate of one contraction (64 MB in float32)."""
 
@@ -94,7 +96,10 @@ class TokenRows:
         flat = x.permute(0, 2, 1, 3).reshape(scopes, first, columns * second)
         for rows in self._chunks(columns * second):
             left = torch.bmm(u[:, rows], flat).view(scopes, -1, columns, second)
-            scores[:, rows] = torch.matmul(left, v[:, rows, :, None]).squeeze(-1)
+            if second < FEW:
+                scores[:, rows] = torch.matmul(left, v[:, rows, :, None]).squeeze(-1)
+            else:
+                scores[:, rows] = left.mul_(v[:, rows, None]).sum(-1)
         return self._to_tokens(scores)
 
     def accumulate(self, weights: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.capture import Capture
+from gradtrace.attribution.capture import Capture, Part
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.modules import Block
 from gradtrace.attribution.solvers import TokenRows
@@ -25,20 +25,28 @@ class Store:
         self.tokens: dict[Block, dict[int, TokenFactors]] = {block: {} for block in blocks}
 
     def keep(
-        self, block: Block, capture: Capture, factors: Mapping[int, float], target: bool, step: bool
+        self,
+        blocks: Sequence[Block],
+        capture: Capture,
+        calls: Sequence[Part],
+        factors: Mapping[int, float],
+        target: bool,
+        step: bool,
     ) -> None:
         """Of the responses in `factors`, which turn a captured gradient into a target's: this and their tokens'
-        factors."""
-        responses, some = list(factors), capture.parts[block][0].u
+        factors, in modules of one kind."""
+        responses, some = list(factors), calls[0].u
         where = torch.device("cpu") if self.config.grad_offload_to_cpu else some.device
         if target and responses:
-            gradients = scaled(capture.gradients(block, responses), list(factors.values()))
-            self.targets[block] |= {r: g.to(where) for r, g in zip(responses, gradients, strict=True)}
+            gradients = scaled(capture.gradients(calls, responses), list(factors.values())).to(where)
+            for block, own in zip(blocks, gradients, strict=True):
+                self.targets[block] |= zip(responses, own, strict=True)
         if step:
             for response in responses:
                 flat = capture.layout.tokens_of(response, self.config.max_tokens_per_response)[None]
-                u, v = (side[0].to(where) for side in capture.tokens(block, flat))
-                self.tokens[block][response] = TokenFactors(u, v)
+                sides = (side[:, 0].to(where) for side in capture.tokens(calls, flat))
+                for block, u, v in zip(blocks, *sides, strict=True):
+                    self.tokens[block][response] = TokenFactors(u, v)
 
     def gradients(self, block: Block, members: list[int]) -> Tensor:
         """[len(members), k_out, k_in]; zero for those of other ranks, and where the module had no gradient."""
@@ -68,7 +76,7 @@ class Store:
 
 
 def scaled(gradients: Tensor, factors: list[float]) -> Tensor:
-    """Each of [n, …] times its factor."""
+    """Each of [.., n, k_out, k_in] times its factor."""
     return gradients * torch.tensor(factors, dtype=gradients.dtype, device=gradients.device)[:, None, None]
 
 

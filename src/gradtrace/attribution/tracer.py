@@ -9,7 +9,7 @@ adds up the direction that their scores are about, and one forward-mode pass alo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from gradtrace.attribution.capture import Capture
 from gradtrace.attribution.collectives import Ranks, gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors import FactorHooks, sides
+from gradtrace.attribution.factors import FactorHooks
 from gradtrace.attribution.geometry import Factored, Geometry, coming_gradients
 from gradtrace.attribution.ghost import oriented
 from gradtrace.attribution.labels import Labels
@@ -30,13 +30,13 @@ from gradtrace.attribution.ledger import Ledger, Role
 from gradtrace.attribution.loss_terms import LossTerms, Terms
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
+from gradtrace.attribution.one_pass import OnePass, Receivers, turned
 from gradtrace.attribution.phases import Phases
 from gradtrace.attribution.remarks import remarks
 from gradtrace.attribution.result import InfluenceTrace, assemble
 from gradtrace.attribution.roles import check_target, target_factors
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
-from gradtrace.attribution.solvers import TokenRows
-from gradtrace.attribution.store import Store, join, padded, scaled
+from gradtrace.attribution.store import Store, join
 from gradtrace.attribution.tangent import Method, faster_method
 
 
@@ -70,7 +70,7 @@ class InfluenceTracer:
         self.geometry = Geometry(optimizer if self.config.hessian_mode == "optimizer" else None)
         self.blocks = select_blocks(model, self.config)
         self.ranks, self._hooks = Ranks(process_group), FactorHooks(self.blocks, self._receive)
-        self._open: Capture | None = None
+        self._open: OnePass | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -81,7 +81,6 @@ class InfluenceTracer:
         self._skipped: dict[int, str] = {}
         self._loss_term_groups: Collection[int] | None = None
         self._batches: list[ScopeBatch] = []
-        self._whole: list[ScopeBatch] = []
         self._store = Store(self.blocks, self.config)
         self._loss_terms = LossTerms(self.model, self.config, self.geometry, self.ranks)
         self._ledger = Ledger(self.blocks)
@@ -177,30 +176,27 @@ class InfluenceTracer:
         if accepted is not None and group is not None:
             self._set_labels(Labels.of(accepted, group, advantages, sign))
         self._ledger.enter(layout, role, None if self._labels is None else len(self._labels))
-        self._factors = target_factors(self.config, layout, scale, target_scale)
-        self._role: Role = role
-        self._open = Capture(layout, dict(positions or {}))
-        self._plan(self._open, layout)
+        self._open = OnePass(
+            Capture(layout, dict(positions or {})),
+            role,
+            target_factors(self.config, layout, scale, target_scale),
+            self.config,
+            Receivers(self._store, self._loss_terms, self._phases),
+            self._labels,
+            self._scopes,
+            self._ledger.targets,
+        )
         try:
             yield
-            self._finish_pass(self._open, role)
+            if self._failure is None:
+                self._attempt(self._open.finish)
+            self._ledger.leave(layout, role, self._open.factors)
+            self._loss_terms.commit()
+            self._batches += self._open.whole
         finally:
             self._open = None
-            self._whole = []
             self._loss_terms.forget_pass()
             self._hooks.forget_calls()
-
-    def _finish_pass(self, capture: Capture, role: Role) -> None:
-        """The backward pass is over: score and store what is complete."""
-        if self._failure is None:
-            for block in list(capture.parts):
-                self._finish_block(block)
-            with torch.no_grad(), self._phases("solve", capture.layout.response):
-                for batch in self._whole:
-                    batch.solve_waiting()
-        self._ledger.leave(capture.layout, role, self._factors)
-        self._loss_terms.commit()
-        self._batches += self._whole
 
     def _set_labels(self, labels: Labels) -> None:
         if self._labels is None:
@@ -211,121 +207,25 @@ class InfluenceTracer:
                 "accepted, group or advantages differ from those given before; call score() or reset() between batches"
             )
 
-    def _plan(self, capture: Capture, layout: Layout) -> None:
-        """Which scopes this micro-batch holds whole (scored inside the pass), and which responses to store."""
-        present = set(layout.responses)
-        known = present if self._role == "both" else self._ledger.targets if self._role == "step" else set()
-        whole = [s for s in self._scopes if present.issuperset(s.members) and known.issuperset(s.members)]
-        captured = {response: self._captured(count) for response, count in layout.token_counts.items()}
-        self._whole = batches_of(whole, layout.token_counts, captured, self.config)
-        limit = self.config.max_tokens_per_response
-        self._whole_positions = [
-            padded(
-                [torch.cat([layout.tokens_of(r, limit) for r in scope.members]) for scope in batch.scopes],
-                batch.width,
-            )
-            for batch in self._whole
-        ]
-        scored = {response for scope in whole for response in scope.members}
-        wanted = present if self._labels is None else {r for scope in self._scopes for r in scope.members}
-        self._to_store = sorted((present & wanted) - scored)
-        self._directed = []
-        if self._role != "step" and self.config.hessian_mode != "inverse":
-            self._directed = [
-                (scope, self._loss_terms.weights(scope, self._signed(scope.members)))
-                for scope in self._scopes
-                if scope.has_loss_terms and present.intersection(scope.members)
-            ]
-        if self._directed:
-            capture.direct({r for scope, _ in self._directed for r in scope.members})
-
-    def _signed(self, members: list[int]) -> dict[int, float]:
-        assert self._labels is not None
-        return {r: self._labels.sign_of(r) * self._factors[r] for r in members if r in self._factors}
-
     def _receive(self, block: Block, site: Site, gradient: Tensor, x: Tensor) -> None:
         """Called inside the backward pass for every call of a traced module."""
-        if self._open is None or self._failure is not None or not self._open.layout.responses:
+        if self._open is None or self._failure is not None or not self._open.capture.layout.responses:
             return
         started = time.perf_counter()
         self._ledger.fired.add(block)
-        # The pass may run under autocast; factors are never rounded to half precision.
+        if self._open.wants(block):
+            is_last = self._hooks.calls[block] == 1
+            self._attempt(self._open.receive, block, site, gradient, x, is_last)
+        self._ledger.capture_seconds += time.perf_counter() - started
+
+    def _attempt(self, work: Callable[..., None], *arguments: object) -> None:
+        """A failure in here reaches the backward pass only if nobody wants to hear of it later."""
         try:
-            if self._wanted(block):
-                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                    with self._phases("project", gradient):
-                        gradient, x, positions = self._open.wanted(site, gradient, x, block.scored)
-                        self._open.add(block, *sides(block, site, gradient, x), positions)
-                    if self._hooks.calls[block] == 1:  # nothing more will come for it
-                        self._finish_block(block)
+            work(*arguments)
         except Exception as error:
             if not self.defer_errors:
                 raise
             self._failure = self._failure or error
-        self._ledger.capture_seconds += time.perf_counter() - started
-
-    def _wanted(self, block: Block) -> bool:
-        """Whether anything of this module is needed in this pass: a module outside the tail only serves loss terms."""
-        if block.scored or self._labels is None or self._directed:
-            return True
-        return self.config.hessian_mode == "inverse" and any(scope.has_loss_terms for scope in self._scopes)
-
-    def _finish_block(self, block: Block) -> None:
-        """All factors of this module are here: score the scopes that are whole, store the rest."""
-        capture = self._open
-        assert capture is not None
-        some = capture.parts[block][0].u
-        for scope, weights in self._directed:
-            with self._phases("gradients", some):
-                self._loss_terms.add(scope, block, capture, weights)
-        for batch, positions in zip(self._whole, self._whole_positions, strict=True):
-            if not (block.scored or batch.directed):
-                continue
-            if self._role == "both" and batch.takes_products(block, capture):
-                with self._phases("solve", some):
-                    factors = [self._signed(scope.members) for scope in batch.scopes]
-                    batch.add_products(block, capture, factors, positions)
-                continue
-            with self._phases("gradients", some):
-                gradients = self._gradients_here(block, batch.members)
-                u, v = capture.tokens(block, positions)
-            with self._phases("solve", some):
-                rows = TokenRows(u.flatten(1, 2), v.flatten(1, 2), batch.width)
-                batch.add_later(block, gradients.unflatten(0, (len(batch.scopes), -1)), rows)
-        if self._to_store:
-            self._keep(block, capture)
-        del capture.parts[block]
-
-    def _gradients_here(self, block: Block, members: list[int]) -> Tensor:
-        """Target gradients [len(members), k_out, k_in] of responses that this pass, or a target's before it, holds."""
-        assert self._open is not None
-        if self._role == "step":
-            found = self._store.gradients(block, members)
-            for response in members:
-                self._store.targets[block].pop(response, None)
-            return self._turned(found.to(self._open.parts[block][0].u), members)
-        return scaled(self._open.gradients(block, members), list(self._signed(members).values()))
-
-    def _turned(self, gradients: Tensor, members: list[int]) -> Tensor:
-        """By the sign of each response, which may be known at `score` only."""
-        assert self._labels is not None
-        if self._labels.sign is None:
-            return gradients
-        return scaled(gradients, [self._labels.sign_of(r) for r in members])
-
-    def _keep(self, block: Block, capture: Capture) -> None:
-        """Store what a later pass or `score` will need of responses whose group is not whole here."""
-        inverse = self.config.hessian_mode == "inverse"
-        responses = self._to_store
-        if not block.scored and self._labels is not None:
-            chosen = {r for s in self._scopes if s.has_loss_terms for r in s.members} if inverse else set()
-            responses = [r for r in responses if r in chosen]
-        factors = {r: self._factors[r] for r in responses}
-        step = self._role != "target" and (block.scored or inverse)
-        self._store.keep(block, capture, factors, target=self._role != "step", step=step)
-
-    def _captured(self, tokens: int) -> int:
-        return min(tokens, self.config.max_tokens_per_response or tokens)
 
     # ---------------------------------------------------------------- score
 
@@ -363,7 +263,7 @@ class InfluenceTracer:
             owners = self._ledger.owners(labels, self.ranks)
             self._ledger.check(self._scopes, self._skipped)
             with torch.no_grad():
-                self._score_stored(owners)
+                self._score_stored(owners, labels)
                 solved = time.perf_counter()
                 found: dict[int, Tensor] = {}
                 if terms is not None and self.config.wants_loss_term:
@@ -402,7 +302,9 @@ class InfluenceTracer:
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
         elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
         trace.skipped = dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
-        trace.warnings += remarks(self.model, self._scopes, self._ledger.counts, self.ranks)
+        trace.warnings += remarks(
+            self.model, self._loss_terms.parameters, self._scopes, self._ledger.counts, self.ranks
+        )
         said = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
         trace.meta = {**said, "captures": self._hooks.captures()}
         with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)
@@ -414,7 +316,7 @@ class InfluenceTracer:
         }
         return trace
 
-    def _score_stored(self, owners: dict[int, int]) -> None:
+    def _score_stored(self, owners: dict[int, int], labels: Labels) -> None:
         """Scopes that no single micro-batch held whole."""
         done = {id(scope) for batch in self._batches for scope in batch.scopes}
         mine, split = [], []
@@ -426,7 +328,7 @@ class InfluenceTracer:
                 split.append(scope)
             elif self.ranks.place in ranks and id(scope) not in done:
                 mine.append(scope)
-        captured = {r: self._captured(count) for r, count in self._ledger.counts.items()}
+        captured = {r: self.config.captured(count) for r, count in self._ledger.counts.items()}
         whole = batches_of(mine, self._ledger.lengths, captured, self.config)
         divided = batches_of(split, self._ledger.lengths, captured, self.config)
         for block in self.blocks:
@@ -441,8 +343,8 @@ class InfluenceTracer:
                 factors = [[(tokens.get(r), n) for r, n in counts.items()] for counts in batch.tokens]
                 with self._phases("solve", gradients):
                     rows = join(factors, batch.width, like=gradients)
-                    turned = self._turned(gradients, batch.members)
-                    turned = turned.unflatten(0, (1, len(batch.scopes), -1))
-                    batch.add([block], turned, rows, Ranks() if alone else self.ranks)
+                    signed = turned(gradients, batch.members, labels)
+                    signed = signed.unflatten(0, (1, len(batch.scopes), -1))
+                    batch.add([block], signed, rows, Ranks() if alone else self.ranks)
             self._store.tokens[block].clear()
         self._batches += whole + divided
