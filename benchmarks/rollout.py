@@ -13,6 +13,7 @@ that reading the weights and the cache from memory takes at the least, the speed
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from benchmarks.common import Timing, alternate, emit, load_smollm2, parse_arguments, seconds, tiny_model
 from gradtrace.rollout import Sampler, SamplingParams
 
+Clock = Callable[[], float]
 MEMORY_PROBE_BYTES = 512 * 2**20
 """Ten times the last-level cache of a server core complex, so that it measures memory."""
 
@@ -86,28 +88,35 @@ def described(timing: Timing, sequences: int, new_tokens: int) -> dict[str, Any]
     }
 
 
-def memory_bytes_per_second(rounds: int) -> float:
+def memory_bytes_per_second(rounds: int, clock: Clock = time.perf_counter) -> float:
     """How fast the cores together can read float32 from memory: a matrix times a vector."""
     matrix = torch.ones(MEMORY_PROBE_BYTES // 4 // 4096, 4096)
     vector = torch.ones(4096)
     torch.mv(matrix, vector)
-    return MEMORY_PROBE_BYTES / min(seconds(lambda: torch.mv(matrix, vector)) for _ in range(rounds))
+    return MEMORY_PROBE_BYTES / min(seconds(lambda: torch.mv(matrix, vector), clock) for _ in range(rounds))
 
 
 def bandwidth_share(
-    model: Any, prompts: list[list[int]], n: int, new_tokens: int, rounds: int
+    model: Any,
+    prompts: list[list[int]],
+    n: int,
+    new_tokens: int,
+    rounds: int,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """The least time that memory allows for one decode step, over the time it takes."""
     long = generate_with_gradtrace(model, prompts, n, new_tokens)
     short = generate_with_gradtrace(model, prompts, n, 1)  # reads the prompts, draws once, decodes nothing
-    step_s = statistics.median(seconds(long) - seconds(short) for _ in range(rounds)) / (new_tokens - 1)
+    short()
+    taken = [seconds(long, clock) - seconds(short, clock) for _ in range(rounds)]
+    step_s = statistics.median(taken) / (new_tokens - 1)
 
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     config = model.config
     head_dim = model.model.layers[0].self_attn.head_dim
     token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     cache_bytes = len(prompts) * n * (len(prompts[0]) + new_tokens // 2) * token_bytes  # half-way through
-    bytes_per_second = memory_bytes_per_second(5)
+    bytes_per_second = memory_bytes_per_second(5, clock)
     limit_s = (weight_bytes + cache_bytes) / bytes_per_second
     return {
         "memory_GB_per_s": round(bytes_per_second / 1e9, 1),

@@ -1,95 +1,138 @@
 """How close sampling and updating come to what the machine can do, and what a busy neighbour does to them.
 
-Limits and work are measured in the same run on the same threads. A decode step cannot be faster than its weights and
-cache are read from memory, nor than its products are multiplied: `roofline_decode` is the larger of the two times over
-the time taken, `bandwidth_decode` the first one alone. `roofline_update` is the time that the products of forward and
-backward pass take at the speed of a large square product, over the time of a whole update with its optimizer step; in
-the details, where the rest goes, by operation.
+Limits and work are measured in the same run on the same threads: by the clock on the wall, or with `--threads 1` in CPU
+seconds, which other programs hardly change. A decode step cannot be faster than its weights and cache are read from
+memory, nor than its products are multiplied: `roofline_decode` is the larger of the two times over the time taken,
+`bandwidth_decode` the first one alone. `roofline_update` is the time that the products of forward and backward pass
+take at the speed of a large square product, over the time of the update phase of a GRPO step with its optimizer step
+(padding, attention, losses and everything else that is no product of a token with a weight count against it); in the
+details, where the time goes, by operation.
 
 `contention_decode` is tokens per second alone over those beside a process that keeps one core busy, on two threads, as
-the command line starts, with threads that sleep while they wait (see `gradtrace.cli`); `contention_decode_spinning`
-with threads that spin, torch's default. With two cores and one of them shared in halves, 1.33 would be fair.
-`overhead_sleeping_decode` is what sleeping costs alone: tokens per second with spinning threads over those without.
+the command line starts (see `gradtrace.cli`); `contention_decode_spinning` with threads that spin while they wait,
+torch's default. With two cores and one of them shared in halves, 1.33 would be fair. `overhead_sleeping_decode` is what
+the setting of the command line costs alone: tokens per second with spinning threads over those without.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import REPOSITORY, emit, load_smollm2, parse_arguments, seconds, tiny_model
-from benchmarks.rollout import bandwidth_share, generate_with_gradtrace, random_prompts
+from benchmarks.rollout import Clock, bandwidth_share, generate_with_gradtrace, random_prompts
+from benchmarks.trace_overhead import Clocks, smollm2_overrides
+from gradtrace.cli import WAITING
+from gradtrace.config_loader import load_config
+from gradtrace.instruments.observer import StepObserver
+from gradtrace.metrics import Timer
+from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.loop import Trainer
+from gradtrace.training.parts import build_parts
+from gradtrace.training.terminal import SilentDisplay
 
 GEMM = 2048
 BUSY = "while True: pass"
 
 
-def products_per_second(rounds: int = 5) -> float:
+def products_per_second(clock: Clock, rounds: int = 5) -> float:
     """Floating-point operations per second of a large square product."""
     a, b = torch.randn(GEMM, GEMM), torch.randn(GEMM, GEMM)
     a @ b
-    return 2 * GEMM**3 / min(seconds(lambda: a @ b) for _ in range(rounds))
+    return 2 * GEMM**3 / min(seconds(lambda: a @ b, clock) for _ in range(rounds))
 
 
-def matrix_parameters(model: Any) -> int:
-    """Weights that every token is multiplied with; a tied embedding counts as the head that it is."""
-    layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
-    tied = model.config.tie_word_embeddings
-    return layers + (model.get_output_embeddings().weight.numel() if tied else 0)
+def matrix_parameters(model: Any) -> tuple[int, int]:
+    """Weights that every token is multiplied with: of the layers, and of the head."""
+    layers = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and "embed" not in name and "lm_head" not in name
+    )
+    return layers, model.get_output_embeddings().weight.numel()
 
 
 def decode(
-    model: Any, prompts: list[list[int]], n: int, tokens: int, rounds: int, gemm: float
+    model: Any, prompts: list[list[int]], n: int, tokens: int, rounds: int, gemm: float, clock: Clock
 ) -> dict[str, Any]:
-    found = bandwidth_share(model, prompts, n, tokens, rounds)
-    products_ms = 2e3 * matrix_parameters(model) * len(prompts) * n / gemm
+    found = bandwidth_share(model, prompts, n, tokens, rounds, clock)
+    products_ms = 2e3 * sum(matrix_parameters(model)) * len(prompts) * n / gemm
     limit = max(products_ms, found["limit_ms_per_step"])
-    return found | {"products_ms_per_step": round(products_ms, 3), "share": limit / found["ours_ms_per_step"]}
-
-
-def update(model: Any, rows: int, length: int, rounds: int, gemm: float) -> dict[str, Any]:
-    """Forward, backward and AdamW on `rows` sequences of `length` tokens."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    ids = torch.tensor(random_prompts(rows, length, model.config.vocab_size))
-
-    def step() -> None:
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    taken = sorted(seconds(step) for _ in range(rounds))[rounds // 2]
-    products = 6 * matrix_parameters(model) * ids.numel() / gemm
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    total = sum(event.self_cpu_time_total for event in events)
-    return {
-        "update_s": round(taken, 4),
-        "products_s": round(products, 4),
-        "share": products / taken,
-        "tokens": ids.numel(),
-        "operations": {event.key: round(event.self_cpu_time_total / total, 3) for event in events[:8]},
+    run = generate_with_gradtrace(model, prompts, n, tokens)
+    return found | {
+        "products_ms_per_step": round(products_ms, 3),
+        "share": limit / found["ours_ms_per_step"],
+        "operations": operations(run),
     }
 
 
-def decoding_speed(busy: bool, passive: bool, quick: bool) -> float:
-    """Tokens per second of the sampler on SmolLM2 in a fresh process with two threads."""
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_NUM_THREADS": "2"}
-    if passive:
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+def update(overrides: list[str], rounds: int, gemm: float, clock: Clock) -> dict[str, Any]:
+    """The update phase of GRPO steps without instruments, on one batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        off = [f"trainer.{name}.enable=false" for name in ("influence_trace", "entropy_trace", "blame")]
+        parts = build_parts(load_config([*overrides, *off, f"trainer.runs_dir={folder}"]))
+        trainer = Trainer(parts, RunFiles(Path(folder) / "run"), StepObserver(), SilentDisplay())
+        batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
+        taken: list[float] = []
+
+        def step() -> None:
+            clocks = Clocks()
+            trainer.train_step(batch, len(taken) + 1, clocks)
+            of_update = clocks.cpu_seconds if clock is time.process_time else clocks.seconds
+            taken.append(of_update["update_actor"])
+
+        for _ in range(rounds + 1):
+            gc.collect()
+            step()
+        seconds_taken = median(taken[1:])
+        found = operations(step)
+    layers, head = matrix_parameters(parts.policy.model)
+    lengths = batch.prompt_lengths + batch.response_lengths
+    products = 6 * (layers * int(lengths.sum()) + head * int(batch.response_mask.sum())) / gemm
+    return {
+        "update_s": round(seconds_taken, 4),
+        "products_s": round(products, 4),
+        "share": products / seconds_taken,
+        "tokens": int(lengths.sum()),
+        "operations": found,
+    }
+
+
+def operations(work: Callable[[], None]) -> dict[str, float]:
+    """The operations that take most of the time, as shares of it."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        work()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
+    return {event.key: round(event.self_cpu_time_total / total, 3) for event in events[:10]}
+
+
+def decoding_speed(busy: bool, settings: dict[str, str]) -> float:
+    """Tokens per second of the sampler on SmolLM2 in a fresh process with two threads, started with these settings of
+    the environment."""
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "2"}
     neighbour = subprocess.Popen([sys.executable, "-c", BUSY]) if busy else None
     try:
-        command = [sys.executable, "-m", "benchmarks.roofline", "--decode", *(["--quick"] if quick else [])]
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmarks.roofline", "--decode"],
+            cwd=REPOSITORY,
+            env=environment | settings,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
     finally:
         if neighbour is not None:
@@ -98,13 +141,15 @@ def decoding_speed(busy: bool, passive: bool, quick: bool) -> float:
     return float(done.stdout.split()[-1])
 
 
-def print_decoding_speed(quick: bool) -> None:
-    """What `decoding_speed` runs."""
+def print_decoding_speed() -> None:
+    """What `decoding_speed` runs: few tokens, since some settings make few of them in a second."""
     model, _ = load_smollm2()
-    tokens = 4 if quick else 16
-    run = generate_with_gradtrace(model, random_prompts(2, 32, model.config.vocab_size), 8, tokens)
-    run()
-    print(16 * tokens / sorted(seconds(run) for _ in range(3))[1])
+    prompts = random_prompts(2, 32, model.config.vocab_size)
+    generate_with_gradtrace(model, prompts, 8, 1)()
+    run, taken = generate_with_gradtrace(model, prompts, 8, 8), [0.0]
+    while len(taken) <= 5 and sum(taken) < 15:
+        taken.append(seconds(run))
+    print(16 * 8 / median(taken[1:]))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -114,28 +159,33 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, options)
     if args.decode:
-        print_decoding_speed(args.quick)
+        print_decoding_speed()
         return
-    gemm = products_per_second()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    gemm = products_per_second(clock)
     detail: dict[str, Any] = {"gflops": round(gemm / 1e9, 1), "threads": torch.get_num_threads()}
     ratios: dict[str, float] = {}
     rounds = 1 if args.quick else 3
-    smollm2, _ = load_smollm2()
-    cases = {"tiny": (tiny_model(), 32, 10, 256, 28), "smollm2": (smollm2, 2, 64, 4, 128)}
-    for name, (model, prompts, length, rows, row_length) in cases.items():
-        tokens = 8 if args.quick else 16
-        questions = random_prompts(prompts, length, model.config.vocab_size)
-        found = decode(model, questions, 8, tokens, rounds, gemm)
-        made = update(model, rows, row_length, rounds, gemm)
-        ratios |= {
-            f"roofline_decode_{name}": found["share"],
-            f"bandwidth_decode_{name}": found["share_of_limit"],
-            f"roofline_update_{name}": made["share"],
+    with tempfile.TemporaryDirectory() as folder:
+        smollm2 = smollm2_overrides(Path(folder), True)
+        cases = {
+            "tiny": (tiny_model(), 32, 10, ["recipe=demo", "actor.mini_batch_size=0"]),
+            "smollm2": (load_smollm2()[0], 2, 64, smollm2),
         }
-        detail[name] = {"decode": found, "update": made}
+        for name, (model, prompts, length, overrides) in cases.items():
+            tokens = 8 if args.quick else 16
+            questions = random_prompts(prompts, length, model.config.vocab_size)
+            found = decode(model, questions, 8, tokens, rounds, gemm, clock)
+            made = update(overrides, rounds, gemm, clock)
+            ratios |= {
+                f"roofline_decode_{name}": found["share"],
+                f"bandwidth_decode_{name}": found["share_of_limit"],
+                f"roofline_update_{name}": made["share"],
+            }
+            detail[name] = {"decode": found, "update": made}
     alone: dict[str, float] = {}
-    for label, passive in (("contention_decode", True), ("contention_decode_spinning", False)):
-        alone[label], beside = (decoding_speed(busy, passive, args.quick) for busy in (False, True))
+    for label, settings in (("contention_decode", WAITING), ("contention_decode_spinning", {})):
+        alone[label], beside = (decoding_speed(busy, settings) for busy in (False, True))
         ratios[label] = alone[label] / beside
         detail[label] = {
             "alone_tokens_per_s": round(alone[label], 1),

@@ -1,29 +1,35 @@
 """What the influence trace costs a training step, tier by tier.
 
 One GRPO step on SmolLM2-135M, with the trace and without, on the same rollouts, in turns. `tail` scores every mixed
-group in the last block's weights on the training pass; `default` takes the own terms of 4 groups of 16 in all layers
-as well. `overhead_update` compares the update phase (forward, backward, optimizer), `overhead_step` the whole step,
-rollout included, both as with over without. The trace's files are written as in training, off the training thread. The
-tiny model of the demo is measured too, exact and projected: there the layers are so small that the trace's share is
-much larger.
+group in the last block's weights on the training pass; `default` takes the own terms of a quarter of the groups, 2 of
+8, in all layers as well. `overhead_update` compares the update phase (forward, backward, optimizer), `overhead_step`
+the whole step, rollout included, both as with over without, in CPU seconds on one thread, which other programs hardly
+change; wall seconds stand beside them in the details. The trace's files are written as in training, off the training
+thread, and their CPU time counts. The tiny model of the demo is measured too, exact and projected: there the layers
+are so small that the trace's share is much larger.
 
-`memory_NAME` is the largest resident set of a process that makes one such step with the trace over that of one without:
-the tail with projections, and without them in the factored form.
+`memory_NAME` is the largest resident set of a process that makes two such steps, of 4 prompts, with the trace over that
+of one without: the tail with projections, and without them in the factored form.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.common import emit, parse_arguments, peak_memory, smollm2_path
+from benchmarks.common import Timing, emit, parse_arguments, peak_memory, smollm2_path
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
@@ -59,8 +65,8 @@ def smollm2_overrides(folder: Path, quick: bool) -> list[str]:
         f"reward.path={folder / 'reward.py'}:reward",
         "rollout.n=4",
         f"rollout.max_new_tokens={16 if quick else 48}",
-        f"data.train_batch_size={4 if quick else 16}",
-        f"trainer.influence_trace.loss_term_prompts={1 if quick else 4}",
+        f"data.train_batch_size={4 if quick else 8}",
+        f"trainer.influence_trace.loss_term_prompts={1 if quick else 2}",
         "actor.mini_batch_size=0",
         "actor.token_budget=4096",
         "trainer.influence_trace.projection_dim_factor=32",
@@ -75,51 +81,100 @@ def demo_overrides(factor: int) -> list[str]:
     ]
 
 
+ALONE = [
+    "trainer.influence_trace.pairwise_max_mb=0",
+    "trainer.entropy_trace.enable=false",
+    "trainer.blame.enable=false",
+]
+"""No other instrument runs beside the trace."""
 TIERS = {"default": [], "tail": ["trainer.influence_trace.credit=tail"]}
 """What the trace is asked for, beside the same step without it."""
 
 
-def measure(overrides: list[str], rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
+class Clocks(Timer):
+    """A timer that counts the process's CPU seconds beside those on the wall."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = time.process_time()
+        self.cpu_seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.process_time()
+        with super().__call__(name):
+            yield
+        self.cpu_seconds[name] += time.process_time() - begin
+
+    @property
+    def cpu_total(self) -> float:
+        return time.process_time() - self.begin
+
+
+@dataclass
+class Step:
+    """Seconds of one training step on rollouts that exist already, in (CPU, wall)."""
+
+    whole: tuple[float, float]
+    update: tuple[float, float]
+
+
+def measure(overrides: list[str], rounds: int) -> tuple[dict[str, Timing], dict[str, Any]]:
     """Steps with each tier and without the trace on the same rollouts, in turns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        common = [
-            *(f"trainer.runs_dir={folder}", "trainer.influence_trace.enable=true"),
-            *("trainer.influence_trace.pairwise_max_mb=0", "trainer.entropy_trace.enable=false"),
-        ]
+        common = [f"trainer.runs_dir={folder}", "trainer.influence_trace.enable=true", *ALONE]
         parts = build_parts(load_config([*overrides, *common]))
         trainer = Trainer(parts, RunFiles(folder / "plain"), StepObserver(), SilentDisplay())
         observers = {"without": StepObserver()}
         for tier, knobs in TIERS.items():
             own = dataclasses.replace(parts, config=load_config([*overrides, *common, *knobs]))
             observers[tier] = build_observer(own, RunFiles(folder / tier), lambda text: None)
-        generating: list[float] = []
-        seconds: dict[str, list[tuple[float, float]]] = {key: [] for key in observers}
+        generating: list[tuple[float, float]] = []
+        steps: dict[str, list[Step]] = {key: [] for key in observers}
         order = list(observers)
         for step in range(rounds + 1):  # the first round warms up
-            timer = Timer()
-            batch, _ = trainer.experience.collect(parts.generators["rollout"], timer)
-            generating.append(timer.total)
+            clocks = Clocks()
+            batch, _ = trainer.experience.collect(parts.generators["rollout"], clocks)
+            generating.append((clocks.cpu_total, clocks.total))
             for key in order:
                 trainer.observer = observers[key]
-                timer, started = Timer(), time.perf_counter()
-                trainer.train_step(batch, step + 1, timer)
-                seconds[key].append((time.perf_counter() - started, timer.seconds["update_actor"]))
+                gc.collect()
+                clocks = Clocks()
+                trainer.train_step(batch, step + 1, clocks)
+                update = (clocks.cpu_seconds["update_actor"], clocks.seconds["update_actor"])
+                steps[key].append(Step((clocks.cpu_total, clocks.total), update))
             order.reverse()
         for observer in observers.values():
             observer.close()
         size, tokens = stored(folder / "default")
-    ratios, detail = (
-        {},
-        {"tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 2), "rounds": rounds},
-    )
-    for tier in TIERS:
-        pairs = list(zip(generating, seconds[tier], seconds["without"], strict=True))[1:]
-        ratios[f"overhead_step_{tier}"] = median((g + a[0]) / (g + b[0]) for g, a, b in pairs)
-        ratios[f"overhead_update_{tier}"] = median(a[1] / b[1] for _, a, b in pairs)
-        detail[f"update_rounds_{tier}"] = [round(a[1] / b[1], 3) for _, a, b in pairs]
-    detail["update_s_without"] = round(median(b for _, b in seconds["without"][1:]), 4)
-    return ratios, detail
+    detail = {"tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 2), "rounds": rounds}
+    return compare(generating[1:], {key: found[1:] for key, found in steps.items()}, detail), detail
+
+
+def compare(
+    generating: list[tuple[float, float]], steps: dict[str, list[Step]], detail: dict[str, Any]
+) -> dict[str, Timing]:
+    """Each tier over no trace, in CPU seconds; `detail` gets the seconds, and the ratios by the clock on the wall."""
+    ratios = {}
+    for clock, unit in enumerate(("cpu", "wall")):
+        plain = steps["without"]
+        detail[f"update_{unit}_s_without"] = round(median(step.update[clock] for step in plain), 4)
+        detail[f"generate_{unit}_s"] = round(median(g[clock] for g in generating), 4)
+        for tier in TIERS:
+            of_update = Timing(
+                [step.update[clock] for step in steps[tier]], [step.update[clock] for step in plain]
+            )
+            whole = [
+                [g[clock] + step.whole[clock] for g, step in zip(generating, own, strict=True)]
+                for own in (steps[tier], plain)
+            ]
+            found = {f"overhead_step_{tier}": Timing(*whole), f"overhead_update_{tier}": of_update}
+            if unit == "cpu":
+                ratios |= found
+            else:
+                detail |= {f"{key}_wall": round(timing.ratio, 3) for key, timing in found.items()}
+    return ratios
 
 
 FACTORED = [
@@ -130,33 +185,35 @@ MEMORY = {"tail": TIERS["tail"], "factored": [*TIERS["tail"], *FACTORED]}
 
 
 def prepare_step(folder: str, quick: bool, knobs: list[str]) -> tuple[Trainer, Any]:
-    """A trainer and a rollout, both of SmolLM2."""
-    overrides = [*smollm2_overrides(Path(folder), quick), f"trainer.runs_dir={folder}", *knobs]
+    """A trainer and a rollout of 4 prompts, both of SmolLM2."""
+    sizes = ["data.train_batch_size=4", "trainer.influence_trace.loss_term_prompts=1"]
+    overrides = [*smollm2_overrides(Path(folder), quick), *sizes, f"trainer.runs_dir={folder}", *knobs]
     parts = build_parts(load_config(overrides))
     files = RunFiles(Path(folder) / "run")
     trainer = Trainer(parts, files, build_observer(parts, files, lambda text: None), SilentDisplay())
     return trainer, trainer.experience.collect(parts.generators["rollout"], Timer())[0]
 
 
-def make_step(prepared: tuple[Trainer, Any]) -> None:
+def make_steps(prepared: tuple[Trainer, Any]) -> None:
+    """Two: before the first one the optimizer has no state yet, which scores are taken in the geometry of."""
     trainer, batch = prepared
-    trainer.train_step(batch, 1, Timer())
+    for step in (1, 2):
+        trainer.train_step(batch, step, Timer())
     trainer.observer.close()
 
 
 def peak_bytes(quick: bool, knobs: list[str]) -> int:
-    """The largest resident set while a fresh process makes a step."""
-    common = ["trainer.influence_trace.pairwise_max_mb=0", "trainer.entropy_trace.enable=false"]
+    """The largest resident set while a fresh process makes two steps."""
     with tempfile.TemporaryDirectory() as folder:
-        return peak_memory(prepare_step, make_step, folder, quick, [*common, *knobs]).peak_bytes
+        return peak_memory(prepare_step, make_steps, folder, quick, [*ALONE, *knobs]).peak_bytes
 
 
-def memory(quick: bool) -> dict[str, float]:
-    plain = peak_bytes(quick, ["trainer.influence_trace.enable=false"])
-    return {
-        f"memory_{name}_smollm2": peak_bytes(quick, ["trainer.influence_trace.enable=true", *knobs]) / plain
-        for name, knobs in MEMORY.items()
-    }
+def memory(quick: bool) -> tuple[dict[str, float], dict[str, int]]:
+    """Ratios, and the bytes behind them."""
+    found = {"without": peak_bytes(quick, ["trainer.influence_trace.enable=false"])}
+    for name, knobs in MEMORY.items():
+        found[name] = peak_bytes(quick, ["trainer.influence_trace.enable=true", *knobs])
+    return {f"memory_{name}_smollm2": found[name] / found["without"] for name in MEMORY}, found
 
 
 def stored(run_dir: Path) -> tuple[int, int]:
@@ -171,18 +228,19 @@ def stored(run_dir: Path) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
-    ratios: dict[str, float] = {}
-    detail: dict[str, Any] = {}
+    torch.set_num_threads(args.threads or 1)
+    ratios: dict[str, float | Timing] = {}
+    detail: dict[str, Any] = {"threads": torch.get_num_threads()}
     for label, factor in (("tiny_exact", 0), ("tiny_factor4", 4)):
         found, detail[label] = measure(demo_overrides(factor), 2 if args.quick else 8)
         ratios |= {f"{key}_{label}": value for key, value in found.items()}
-    torch.set_num_threads(args.threads or 2)
     with tempfile.TemporaryDirectory() as folder:
         found, detail["smollm2"] = measure(
             smollm2_overrides(Path(folder), args.quick), 1 if args.quick else 3
         )
     ratios |= {f"{key}_smollm2": value for key, value in found.items()}
-    ratios |= memory(args.quick)
+    of_memory, detail["peak_bytes"] = memory(args.quick)
+    ratios |= of_memory
     ratios["bytes_per_token"] = detail["smollm2"]["bytes_per_token"]
     emit("trace_overhead", ratios, detail)
 

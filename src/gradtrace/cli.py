@@ -60,6 +60,10 @@ COMMANDS = {
     ),
 }
 
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Set before torch is imported, which reads it: threads that wait sleep instead of spinning. Spinning ones take the
+time of those they wait for, and beside another busy process sampling became an order of magnitude slower."""
+
 EPILOG = """\
 examples:
   gradtrace train                             the demo: a tiny model learns arithmetic, about three minutes
@@ -110,9 +114,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    # Before torch is imported, which reads it: threads that wait sleep instead of spinning. Spinning ones take the time
-    # of those they wait for, and beside another busy process sampling became an order of magnitude slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in WAITING.items():
+        os.environ.setdefault(name, value)
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     from gradtrace.errors import GradtraceError
