@@ -235,7 +235,7 @@ export class App {
     this.page = page;
     this.chrome.main.replaceChildren(page.node);
     scrollTo(0, 0);
-    this.chrome.showHints(page.hints ?? [], page.tail);
+    this.chrome.showHints(page.hints ?? {}, page.tail);
     document.title = `${page.title}${this.context ? ` · ${this.context.run.name}` : ""} · gradtrace`;
     page.mounted?.();
   }
@@ -248,38 +248,24 @@ export class App {
         group,
         run: run.name,
       });
-    const tabs = [
-      { page: "run", label: "Run", href: href("run") },
-      {
-        page: "step",
-        label: step === null ? "Step" : `Step ${step}`,
-        href: href("step"),
-        stepper: this.neighbours("step", context),
-      },
-      {
-        page: "group",
-        label: group === null ? "Group" : `Group ${group}`,
-        href: href("group"),
-        stepper: this.neighbours("group", context),
-      },
-      { page: "tokens", label: "Tokens", href: href("tokens"), stepper: this.neighbours("step", context) },
-    ];
-    if (this.source.isLive) tabs.push({ page: "find", label: "Find", href: href("find") });
-    if (run.isAblation || run.onlyPage) tabs.length = 0; // there is nothing for the other pages
-    for (const { kind, label, page: own } of this.instruments) {
-      if (own !== null && (run.traces[kind].present || page === own))
-        tabs.push({ page: own, label, href: href(own), stepper: this.neighbours("step", context) });
+    const tabs = [];
+    const add = (target, label, moves = null) => {
+      const stepper = moves && this.neighbours(moves, context);
+      tabs.push({ page: target, label, href: href(target), current: target === page, stepper });
+    };
+    if (!run.isAblation && !run.onlyPage) {
+      add("run", "Run");
+      add("step", step === null ? "Step" : `Step ${step}`, "step");
+      add("group", group === null ? "Group" : `Group ${group}`, "group");
+      add("tokens", "Tokens", "step");
+      if (this.source.isLive) add("find", "Find");
     }
-    if (run.findings > 0 || page === "findings")
-      tabs.push({ page: "findings", label: `Findings ${run.findings}`, href: href("findings") });
-    if (run.ablation > 0) tabs.push({ page: "ablation", label: "Ablation", href: href("ablation") });
-    for (const tab of tabs) tab.current = tab.page === page;
-    this.chrome.showBar(
-      tabs,
-      run,
-      this.runs,
-      context.overlays.map((each) => each.name),
-    );
+    for (const { kind, label, page: own } of this.instruments)
+      if (own !== null && (run.traces[kind].present || page === own)) add(own, label, "step");
+    if (run.findings > 0 || page === "findings") add("findings", `Findings ${run.findings}`);
+    if (run.ablation > 0) add("ablation", "Ablation");
+    const overlays = context.overlays.map((each) => each.name);
+    this.chrome.showBar(tabs, run, this.runs, overlays);
   }
 
   showFailure(error) {
@@ -363,7 +349,7 @@ export class App {
     const search = document.querySelector("main input[type=search]");
     const actions = {
       t: () => this.toggleTheme(),
-      "?": () => this.chrome.showHelp(this.page?.hints ?? []),
+      "?": () => this.chrome.showHelp(this.page?.hints ?? {}),
       "[": () => this.move("step", -1),
       "]": () => this.move("step", 1),
       h: () => this.context?.page === "group" && this.move("group", -1),

@@ -33,12 +33,14 @@ export function ticksInside(low, high, count = 4, whole = false) {
   );
 }
 
-export class LinearScale {
+class Scale {
   constructor(low, high) {
     this.low = low;
     this.high = high;
   }
+}
 
+export class LinearScale extends Scale {
   /** 0…1 */
   at(value) {
     return (value - this.low) / (this.high - this.low);
@@ -50,12 +52,7 @@ export class LinearScale {
 }
 
 /** A scale of sizes: the sign is the same for all values, and said beside the axis. */
-export class LogScale {
-  constructor(low, high) {
-    this.low = low;
-    this.high = high;
-  }
-
+export class LogScale extends Scale {
   at(value) {
     const size = Math.max(this.low, Math.min(this.high, Math.abs(value)));
     return Math.log(size / this.low) / Math.log(this.high / this.low);
@@ -71,10 +68,9 @@ export class LogScale {
 }
 
 /** asinh spreads what is near zero and keeps the sign; it is linear below `unit` and logarithmic above. */
-export class AsinhScale {
+export class AsinhScale extends Scale {
   constructor(low, high, unit) {
-    this.low = low;
-    this.high = high;
+    super(low, high);
     this.unit = unit;
   }
 
@@ -139,10 +135,23 @@ export class Frame {
   rows(ticks, shareOf, text) {
     return ticks.flatMap((tick) => {
       const y = this.y(shareOf(tick));
-      const line = { x1: this.left, x2: this.right, y1: y, y2: y, class: tick === 0 ? "grid zero" : "grid" };
-      return [svgElement("line", line), axisText(this.left - 7, y + 3.5, tick === 0 ? "0" : text(tick), "end")];
+      const line = svgLine(this.left, y, this.right, y, tick === 0 ? "grid zero" : "grid");
+      return [line, axisText(this.left - 7, y + 3.5, tick === 0 ? "0" : text(tick), "end")];
     });
   }
+}
+
+export function svgLine(x1, y1, x2, y2, className) {
+  return svgElement("line", { x1, y1, x2, y2, class: className });
+}
+
+export function svgDot(cx, cy, r, className) {
+  return svgElement("circle", { cx, cy, r, class: className });
+}
+
+/** M and L commands through these [x, y]. */
+export function pathThrough(points) {
+  return points.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
 /** A number or a name beside an axis, as an SVG node. */

@@ -1,6 +1,18 @@
 // A line chart over training steps: several runs, one crosshair shared by all charts of the page.
 
-import { axisText, Frame, LinearScale, noCloser, ordinary, shortTick, ticksBetween, ticksInside } from "./axes.js";
+import {
+  axisText,
+  Frame,
+  LinearScale,
+  noCloser,
+  ordinary,
+  pathThrough,
+  shortTick,
+  svgDot,
+  svgLine,
+  ticksBetween,
+  ticksInside,
+} from "./axes.js";
 import { element, setAttributes, svgElement } from "./dom.js";
 import { general } from "./format.js";
 
@@ -25,13 +37,8 @@ export class Chart {
     this.svg = svgElement("svg", { role: "img", "aria-label": `${spec.title}, ${spec.unit}` });
     /** Why there is nothing to draw; null where there is. */
     this.whyNot = null;
-    const header = element(
-      "header",
-      "",
-      element("h2", "", spec.title),
-      element("span", "unit", spec.unit),
-      this.values,
-    );
+    const title = [element("h2", "", spec.title), element("span", "unit", spec.unit)];
+    const header = element("header", "", ...title, this.values);
     this.node = setAttributes(element("section", "chart", header, this.svg), { "data-chart": spec.key });
   }
 
@@ -111,32 +118,17 @@ export class Chart {
   }
 
   drawCurve({ index, line, points, raw, band }) {
-    const path = (data) =>
-      data
-        .map(({ step, value }, i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`)
-        .join("");
-    const kind = `line run-${index % 6}${line.dashed ? " dashed" : ""}`;
+    const path = (data) => pathThrough(data.map(({ step, value }) => [this.x(step), this.y(value)]));
+    const own = `run-${index % 6}`;
+    const kind = `line ${own}${line.dashed ? " dashed" : ""}`;
     const corner = (step, value) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`;
-    if (band.length > 1)
-      this.svg.append(
-        svgElement("polygon", {
-          points: [
-            ...band.map(({ step, high }) => corner(step, high)),
-            ...[...band].reverse().map(({ step, low }) => corner(step, low)),
-          ].join(" "),
-          class: `chart-band run-${index % 6}${line.dashed ? " dashed" : ""}`,
-        }),
-      );
+    const upper = band.map(({ step, high }) => corner(step, high));
+    const lower = [...band].reverse().map(({ step, low }) => corner(step, low));
+    const edges = { points: [...upper, ...lower].join(" "), class: `chart-${kind.replace("line", "band")}` };
+    if (band.length > 1) this.svg.append(svgElement("polygon", edges));
     if (raw.length > 1) this.svg.append(svgElement("path", { d: path(raw), class: `${kind} raw` }));
     if (points.length === 1)
-      this.svg.append(
-        svgElement("circle", {
-          cx: this.x(points[0].step),
-          cy: this.y(points[0].value),
-          r: 2.5,
-          class: `dot run-${index % 6}`,
-        }),
-      );
+      this.svg.append(svgDot(this.x(points[0].step), this.y(points[0].value), 2.5, `dot ${own}`));
     else this.svg.append(svgElement("path", { d: path(points), class: kind }));
     const { low, high } = this.range;
     for (const { step, value } of points.filter((point) => point.value < low || point.value > high)) {
@@ -155,30 +147,17 @@ export class Chart {
     for (const curve of this.curves) {
       const found = step === null ? curve.points.at(-1) : curve.points.find((point) => point.step === step);
       const text = `${curve.line.label ? `${curve.line.label} ` : ""}${found ? (this.spec.format ?? general)(found.value) : "–"}`;
-      this.values.append(
-        element(
-          curve.index === 0 && !curve.line.dashed ? "b" : "span",
-          curve.line.dashed ? "dim" : `run-${curve.index % 6}`,
-          text,
-        ),
-      );
+      const isMain = curve.index === 0 && !curve.line.dashed;
+      const className = curve.line.dashed ? "dim" : `run-${curve.index % 6}`;
+      this.values.append(element(isMain ? "b" : "span", className, text));
     }
     if (step === null) return;
     const x = this.x(step);
-    this.cross.append(
-      svgElement("line", { x1: x, x2: x, y1: MARGIN.top - 4, y2: HEIGHT - MARGIN.bottom, class: "crosshair" }),
-    );
+    this.cross.append(svgLine(x, MARGIN.top - 4, x, HEIGHT - MARGIN.bottom, "crosshair"));
     for (const curve of [...this.curves].reverse()) {
       const found = curve.points.find((point) => point.step === step);
-      if (found)
-        this.cross.append(
-          svgElement("circle", {
-            cx: x,
-            cy: this.y(found.value),
-            r: curve.line.dashed ? 2.5 : 4,
-            class: `dot run-${curve.index % 6}`,
-          }),
-        );
+      const size = curve.line.dashed ? 2.5 : 4;
+      if (found) this.cross.append(svgDot(x, this.y(found.value), size, `dot run-${curve.index % 6}`));
     }
     const flag = svgElement("g", { class: "step-flag" });
     const label = String(step);

@@ -1,7 +1,13 @@
 // The frame around every page: top bar with the run switcher and tabs, key hints at the bottom, help, theme.
 
-import { append, button, element, setAttributes, svgElement } from "./dom.js";
+import { append, button, element, linkTo, setAttributes, svgElement } from "./dom.js";
 import { ago } from "./format.js";
+
+const READING = [
+  "Influence is signed and centred at 0. Positive: training on this token helps the accepted responses against the rejected ones. Strong values also carry a bar, above for positive and below for negative; a dotted underline marks tokens that training passes over because they were clipped.",
+  "Colours stop at the 99th percentile of the response, the group or the step, so one extreme token cannot wash out the rest. A token struck through was not captured by the trace.",
+  "Loss-term credit holds the token’s own term only; tail credit is the same in the last block’s weights, and costs nothing. Position credit holds everything that flows through a token’s position, later tokens’ losses included. Sums by loss term and by position agree once the prompt’s positions are counted.",
+];
 
 export class Chrome {
   /** actions: {href(page), move(page, direction), switchRun, toggleOverlay, toggleTheme} */
@@ -71,14 +77,15 @@ export class Chrome {
 
   showHints(hints, tail) {
     this.foot.replaceChildren();
-    for (const [keys, words] of [...hints, ["t", "theme"], ["?", "help"]]) this.foot.append(hint(keys, words));
+    for (const [keys, words] of Object.entries({ ...hints, t: "theme", "?": "help" }))
+      this.foot.append(hint(keys, words));
     if (tail) this.foot.append(element("span", "tail wide-only", tail));
   }
 
   showHelp(hints) {
     this.dialog?.remove();
     const list = element("dl");
-    for (const [keys, words] of [...hints, ["t", "light or dark"], ["?", "this help"]])
+    for (const [keys, words] of Object.entries({ ...hints, t: "light or dark", "?": "this help" }))
       list.append(element("dt", "", ...kbds(keys)), element("dd", "", words));
     this.dialog = element(
       "dialog",
@@ -86,21 +93,7 @@ export class Chrome {
       element("h2", "", "Keyboard"),
       list,
       element("h2", "", "Reading the colours"),
-      element(
-        "p",
-        "",
-        "Influence is signed and centred at 0. Positive: training on this token helps the accepted responses against the rejected ones. Strong values also carry a bar, above for positive and below for negative; a dotted underline marks tokens that training passes over because they were clipped.",
-      ),
-      element(
-        "p",
-        "",
-        "Colours stop at the 99th percentile of the response, the group or the step, so one extreme token cannot wash out the rest. A token struck through was not captured by the trace.",
-      ),
-      element(
-        "p",
-        "",
-        "Loss-term credit holds the token’s own term only; tail credit is the same in the last block’s weights, and costs nothing. Position credit holds everything that flows through a token’s position, later tokens’ losses included. Sums by loss term and by position agree once the prompt’s positions are counted.",
-      ),
+      ...READING.map((text) => element("p", "", text)),
     );
     this.dialog.addEventListener("click", (event) => event.target === this.dialog && this.dialog.close());
     document.body.append(this.dialog);
@@ -118,13 +111,8 @@ function hint(keys, words) {
 
 function logo() {
   const mark = svgElement("svg", { width: 18, height: 14, viewBox: "0 0 18 14", "aria-hidden": "true" });
-  for (const [x, y] of [
-    [0, 5],
-    [5, 0],
-    [10, 4],
-    [15, 8],
-  ])
-    mark.append(svgElement("rect", { x, y, width: 3, height: 6, rx: 0.5 }));
+  for (const [place, y] of [5, 0, 4, 8].entries())
+    mark.append(svgElement("rect", { x: 5 * place, y, width: 3, height: 6, rx: 0.5 }));
   return mark;
 }
 
@@ -174,18 +162,9 @@ class RunPicker {
 
   item(each, run, overlays) {
     const isOpen = each.id === run?.id;
-    const link = setAttributes(
-      element(
-        "a",
-        "",
-        element("b", "", each.name),
-        element("span", "", `${each.state}, ${each.traced_steps} traced steps`),
-      ),
-      {
-        href: this.actions.hrefOfRun(each),
-        "aria-current": isOpen ? "true" : null,
-      },
-    );
+    const link = linkTo(this.actions.hrefOfRun(each), "", element("b", "", each.name));
+    link.append(element("span", "", `${each.state}, ${each.traced_steps} traced steps`));
+    if (isOpen) link.setAttribute("aria-current", "true");
     link.addEventListener("click", () => this.toggle(false));
     if (isOpen) return element("div", "item", link, element("span", "dim", "open"));
     const box = setAttributes(element("input"), { type: "checkbox", "aria-label": `compare with ${each.name}` });

@@ -6,11 +6,13 @@ import { element, setAttributes } from "./dom.js";
 let nextId = 0;
 
 /**
- * Arrow keys move inside the group, as radio groups do. Returns a node with `select(value)`, which sets the choice
- * without calling onChange.
- * @param {{label: string, options: {value: string, label: string, disabled?: boolean, why?: string}[], value: string,
+ * Arrow keys move inside the group, as radio groups do. Returns a node with `choose(value)`, which does what a click
+ * does, and `select(value)`, which sets the choice without calling onChange.
+ * options: {value: label}, or a list in which a value may stand for its own label.
+ * @typedef {{value: string, label: string, disabled?: boolean, why?: string}} Option
+ * @param {{label: string, options: Record<string, string> | (string | Option)[], value: string,
  *   onChange: (value: string) => void, hint?: string}} settings
- * @returns {HTMLElement & {select(value: string): void}}
+ * @returns {HTMLElement & {choose(value: string): void, select(value: string): void}}
  */
 export function segmentedControl({ label, options, value, onChange, hint = "" }) {
   const labelId = `control-${nextId++}`;
@@ -18,6 +20,11 @@ export function segmentedControl({ label, options, value, onChange, hint = "" })
   name.id = labelId;
   const group = setAttributes(element("div", "segments"), { role: "radiogroup", "aria-labelledby": labelId });
   const buttons = new Map();
+  const listed = Array.isArray(options)
+    ? options
+    : Object.entries(options).map(([each, words]) => ({ value: each, label: words }));
+  /** @type {Option[]} */
+  const choices = listed.map((option) => (typeof option === "string" ? { value: option, label: option } : option));
   const select = (chosen) => {
     for (const [each, button] of buttons) {
       setAttributes(button, { "aria-checked": String(each === chosen), tabindex: each === chosen ? 0 : -1 });
@@ -27,7 +34,7 @@ export function segmentedControl({ label, options, value, onChange, hint = "" })
     select(chosen);
     onChange(chosen);
   };
-  for (const option of options) {
+  for (const option of choices) {
     const button = setAttributes(element("button", "", option.label), {
       type: "button",
       role: "radio",
@@ -44,7 +51,7 @@ export function segmentedControl({ label, options, value, onChange, hint = "" })
     if (!direction) return;
     event.preventDefault();
     event.stopPropagation();
-    const enabled = options.filter((option) => !option.disabled).map((option) => option.value);
+    const enabled = choices.filter((option) => !option.disabled).map((option) => option.value);
     const at = enabled.findIndex((each) => buttons.get(each).getAttribute("aria-checked") === "true");
     const next = enabled[(at + direction + enabled.length) % enabled.length];
     buttons.get(next).focus();
@@ -53,12 +60,12 @@ export function segmentedControl({ label, options, value, onChange, hint = "" })
   select(value);
   const control = element("div", "control", name, group);
   if (hint) control.title = hint;
-  return Object.assign(control, { select });
+  return Object.assign(control, { choose, select });
 }
 
 /** Which credit is shown, of those that the trace holds. */
 export function creditControl(value, credits, onChange) {
-  const options = credits.map((each) => ({ value: each, label: CREDIT_NAMES[each] }));
+  const options = Object.fromEntries(credits.map((each) => [each, CREDIT_NAMES[each]]));
   return segmentedControl({ label: "Credit", value, hint: CREDIT_HINT, options, onChange });
 }
 

@@ -60,6 +60,12 @@ export function button(className, label, onClick) {
   return node;
 }
 
+export function linkTo(href, className, label) {
+  const node = element("a", className, label);
+  node.href = href;
+  return node;
+}
+
 /** Accepted and rejected differ in shape, fill and word, never in colour alone. */
 export function acceptedMark(accepted) {
   const shape = accepted
@@ -122,6 +128,20 @@ export function fitCanvas(canvas, width, height) {
   const context = canvas.getContext("2d");
   context.scale(density, density);
   return context;
+}
+
+/** Call `build(node)` once for each node, when it comes near the screen; `disconnect()` of what is returned ends it. */
+export function whenNear(nodes, rootMargin, build) {
+  const act = (entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      observer.unobserve(target);
+      build(target);
+    }
+  };
+  const observer = new IntersectionObserver(act, { rootMargin });
+  for (const node of nodes) observer.observe(node);
+  return observer;
 }
 
 /** Text of a readout: a name and what belongs to it. */

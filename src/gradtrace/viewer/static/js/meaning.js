@@ -20,9 +20,6 @@ const CONTRASTS = {
   advantage: "responses weighted by their advantages",
 };
 
-/** The step whose effect is scored. */
-const stepOf = (meta) => meta.output_function;
-
 function geometryWords(meta) {
   const name = meta.optimizer ? `${meta.optimizer}’s` : "the optimizer’s";
   const words = {
@@ -36,7 +33,7 @@ function geometryWords(meta) {
 
 /** Is the step of this trace already the one that makes a token likelier? */
 export function stepIsLikelier(meta) {
-  return stepOf(meta) === "log_prob";
+  return meta.output_function === "log_prob";
 }
 
 /** What is asked of a token: what training on it does, or what making it likelier would do. */
@@ -60,7 +57,7 @@ export function unitWords(meta) {
 
 /** The whole sentence. */
 export function scoreSentence(meta, score) {
-  const step = score === LIKELIER ? STEPS.log_prob : (STEPS[stepOf(meta)] ?? stepOf(meta));
+  const step = score === LIKELIER ? STEPS.log_prob : (STEPS[meta.output_function] ?? meta.output_function);
   const contrast = CONTRASTS[meta.contrastive_agg];
   const scope =
     meta.accepted_rejected_scope === "all_selected"

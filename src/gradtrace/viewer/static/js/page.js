@@ -1,5 +1,7 @@
 // What every page of the viewer has: its place in the application, keys, and observers that end with it.
 
+import { ChartGrid } from "./chart_grid.js";
+import { segmentedControl } from "./controls.js";
 import { element } from "./dom.js";
 
 /** @typedef {import("./app.js").Context} Context */
@@ -8,7 +10,7 @@ export class Page {
   /**
    * @param {Context} context
    * @param {string} title
-   * @param {string[][]} hints keys and what they do, for the line at the bottom
+   * @param {Record<string, string>} hints keys and what they do, for the line at the bottom
    * @param {string} [className]
    */
   constructor(context, title, hints, className = "") {
@@ -36,6 +38,16 @@ export class Page {
     return action !== undefined && action() !== false;
   }
 
+  /** A control of something that this page shows by: kept under its name, here and in the address. */
+  choiceOf(label, name, options, draw) {
+    const onChange = (value) => {
+      this[name] = value;
+      this.url.update({ [name]: value });
+      draw();
+    };
+    return segmentedControl({ label, value: this[name], options, onChange });
+  }
+
   /** Draw again whenever the width of a node changes. */
   watchWidth(node, draw) {
     let width = node.clientWidth;
@@ -48,12 +60,17 @@ export class Page {
     this.observers.push(observer);
   }
 
-  /** The step of this page's instrument that is nearest to `step`. */
-  openNearestStep(kind, page, step) {
-    const distance = (each) => Math.abs(each - step);
-    const steps = this.run.stepsOf([kind]);
-    const nearest = steps.reduce((best, each) => (distance(each) < distance(best) ? each : best), steps[0]);
-    this.context.go(page, { step: nearest });
+  /** Curves over training, the crosshair at `step`; a click opens this page at the step of its instrument nearest to it. */
+  stepCharts(kind, step, specs) {
+    const charts = new ChartGrid([this.run, ...this.context.overlays], (clicked) => {
+      const distance = (each) => Math.abs(each - clicked);
+      const steps = this.run.stepsOf([kind]);
+      const nearest = steps.reduce((best, each) => (distance(each) < distance(best) ? each : best), steps[0]);
+      this.context.go(this.context.page, { step: nearest });
+    });
+    charts.show(specs);
+    charts.step = charts.rest = step;
+    return charts;
   }
 
   destroy() {
@@ -61,14 +78,19 @@ export class Page {
   }
 }
 
+/** What opens the page of an instrument: it gets what the server has of its step. */
+export function opensInstrument(PageClass) {
+  return async (context) => {
+    const path = `runs/${context.run.id}/steps/${context.step}/${context.page}`;
+    const structure = await context.source.json(path);
+    return () => new PageClass(context, path, structure);
+  };
+}
+
 /** The head of a page: a title, a sentence, and facts at the right. */
 export function pageHead(title, sentence, ...right) {
-  return element(
-    "div",
-    "head",
-    element("div", "title", element("h1", "", title), element("p", "sub", sentence)),
-    ...right,
-  );
+  const words = element("div", "title", element("h1", "", title), element("p", "sub", sentence));
+  return element("div", "head", words, ...right);
 }
 
 /** The element after or before `current`, clamped to the ends; the first one where `current` is not in the list. */

@@ -5,15 +5,16 @@ import { fixed, signed } from "./format.js";
 const off = (kind) => (run) => run.whyNone(kind);
 const notLogged = (metric) => (run) => (run.isLive ? "nothing written yet" : `this run logged no ${metric}`);
 
+const percentTick = (value) => `${Number((100 * value).toPrecision(6))} %`;
+const percent = (value) => `${fixed(100 * value, 1)} %`;
+const thousandths = (value) => fixed(value, 3);
+/** Options of a chart of shares. */
+const SHARES = { includesZero: true, format: percent, tick: percentTick };
+
+const line = (metric, more = {}) => ({ label: "", points: (run) => run.series(metric), ...more });
+
 function single(key, title, unit, metric, options = {}) {
-  return {
-    key,
-    title,
-    unit,
-    lines: [{ label: "", points: (run) => run.series(metric) }],
-    why: notLogged(metric),
-    ...options,
-  };
+  return { key, title, unit, lines: [line(metric)], why: notLogged(metric), ...options };
 }
 
 /** Share of the step's responses that went into the influence trace. */
@@ -41,16 +42,21 @@ function sumOf(row, prefix) {
   );
 }
 
-const percentTick = (value) => `${Number((100 * value).toPrecision(6))} %`;
-const percent = (value) => `${fixed(100 * value, 1)} %`;
+const MEASURED = "entropy_probe/delta_h_measured";
+const PREDICTED = "entropy_probe/delta_h_predicted";
+
+/** [{step, predicted, measured}] of the steps that have both. */
+export function entropyChanges(run) {
+  const measured = new Map(run.series(MEASURED).map(({ step, value }) => [step, value]));
+  return run
+    .series(PREDICTED)
+    .filter(({ step }) => measured.has(step))
+    .map(({ step, value }) => ({ step, predicted: value, measured: measured.get(step) }));
+}
 
 /** How well the probe predicted: Pearson's r over all steps. */
 function correlationText(run) {
-  const measured = new Map(run.series("entropy_probe/delta_h_measured").map((point) => [point.step, point.value]));
-  const pairs = run
-    .series("entropy_probe/delta_h_predicted")
-    .filter((point) => measured.has(point.step))
-    .map((point) => [point.value, measured.get(point.step)]);
+  const pairs = entropyChanges(run).map(({ predicted, measured }) => [predicted, measured]);
   if (pairs.length < 3) return "";
   const mean = (index) => pairs.reduce((sum, pair) => sum + pair[index], 0) / pairs.length;
   const [a, b] = [mean(0), mean(1)];
@@ -67,9 +73,6 @@ function standardErrors(metric, error) {
     });
 }
 
-const MEASURED = "entropy_probe/delta_h_measured";
-const PREDICTED = "entropy_probe/delta_h_predicted";
-
 /** Predicted and measured entropy change of every step, each with its standard error. */
 export const ENTROPY_CHANGE_CHART = {
   key: "entropy-change",
@@ -78,17 +81,12 @@ export const ENTROPY_CHANGE_CHART = {
   includesZero: true,
   format: (value) => signed(value, 4),
   lines: [
-    {
-      label: "",
-      points: (run) => run.series(MEASURED),
-      band: standardErrors(MEASURED, "entropy_probe/stderr"),
-    },
-    {
+    line(MEASURED, { band: standardErrors(MEASURED, "entropy_probe/stderr") }),
+    line(PREDICTED, {
       label: "pred.",
       dashed: true,
-      points: (run) => run.series(PREDICTED),
       band: standardErrors(PREDICTED, "entropy_probe/stderr_predicted"),
-    },
+    }),
   ],
   note: (run) => `solid measured, dashed predicted${correlationText(run)}`,
   why: (run) =>
@@ -99,15 +97,14 @@ export const ENTROPY_CHANGE_CHART = {
 
 /** Curves of the TracIn page: those of these that the run has logged. The run page charts any other tracin/ metric. */
 export function tracinCharts(run) {
-  const share = { includesZero: true, format: percent, tick: percentTick };
-  const line = (name, more = {}) => ({ label: "", points: (each) => each.series(`tracin/${name}`), ...more });
+  const own = (name, more = {}) => line(`tracin/${name}`, more);
   const charts = [
     {
       key: "tracin-signs",
       title: "Positive and negative scores",
       unit: "share of responses",
-      ...share,
-      lines: [line("positive_ratio", { label: "pos." }), line("negative_ratio", { label: "neg.", dashed: true })],
+      ...SHARES,
+      lines: [own("positive_ratio", { label: "pos." }), own("negative_ratio", { label: "neg.", dashed: true })],
       note: () => "solid positive, dashed negative",
     },
     {
@@ -116,21 +113,21 @@ export function tracinCharts(run) {
       unit: "band: ± one standard deviation",
       includesZero: true,
       cuts: true,
-      lines: [line("mean_ip", { band: standardErrors("tracin/mean_ip", "tracin/std_ip") })],
+      lines: [own("mean_ip", { band: standardErrors("tracin/mean_ip", "tracin/std_ip") })],
       note: (each) => {
         const [first] = each.series("tracin/plain_mean_ip");
         return first ? `step ${first.step}, before Adam has a state, has another unit` : "";
       },
     },
-    { key: "tracin-kept", title: "Responses kept", unit: "share", ...share, lines: [line("selected_ratio")] },
-    { key: "tracin-reward", title: "Validation reward", unit: "mean", includesZero: true, lines: [line("val_reward")] },
-    { key: "tracin-loss", title: "Validation loss", unit: "−mean of A·Σ log-prob", lines: [line("val_loss")] },
+    { key: "tracin-kept", title: "Responses kept", unit: "share", ...SHARES, lines: [own("selected_ratio")] },
+    { key: "tracin-reward", title: "Validation reward", unit: "mean", includesZero: true, lines: [own("val_reward")] },
+    { key: "tracin-loss", title: "Validation loss", unit: "−mean of A·Σ log-prob", lines: [own("val_loss")] },
     {
       key: "tracin-certain",
       title: "Scores whose sign is certain",
       unit: "share, 90 % bootstrap",
-      ...share,
-      lines: [line("certain_share")],
+      ...SHARES,
+      lines: [own("certain_share")],
     },
     {
       key: "tracin-norms",
@@ -138,17 +135,17 @@ export function tracinCharts(run) {
       unit: "",
       includesZero: true,
       cuts: true,
-      lines: [line("val_grad_norm", { label: "val." }), line("train_grad_norm", { label: "train", dashed: true })],
+      lines: [own("val_grad_norm", { label: "val." }), own("train_grad_norm", { label: "train", dashed: true })],
       note: () => "solid validation, dashed training batch",
     },
     {
       key: "tracin-flips",
       title: "Dropped responses",
       unit: "share of flipped and of other rewards",
-      ...share,
+      ...SHARES,
       lines: [
-        line("dropped_of_flipped", { label: "flipped" }),
-        line("dropped_of_unflipped", { label: "other", dashed: true }),
+        own("dropped_of_flipped", { label: "flipped" }),
+        own("dropped_of_unflipped", { label: "other", dashed: true }),
       ],
       note: () => "solid flipped rewards, dashed the others",
     },
@@ -160,19 +157,14 @@ export function tracinCharts(run) {
 }
 
 export const MAIN_CHARTS = [
-  single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: (value) => fixed(value, 3) }),
-  single("entropy", "Entropy", "nats per token", "actor/entropy", {
-    includesZero: true,
-    format: (value) => fixed(value, 3),
-  }),
+  single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: thousandths }),
+  single("entropy", "Entropy", "nats per token", "actor/entropy", { includesZero: true, format: thousandths }),
   single("length", "Response length", "tokens", "response_length/mean", { format: (value) => fixed(value, 2) }),
   {
     key: "selected",
     title: "Responses selected",
     unit: "share in mixed groups",
-    includesZero: true,
-    format: percent,
-    tick: percentTick,
+    ...SHARES,
     lines: [{ label: "", points: selectedShare }],
     why: off("influence_trace"),
   },
@@ -180,9 +172,7 @@ export const MAIN_CHARTS = [
     key: "overhead",
     title: "Influence overhead",
     unit: "of the step's other time",
-    includesZero: true,
-    format: percent,
-    tick: percentTick,
+    ...SHARES,
     lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }],
     why: off("influence_trace"),
   },
@@ -196,10 +186,7 @@ const VALIDITY_CHART = {
   unit: "Spearman",
   includesZero: true,
   format: (value) => fixed(value, 2),
-  lines: [
-    { label: "", points: (run) => run.series("influence_trace/validity") },
-    { label: "base", dashed: true, points: (run) => run.series("influence_trace/validity_baseline") },
-  ],
+  lines: [line("influence_trace/validity"), line("influence_trace/validity_baseline", { label: "base", dashed: true })],
   note: () => "solid the scores, dashed |A|(1−p)",
   why: (run) =>
     run.traces.influence_trace.present
@@ -212,13 +199,8 @@ const MISMATCH_CHART = {
   key: "mismatch",
   title: "Update due to sampler ≠ trainer",
   unit: "share",
-  includesZero: true,
-  format: percent,
-  tick: percentTick,
-  lines: [
-    { label: "", points: (run) => run.series("mismatch/share_of_update") },
-    { label: "‖g‖²", dashed: true, points: (run) => run.series("mismatch/share_of_squared_norm") },
-  ],
+  ...SHARES,
+  lines: [line("mismatch/share_of_update"), line("mismatch/share_of_squared_norm", { label: "‖g‖²", dashed: true })],
   note: () => "solid ‖g − g₁‖ / ‖g‖, dashed of the squared norm",
   why: notLogged("mismatch/share_of_update"),
 };

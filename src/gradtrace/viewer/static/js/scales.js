@@ -42,3 +42,20 @@ export function signedClassName(level) {
 export function unsignedClassName(ramp, level) {
   return level ? ramp + level : "";
 }
+
+/** Mean of the finite values; NaN where there is none. */
+export function meanOf(values) {
+  const finite = Array.from(values).filter(Number.isFinite);
+  return finite.length ? finite.reduce((sum, value) => sum + value, 0) / finite.length : NaN;
+}
+
+/** The place of the last of these ascending numbers that is not above `value`. */
+export function placeOf(starts, value) {
+  let [low, high] = [0, starts.length - 1];
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (starts[middle] <= value) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}

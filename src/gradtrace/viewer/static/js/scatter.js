@@ -73,26 +73,20 @@ export class Scatter {
       context.stroke();
     };
     const { right, bottom } = this.frame;
+    const note = (text, x, y, align) => write(context, text, x, y, align, colours.ink3);
     const style = numberStyle(this.vertical.high, 2);
     for (const tick of this.horizontal.ticks) {
       line(this.x(tick), MARGIN.top, this.x(tick), bottom, colours.line);
-      write(context, String(Number(tick.toPrecision(2))), this.x(tick), bottom + 15, "center", colours.ink3);
+      note(String(Number(tick.toPrecision(2))), this.x(tick), bottom + 15, "center");
     }
     for (const tick of this.vertical.ticks) {
       line(MARGIN.left, this.y(tick), right, this.y(tick), tick === 0 ? colours.line2 : colours.line);
-      write(context, tick === 0 ? "0" : style.signed(tick), MARGIN.left - 7, this.y(tick) + 3.5, "right", colours.ink3);
+      note(tick === 0 ? "0" : style.signed(tick), MARGIN.left - 7, this.y(tick) + 3.5, "right");
     }
-    write(context, "entropy, nats (asinh scale)", right, this.height - 4, "right", colours.ink3);
-    write(context, "influence (asinh scale)", MARGIN.left, 10, "left", colours.ink3);
-    if (this.width > 460)
-      write(
-        context,
-        "filled: in an accepted response   ring: in a rejected one",
-        MARGIN.left,
-        this.height - 4,
-        "left",
-        colours.ink3,
-      );
+    note("entropy, nats (asinh scale)", right, this.height - 4, "right");
+    note("influence (asinh scale)", MARGIN.left, 10, "left");
+    const key = "filled: in an accepted response   ring: in a rejected one";
+    if (this.width > 460) note(key, MARGIN.left, this.height - 4, "left");
   }
 
   /** Grey first, then the chosen ones by strength, so that what matters lies on top. */

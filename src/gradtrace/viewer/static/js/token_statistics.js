@@ -30,10 +30,7 @@ export function tokenStatistics(points, isChosen) {
 
 /** The strongest occurrences of a token: [{group, response, position, influence, entropy}]. */
 export function occurrencesOf(points, index, isChosen, most) {
-  const found = [];
-  for (let at = 0; at < points.token.length; at++) {
-    if (points.token[at] === index && isChosen(at)) found.push(at);
-  }
+  const found = Array.from(points.token.keys()).filter((at) => points.token[at] === index && isChosen(at));
   const strength = (at) => Math.abs(points.influence[at]) || 0;
   found.sort((a, b) => strength(b) - strength(a));
   return {

@@ -1,5 +1,7 @@
 // Tokens are bytes. Here they become what is shown, and, for copying, the raw text again.
 
+import { element } from "./dom.js";
+
 const strict = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 const lenient = new TextDecoder("utf-8", { ignoreBOM: true });
 
@@ -96,6 +98,16 @@ export function rawText(entries) {
   }
   flush();
   return parts.join("");
+}
+
+/** Put tokens into a node as they are, control tokens set apart. */
+export function appendTokens(node, entries) {
+  const pieces = piecesOf(entries);
+  for (const [position, entry] of entries.entries()) {
+    if (entry.special) node.append(element("span", "special", visibleText(entry)), " ");
+    else node.append(pieces[position].lead.startsWith("⟨") ? pieces[position].lead : pieces[position].text);
+  }
+  return node;
 }
 
 /** One line with every character visible, for chips and tables. */

@@ -1,7 +1,7 @@
 // Below the selected token: what the policy writes from before it and from after it, by answer, and "resample from here".
 
 import { append, button, element, filledBar, setAttributes } from "../dom.js";
-import { fixed } from "../format.js";
+import { fixed, plural } from "../format.js";
 
 const AMOUNTS = [8, 32, 128];
 
@@ -22,13 +22,8 @@ export class Continuations {
     for (const each of AMOUNTS) this.amount.append(element("option", "", String(each)));
     this.amount.value = String(AMOUNTS[1]);
     this.controls = element("span", "resample-controls", this.start, " k = ", this.amount, this.bar, this.stop);
-    this.node = element(
-      "section",
-      "following",
-      element("h3", "", "What would have followed", this.controls),
-      this.remark,
-      this.sides,
-    );
+    const title = element("h3", "", "What would have followed", this.controls);
+    this.node = element("section", "following", title, this.remark, this.sides);
     this.showRunning(null);
   }
 
@@ -96,11 +91,7 @@ function answerLine({ answer, reward, share, texts, examples }) {
     element("span", "share", filledBar(reward > 0 ? "p3" : "l3", Math.min(1, share))),
     element("span", "percent", `${fixed(100 * share, share < 0.1 ? 1 : 0)} %`),
     element("code", "", answer || "∅"),
-    element(
-      "span",
-      "dim",
-      `reward ${fixed(reward, Number.isInteger(reward) ? 0 : 2)}, ${texts} text${texts === 1 ? "" : "s"}`,
-    ),
+    element("span", "dim", `reward ${fixed(reward, Number.isInteger(reward) ? 0 : 2)}, ${plural(texts, "text")}`),
   );
   const node = element("details", "answer", line);
   for (const { text, share: own, response } of examples) {

@@ -19,18 +19,13 @@ export function groupControls(group, now, on) {
   const credits = ["loss_term", has("tail") ? "tail" : "position"]; // one of the two comes with the backward pass
   const make = (name, label, options, hint = "") =>
     segmentedControl({ label, value: now[name], options, onChange: on[name], hint });
-  const named = (names) => Object.entries(names).map(([value, label]) => ({ value, label }));
   const controls = {
-    view: make("view", "View", named(VIEWS)),
-    scale: make(
-      "scale",
-      "Colour scale, 99th pct. of",
-      SCALES.map((value) => ({ value, label: value })),
-    ),
+    view: make("view", "View", VIEWS),
+    scale: make("scale", "Colour scale, 99th pct. of", SCALES),
     by: make(
       "by",
       "By",
-      UNITS.filter((value) => value !== "turn" || group.hasTurns).map((value) => ({ value, label: value })),
+      UNITS.filter((value) => value !== "turn" || group.hasTurns),
       "Influence and ΔV of a sentence, a line or a turn are the sums over its tokens; entropy and log-prob are the means.",
     ),
     credit: make(
@@ -44,7 +39,7 @@ export function groupControls(group, now, on) {
       })),
       CREDIT_HINT,
     ),
-    asks: make("asks", "What", named(QUESTIONS)),
+    asks: make("asks", "What", QUESTIONS),
     order: make(
       "order",
       "Order",

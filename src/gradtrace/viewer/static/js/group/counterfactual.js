@@ -31,12 +31,9 @@ export class Counterfactual {
     this.run = answer.run;
     this.canResample = answer.resample;
     this.measured = answer.measured;
-    for (const name of CHANNELS) {
-      if (this.measured)
-        this.group.channels.set(
-          name,
-          Float32Array.from(this.measured[name], (value) => value ?? NaN),
-        );
+    for (const name of this.measured ? CHANNELS : []) {
+      const values = Float32Array.from(this.measured[name], (value) => value ?? NaN);
+      this.group.channels.set(name, values);
     }
     this.group.promptValue = this.measured?.prompt_value ?? NaN;
     this.group.promptValueError = this.measured?.prompt_value_stderr ?? NaN;

@@ -27,16 +27,10 @@ export class Dock {
   show(group, token, context, effects, order, below) {
     const parts = [tokenPart(group, token, context)];
     if (effects.values) parts.push(this.barsPart(effects, context, order), sumPart(effects));
-    else
-      parts.push(
-        element(
-          "div",
-          "",
-          element("h3", "", "Influence of this token on each response"),
-          element("p", "say", effects.why),
-        ),
-        element("div"),
-      );
+    else {
+      const title = element("h3", "", "Influence of this token on each response");
+      parts.push(element("div", "", title, element("p", "say", effects.why)), element("div"));
+    }
     this.node.replaceChildren(...parts, below, this.close);
     this.node.hidden = false;
   }
@@ -128,9 +122,8 @@ function sumPart({ sum, score, creditName, shownName, sign, excludesSelf }) {
   part.append(element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "") + other));
   const tolerance = 1e-3 * Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(score)) + 1e-12;
   if (Number.isFinite(score) && Math.abs(score - sum.total) > tolerance) {
-    part.append(
-      element("p", "say", `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`),
-    );
+    const stored = `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`;
+    part.append(element("p", "say", stored));
   }
   return part;
 }

@@ -1,9 +1,10 @@
-// The search box of the group page, its hits and its place among them.
+// The search box of the group page, its hits and its place among them. The browser's own search cannot see rows that
+// are not drawn yet.
 
 import { searchBox } from "../controls.js";
 import { element, setAttributes } from "../dom.js";
 import { plural } from "../format.js";
-import { findInGroup } from "./find.js";
+import { placeOf } from "../scales.js";
 
 export class FindBar {
   /** on: {change(needle), jump(response, position)} */
@@ -42,4 +43,37 @@ export class FindBar {
     this.count.textContent = `${this.at + 1} of ${this.hits.length}`;
     this.on.jump(hit.response.index, hit.from);
   }
+}
+
+/** [{response, from, to}] positions, case-insensitive, in the order given. */
+function findInGroup(order, needle) {
+  const wanted = needle.toLowerCase();
+  if (!wanted) return [];
+  return order.flatMap((response) => findInResponse(response, wanted));
+}
+
+function findInResponse(response, wanted) {
+  const { text, starts } = searchable(response);
+  const hits = [];
+  for (let at = text.indexOf(wanted); at >= 0; at = text.indexOf(wanted, at + wanted.length)) {
+    hits.push({ response, from: placeOf(starts, at), to: placeOf(starts, at + wanted.length - 1) + 1 });
+  }
+  return hits;
+}
+
+/** The response in lower case, and where each token begins in it. Made once per response. */
+function searchable(response) {
+  if (!response.searchable) {
+    const starts = new Uint32Array(response.pieces.length);
+    const parts = [];
+    let length = 0;
+    for (const [position, piece] of response.pieces.entries()) {
+      starts[position] = length;
+      const lower = piece.text.toLowerCase();
+      parts.push(lower);
+      length += lower.length;
+    }
+    response.searchable = { text: parts.join(""), starts };
+  }
+  return response.searchable;
 }

@@ -1,9 +1,9 @@
 // The head of the group page: the prompt, the facts, and why something is missing.
 
-import { button, element, emptyState, fact, passDots, setAttributes } from "../dom.js";
+import { button, element, emptyState, fact, linkTo, passDots } from "../dom.js";
 import { fixed, MISSING, numberStyle } from "../format.js";
+import { meanOf } from "../scales.js";
 import { rawText } from "../token_text.js";
-import { meanOf } from "./model.js";
 import { promptBody } from "./prompt.js";
 
 const LONGEST_ANSWER = 24;
@@ -22,8 +22,7 @@ export function promptSection(group, credit, historyHref) {
   const left = element("div", "", element("h1", "caption", `Prompt, group ${index} of step ${step}`));
   const links = element("p", "prompt-links");
   promptBody(group, left, links);
-  if (historyHref)
-    links.append(setAttributes(element("a", "link-button", "this prompt over time"), { href: historyHref }));
+  if (historyHref) links.append(linkTo(historyHref, "link-button", "this prompt over time"));
   left.append(links);
   return element("section", "prompt", left, factsOf(group, credit));
 }
@@ -32,13 +31,8 @@ function factsOf(group, credit) {
   const facts = element("div", "facts");
   const { responses } = group;
   const accepted = responses.filter((response) => response.accepted).length;
-  if (group.mixed)
-    facts.append(
-      fact(
-        element("span", "", `${accepted}/${responses.length}\u2002`, passDots(accepted, responses.length)),
-        "accepted",
-      ),
-    );
+  const passed = element("span", "", `${accepted}/${responses.length}\u2002`, passDots(accepted, responses.length));
+  if (group.mixed) facts.append(fact(passed, "accepted"));
   else if (responses.length) facts.append(fact(fixed(responses[0].reward, 2), `reward of all ${responses.length}`));
   const answer = rawText(group.expected.filter((entry) => !entry.special));
   if (answer && answer.length <= LONGEST_ANSWER && !group.isChain)
@@ -55,24 +49,25 @@ function factsOf(group, credit) {
   return facts;
 }
 
+const WHY_NOT_SCORED = {
+  over_prompt_cap: "the step had more mixed groups than trainer.influence_trace.max_prompts_per_step.",
+  non_finite: "gradients or scores of this group were not finite (NaN or infinity).",
+  not_captured: "the hooks saw none of this group's tokens. `gradtrace doctor` checks the gradient flow.",
+};
+
 /** Why this group has no influence, in words; null if it has. */
 export function whyNoInfluence(group) {
-  const { status, has_influence: traced, has_entropy: hasEntropy } = group.structure;
+  const { status, group: index, has_influence: traced, has_entropy: hasEntropy } = group.structure;
   if (group.credits.length) return null;
   const rest = hasEntropy ? " Entropy and log-probs are still shown." : "";
   const count = group.responses.length;
-  if (status === "constant_reward" || (!group.mixed && count > 1)) {
-    return `No influence here: all ${count || ""} rewards are equal, so there is nothing to contrast.${rest}`;
-  }
-  if (count === 1) return `No influence here: one response alone has nothing to be contrasted with.${rest}`;
-  if (status === "over_prompt_cap")
-    return `No influence here: the step had more mixed groups than trainer.influence_trace.max_prompts_per_step.${rest}`;
-  if (status === "not_asked")
-    return `No influence here: \`gradtrace attribute\` was asked for other groups; --group ${group.structure.group} adds this one.${rest}`;
-  if (status === "non_finite")
-    return `No influence here: gradients or scores of this group were not finite (NaN or infinity).${rest}`;
-  if (status === "not_captured")
-    return `No influence here: the hooks saw none of this group's tokens. \`gradtrace doctor\` checks the gradient flow.${rest}`;
+  let why = WHY_NOT_SCORED[status];
+  if (status === "constant_reward" || (!group.mixed && count > 1))
+    why = `all ${count || ""} rewards are equal, so there is nothing to contrast.`;
+  else if (count === 1) why = "one response alone has nothing to be contrasted with.";
+  else if (status === "not_asked")
+    why = `\`gradtrace attribute\` was asked for other groups; --group ${index} adds this one.`;
+  if (why) return `No influence here: ${why}${rest}`;
   if (!traced)
     return `No influence trace of this step: trainer.influence_trace.enable is off, or this step was not a multiple of its write_every.${rest}`;
   return `No influence scores were stored for this group.${rest}`;

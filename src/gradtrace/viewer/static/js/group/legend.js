@@ -5,6 +5,12 @@ import { LIKELIER } from "../meaning.js";
 import { append, button, element, setAttributes } from "../dom.js";
 import { numberStyle } from "../format.js";
 
+/** The colours of a channel from low to high, with what stands at both ends and in the middle. */
+export function rampParts(channel, low, middle, high) {
+  const ends = [element("b", "low", low), element("b", "middle", middle), element("b", "high", high)];
+  return [...rampOf(channel).map((name) => element("i", name)), ...ends];
+}
+
 /** Head of one slot: a menu of the channels, the unit, the colour ramp with its ends. */
 export class LegendHead {
   constructor(slot, onChannel) {
@@ -32,9 +38,8 @@ export class LegendHead {
     this.unit.textContent =
       channel === "influence" ? unitLine(target === null ? credit : targetCredit, unit) : CHANNELS[channel].unit;
     this.unit.title = this.unit.textContent;
-    this.ramp.replaceChildren(...rampOf(channel).map((name) => element("i", name)));
     const [low, middle, high] = ends(channel, top, perResponse);
-    this.ramp.append(element("b", "low", low), element("b", "middle", middle), element("b", "high", high));
+    this.ramp.replaceChildren(...rampParts(channel, low, middle, high));
     this.ramp.setAttribute("aria-label", `colour scale from ${low} to ${high}`);
   }
 }
@@ -54,52 +59,37 @@ function ends(channel, top, perResponse) {
   return ["0", "", `${style.plain(top)} nats`];
 }
 
+/** What positive and negative say, in channels that have a sign of their own. */
+const SIGN_WORDS = {
+  delta_v: [
+    "the token made a high reward likelier.",
+    "less likely. V after the token minus V before it, by sampled continuations.",
+  ],
+  mismatch: [
+    "the trainer finds the token likelier than the sampler that drew it.",
+    "less likely. Zero where both compute the same policy.",
+  ],
+  advantage: [
+    "training raises the probability of this response.",
+    "it lowers it. The parts of a reward are not stored for each response: the run page charts their means (reward_part/…).",
+  ],
+};
+
 /** What the colours mean, in words; below the sticky head, so that it scrolls away once read. */
 export function explanation(slot, channel, target, { sign, sentence, hasClipped, isThere }) {
   const node = element("p", `slot-${slot}`);
-  const sample = (name) => element("span", `sample ${name}`);
   if (!isThere) return append(node, WHY_MISSING[channel]);
+  const ofInfluence =
+    target === null
+      ? [`${sign}.`, `the reverse. ${sentence}`]
+      : [`a step along this token’s gradient raises ${target}’s own objective.`, "it lowers it."];
+  const words = channel === "influence" ? ofInfluence : SIGN_WORDS[channel];
   if (MEANINGS[channel]) node.append(MEANINGS[channel]);
-  if (channel === "delta_v") {
-    node.append(
-      sample("p4"),
-      "Positive, bar above: the token made a high reward likelier. ",
-      sample("n4"),
-      "Negative, bar below: less likely. V after the token minus V before it, by sampled continuations.",
-    );
+  if (words) {
+    const sample = (name) => element("span", `sample ${name}`);
+    node.append(sample("p4"), `Positive, bar above: ${words[0]} `, sample("n4"), `Negative, bar below: ${words[1]}`);
   }
-  if (channel === "mismatch") {
-    node.append(
-      sample("p4"),
-      "Positive, bar above: the trainer finds the token likelier than the sampler that drew it. ",
-      sample("n4"),
-      "Negative, bar below: less likely. Zero where both compute the same policy.",
-    );
-  }
-  if (channel === "advantage") {
-    node.append(
-      sample("p4"),
-      "Positive, bar above: training raises the probability of this response. ",
-      sample("n4"),
-      "Negative, bar below: it lowers it. The parts of a reward are not stored for each response: the run page charts their means (reward_part/…).",
-    );
-  }
-  if (channel === "influence" && target === null) {
-    node.append(
-      sample("p4"),
-      `Positive, bar above: ${sign}. `,
-      sample("n4"),
-      "Negative, bar below: the reverse. ",
-      sentence,
-    );
-    if (hasClipped) node.append(" ", element("span", "clipped", "clipped"), ": training takes no step on this token.");
-  }
-  if (channel === "influence" && target !== null) {
-    node.append(
-      sample("p4"),
-      `Positive, bar above: a step along this token’s gradient raises ${target}’s own objective. `,
-    );
-    node.append(sample("n4"), "Negative, bar below: it lowers it.");
-  }
+  if (channel === "influence" && target === null && hasClipped)
+    node.append(" ", element("span", "clipped", "clipped"), ": training takes no step on this token.");
   return node;
 }

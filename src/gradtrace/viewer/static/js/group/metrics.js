@@ -26,18 +26,11 @@ export function tokenMetrics(group, token, context) {
   for (const credit of [...group.scores].sort((a) => (a === shown ? -1 : 1))) {
     const value = group.values("influence", credit)[token];
     const name = credit === shown ? "influence" : credit === LIKELIER ? "if likelier" : `by ${CREDIT_NAMES[credit]}`;
-    if (!Number.isFinite(value)) {
-      if (credit !== shown) continue;
-      lines.push({ name, text: "not captured" });
-      continue;
-    }
     const top = tops[`influence_${credit}`];
-    lines.push({
-      name,
-      text: numberStyle(top).signed(value),
-      share: Math.abs(value) / top,
-      tone: value < 0 ? "n4" : "p4",
-    });
+    const tone = value < 0 ? "n4" : "p4";
+    if (Number.isFinite(value))
+      lines.push({ name, text: numberStyle(top).signed(value), share: Math.abs(value) / top, tone });
+    else if (credit === shown) lines.push({ name, text: "not captured" });
   }
   const deltaV = group.values("delta_v")?.[token];
   if (Number.isFinite(deltaV)) {
@@ -45,10 +38,7 @@ export function tokenMetrics(group, token, context) {
     const tone = deltaV < 0 ? "n4" : "p4";
     lines.push({ name: "ΔV", text: `${signed(deltaV, 3)} ± ${error}`, share: Math.abs(deltaV) / tops.delta_v, tone });
   }
-  for (const [name, channel] of [
-    ["to reference", "reference_gap"],
-    ["gradient share", "token_grad_share"],
-  ]) {
+  for (const [channel, name] of Object.entries({ reference_gap: "to reference", token_grad_share: "gradient share" })) {
     const value = group.values(channel)?.[token];
     if (Number.isFinite(value)) lines.push({ name, text: numberStyle(Math.abs(value)).signed(value) });
   }

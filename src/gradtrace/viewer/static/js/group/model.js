@@ -102,11 +102,6 @@ export class Group {
     return this.channels.get("loss_mask")?.[token] === 0;
   }
 
-  /** Position of the token in its response, and the right token there, for the first wrong one. */
-  expectedAt(position) {
-    return this.expected[position] ?? null;
-  }
-
   looksLikeChain() {
     if (!this.responses.length || this.responses.some((response) => response.length > LONGEST_CHAIN)) return false;
     const used = new Set(this.channels.get("token"));
@@ -122,22 +117,4 @@ export function sumOver(values, response) {
   for (let token = response.start; token < response.end; token++)
     if (Number.isFinite(values[token])) sum += values[token];
   return sum;
-}
-
-export function sizeOver(values, response) {
-  let sum = 0;
-  for (let token = response.start; token < response.end; token++)
-    if (Number.isFinite(values[token])) sum += Math.abs(values[token]);
-  return sum;
-}
-
-export function meanOf(values) {
-  let sum = 0;
-  let finite = 0;
-  for (const value of values) {
-    if (!Number.isFinite(value)) continue;
-    sum += value;
-    finite += 1;
-  }
-  return finite ? sum / finite : NaN;
 }

@@ -55,13 +55,8 @@ export class Overview {
       const unit = (width - LEFT) / this.longest;
       context.fillStyle = colours.bg2;
       context.fillRect(LEFT, top, response.length * unit, THICKNESS);
-      drawTicks(
-        context,
-        top,
-        unit,
-        levels.subarray(response.start, response.end),
-        (level) => colours[classNameOf(channel, level)],
-      );
+      const own = levels.subarray(response.start, response.end);
+      drawTicks(context, top, unit, own, (level) => colours[classNameOf(channel, level)]);
     }
   }
 }

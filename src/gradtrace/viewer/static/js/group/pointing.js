@@ -1,7 +1,5 @@
 // The pointer on the tokens of a group: what is under it, what is clicked, what is copied.
 
-import { copiedText, slotOf } from "./copy.js";
-
 /** page: the group page. */
 export function listenToTokens(page) {
   const { node } = page.sheet;
@@ -31,7 +29,8 @@ export function listenToTokens(page) {
 function copy(page, event) {
   const selection = getSelection();
   if (!page.sheet.node.contains(selection.anchorNode)) return;
-  const text = copiedText(page.group, page.sheet.orderedRows, selection);
+  const rows = page.sheet.responses.map((response) => page.sheet.rows[response.index]);
+  const text = copiedText(page.group, rows, selection);
   if (text === null) return;
   event.clipboardData.setData("text/plain", text);
   event.preventDefault();
@@ -40,4 +39,45 @@ function copy(page, event) {
 function tokenOf(node) {
   const span = node.closest?.(".t");
   return span && span.token !== undefined ? span.token : null;
+}
+
+/** Raw text of the tokens under a selection, never the glyphs we draw for newlines and special tokens, or null if it
+ * holds none. One that spans both columns copies one of them. rows: from top to bottom. */
+function copiedText(group, rows, selection) {
+  if (!selection || selection.isCollapsed || !selection.rangeCount) return null;
+  const range = selection.getRangeAt(0);
+  const slot = slotOf(range.startContainer) ?? slotOf(range.endContainer) ?? 0;
+  const parts = [];
+  for (const row of rows) {
+    if (!row.isBuilt || !range.intersectsNode(row.slots[slot])) continue;
+    const covered = row.spans[slot].map((span) => covers(range, span));
+    const first = covered.indexOf(true);
+    if (first < 0) continue;
+    const last = covered.lastIndexOf(true);
+    parts.push(group.rawText(row.response.start + first, row.response.start + last + 1));
+  }
+  return parts.length ? parts.join("\n\n") : null;
+}
+
+/** Does the range hold at least one character of this span? Touching its edge is not enough. */
+function covers(range, span) {
+  if (!range.intersectsNode(span)) return false;
+  const text = document.createRange();
+  const [first, last] = [deepest(span, "firstChild"), deepest(span, "lastChild")];
+  text.setStart(first, 0);
+  text.setEnd(last, last.nodeType === Node.TEXT_NODE ? last.length : 0);
+  return (
+    range.compareBoundaryPoints(Range.END_TO_START, text) < 0 &&
+    range.compareBoundaryPoints(Range.START_TO_END, text) > 0
+  );
+}
+
+function deepest(node, side) {
+  while (node[side]) node = node[side];
+  return node;
+}
+
+function slotOf(node) {
+  const container = (node.nodeType === Node.ELEMENT_NODE ? node : node.parentElement)?.closest(".tokens");
+  return container?.slotIndex ?? null;
 }

@@ -4,7 +4,7 @@ import { messagesOf } from "../chat_roles.js";
 import { append, button, element } from "../dom.js";
 import { plural } from "../format.js";
 import { richText } from "../rich_text.js";
-import { piecesOf, rawText, visibleText } from "../token_text.js";
+import { appendTokens, rawText } from "../token_text.js";
 
 const LONG_PROMPT = 600;
 
@@ -28,12 +28,7 @@ export function promptBody(group, node, links) {
 
 /** Its tokens as they are, control tokens included. */
 function rawPrompt(group) {
-  const text = element("div", `text${group.isChain ? " chain-prompt" : ""}`);
-  const pieces = piecesOf(group.prompt);
-  for (const [position, entry] of group.prompt.entries()) {
-    if (entry.special) text.append(element("span", "special", visibleText(entry)), " ");
-    else text.append(pieces[position].lead.startsWith("⟨") ? pieces[position].lead : pieces[position].text);
-  }
+  const text = appendTokens(element("div", `text${group.isChain ? " chain-prompt" : ""}`), group.prompt);
   text.addEventListener("copy", (event) => {
     if (String(getSelection()).trim() !== text.textContent.trim()) return; // a part: the browser's own text is right
     event.clipboardData.setData("text/plain", rawText(group.prompt));

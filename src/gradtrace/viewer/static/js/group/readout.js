@@ -25,7 +25,7 @@ export class Readout {
     for (const { name, text } of context.units) this.node.append(readoutItem(name, text));
     if (targetEffect) this.node.append(readoutItem(targetEffect.name, targetEffect.text));
     if (position === response.first_wrong) {
-      const right = group.expectedAt(position);
+      const right = group.expected[position];
       this.node.append(element("span", "note", `first wrong token${right ? `, expected ${visibleText(right)}` : ""}`));
     }
     this.node.hidden = false;

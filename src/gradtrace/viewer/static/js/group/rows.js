@@ -7,8 +7,6 @@ import { richText } from "../rich_text.js";
 import { drawingClass, drawnText, rawText } from "../token_text.js";
 import { chat } from "./turns.js";
 
-const BUILD_AHEAD = "1200px";
-
 export class ResponseRow {
   constructor(group, response, onTarget) {
     this.group = group;
@@ -129,30 +127,6 @@ export class ResponseRow {
 function unfold(span) {
   const fold = span?.closest("details");
   if (fold) fold.open = true;
-}
-
-/** Builds rows when they come near the screen. */
-export class RowBuilder {
-  constructor(rows, colouringsNow) {
-    this.colouringsNow = colouringsNow;
-    this.observer = new IntersectionObserver(
-      (entries) => {
-        for (const { isIntersecting, target } of entries)
-          if (isIntersecting) this.build(rows.find((row) => row.node === target));
-      },
-      { rootMargin: BUILD_AHEAD },
-    );
-    for (const row of rows) this.observer.observe(row.node);
-  }
-
-  build(row) {
-    this.observer.unobserve(row.node);
-    row.build(this.colouringsNow());
-  }
-
-  disconnect() {
-    this.observer.disconnect();
-  }
 }
 
 /** Lines that a response fills when `perLine` characters fit. */

@@ -1,13 +1,13 @@
 // The sheet: column heads, the expected row, the overview, and the responses in their sections. It knows how things
 // are laid out and painted; what is shown is decided by the page.
 
-import { acceptedMark, button, element, setAttributes } from "../dom.js";
+import { acceptedMark, button, element, setAttributes, whenNear } from "../dom.js";
 import { visibleText } from "../token_text.js";
 import { explanation, LegendHead } from "./legend.js";
 import { fillMetaCell, metaHead } from "./meta_cell.js";
-import { sizeOver } from "./model.js";
+import { sumOver } from "./model.js";
 import { Overview } from "./overview.js";
-import { estimatedLines, ResponseRow, RowBuilder } from "./rows.js";
+import { estimatedLines, ResponseRow } from "./rows.js";
 import { sharedTop } from "./colouring.js";
 
 const CELL = { least: 16, most: 25, gap: 1, end: 66 };
@@ -16,9 +16,11 @@ const LINE_HEIGHT = 21;
 const ROW_PADDING = 23;
 const LOWEST_ROW = 130;
 const MOST_SETTLING = 5;
+/** Rows get their tokens when they come this near to the screen. */
+const BUILD_AHEAD = "1200px";
 const ORDER_KEYS = {
   reward: () => (response) => -response.reward,
-  influence: (values) => (response) => (values ? -sizeOver(values, response) : 0),
+  influence: (values) => (response) => (values ? -sumOver(values.map(Math.abs), response) : 0),
   length: () => (response) => -response.length,
 };
 export const ORDERS = Object.keys(ORDER_KEYS);
@@ -76,10 +78,6 @@ export class Sheet {
     this.drawOverview();
   }
 
-  get orderedRows() {
-    return this.responses.map((response) => this.rows[response.index]);
-  }
-
   /** ×7: the first of responses with the same text stands for them all. */
   collapse(row) {
     const { index, twins } = row.response;
@@ -104,8 +102,9 @@ export class Sheet {
 
   /** Called once the sheet is in the document: only then do widths exist. */
   begin() {
-    this.builder = new RowBuilder(this.rows, () => this.colourings);
-    if (this.group.isChain) for (const row of this.rows) this.builder.build(row);
+    const rowOf = new Map(this.rows.map((row) => [row.node, row]));
+    this.builder = whenNear(rowOf.keys(), BUILD_AHEAD, (node) => rowOf.get(node).build(this.colourings));
+    if (this.group.isChain) for (const row of this.rows) row.build(this.colourings);
     let width = this.node.clientWidth;
     this.resize = new ResizeObserver(() => {
       this.measureHead();
@@ -221,7 +220,7 @@ export class Sheet {
   /** See to it that a row is there to be looked at. */
   show(row) {
     if (row.node.hidden) this.on.spread(row.response.index, true);
-    this.builder.build(row);
+    row.build(this.colourings);
   }
 
   /** Scroll only if the token is under the bar, the head or the dock. */
@@ -243,16 +242,11 @@ function makeSections({ responses, mixed }) {
     return { node: element("div", "", heading), heading, members };
   };
   if (!mixed) return [section("Responses", null, responses)];
-  const accepted = section(
-    "Accepted",
-    acceptedMark(true),
-    responses.filter((response) => response.accepted),
-  );
-  const rejected = section(
-    "Rejected",
-    acceptedMark(false),
-    responses.filter((response) => !response.accepted),
-  );
+  const side = (title, isAccepted) => {
+    const members = responses.filter((response) => response.accepted === isAccepted);
+    return section(title, acceptedMark(isAccepted), members);
+  };
+  const [accepted, rejected] = [side("Accepted", true), side("Rejected", false)];
   if (responses.some((response) => response.first_wrong !== null && response.first_wrong >= 0)) {
     rejected.heading.append(element("span", "dim first-wrong-key", element("i", "", "▾"), " first wrong token"));
   }

@@ -22,14 +22,9 @@ function shown(key, value, unit = "") {
   return unit ? general(value) : fixed(value, 3);
 }
 
-const HINTS = [
-  ["j k", "row"],
-  ["esc", "clear"],
-];
-
 class AblationPage extends Page {
   constructor(context, table) {
-    super(context, "ablation", HINTS, "ablation-page");
+    super(context, "ablation", { "j k": "row", esc: "clear" }, "ablation-page");
     this.table = table;
     this.axes = Object.keys(table.sweep);
     this.columns = table.columns.filter((column) => typeof column.key === "string");
@@ -106,11 +101,8 @@ class AblationPage extends Page {
   }
 
   row(cell, index, best) {
-    const row = element(
-      "tr",
-      `opens${this.selected === index ? " current" : ""}`,
-      element("td", "number", String(index + 1)),
-    );
+    const number = element("td", "number", String(index + 1));
+    const row = element("tr", `opens${this.selected === index ? " current" : ""}`, number);
     for (const axis of this.axes) row.append(element("td", "mono", String(cell.settings?.[axis] ?? MISSING)));
     if (cell.status !== "done") {
       const why = cell.error ? `${cell.status}: ${cell.error}` : String(cell.status);
@@ -148,35 +140,18 @@ class AblationPage extends Page {
     const place = new Map(this.table.cells.map((cell, index) => [cell.name, index]));
     this.places = names.map((name) => place.get(name));
     const numbers = this.places.map((index) => (index === undefined ? "?" : String(index + 1)));
-    this.matrix = element("table", "matrix");
-    this.matrix.append(
-      element(
-        "thead",
-        "",
-        element("tr", "", element("td"), ...numbers.map((number) => element("th", "number", number))),
-      ),
-    );
+    const heads = numbers.map((number) => element("th", "number", number));
     const body = element("tbody");
+    this.matrix = element("table", "matrix", element("thead", "", element("tr", "", element("td"), ...heads)), body);
     matrix.forEach((row, i) => {
       const line = element("tr", "", setAttributes(element("th", "number", numbers[i]), { title: String(names[i]) }));
       line.append(...row.map((value, j) => this.matrixCell(value, i, j, names)));
       body.append(line);
     });
-    this.matrix.append(body);
-    this.pair = element(
-      "p",
-      "pair dim",
-      "Point at a cell to read which two combinations it compares; numbers are those of the table.",
-    );
-    section.append(
-      element(
-        "p",
-        "dim",
-        `Rank correlation (${measure ?? "spearman"}) of all token scores, ${credits}. 1: the same order.`,
-      ),
-      element("div", "matrix-scroll", this.matrix),
-      this.pair,
-    );
+    const how = "Point at a cell to read which two combinations it compares; numbers are those of the table.";
+    this.pair = element("p", "pair dim", how);
+    const what = `Rank correlation (${measure ?? "spearman"}) of all token scores, ${credits}. 1: the same order.`;
+    section.append(element("p", "dim", what), element("div", "matrix-scroll", this.matrix), this.pair);
     this.markMatrix();
     return section;
   }

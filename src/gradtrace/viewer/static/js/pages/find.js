@@ -3,7 +3,7 @@
 
 import { CREDIT_NAMES } from "../channels.js";
 import { searchBox, segmentedControl } from "../controls.js";
-import { acceptedMark, append, button, element, passDots, setAttributes } from "../dom.js";
+import { acceptedMark, button, element, linkTo, passDots, setAttributes } from "../dom.js";
 import { count, fixed, numberStyle, plural } from "../format.js";
 import { Page, pageHead } from "../page.js";
 
@@ -40,7 +40,7 @@ export async function openFindPage(context) {
 
 class FindPage extends Page {
   constructor(context) {
-    super(context, "find", [["/", "find"]], "find-page");
+    super(context, "find", { "/": "find" }, "find-page");
     this.what = this.url.choice("what", Object.keys(WHAT));
     this.query = this.url.get("q") ?? "";
     this.status = setAttributes(element("div", "find-status"), { "aria-live": "polite" });
@@ -55,7 +55,7 @@ class FindPage extends Page {
     const kinds = segmentedControl({
       label: "Find",
       value: this.what,
-      options: offered.map(([value, label]) => ({ value, label })),
+      options: Object.fromEntries(offered),
       onChange: (what) => this.context.go("find", { what, q: this.query || null }),
     });
     const controls = element("div", "controls strip", kinds);
@@ -122,15 +122,13 @@ class FindPage extends Page {
   }
 
   show() {
+    const sorted = (order) => [...this.hits].sort(order);
+    const furthest = (a, b) => Math.abs(b.score) - Math.abs(a.score);
     const draw = {
       text: () => this.tokenTable(this.hits),
       token: () => this.tokenTable(this.hits),
-      harm: () => this.tokenTable([...this.hits].sort((a, b) => a.score - b.score)),
-      mismatch: () =>
-        this.tokenTable(
-          [...this.hits].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)),
-          "Nats",
-        ),
+      harm: () => this.tokenTable(sorted((a, b) => a.score - b.score)),
+      mismatch: () => this.tokenTable(sorted(furthest), "Nats"),
       prompts: () => this.fallen(),
       prompt: () => this.history(),
     };
@@ -139,7 +137,7 @@ class FindPage extends Page {
 
   place({ step, group, response, position }, text) {
     const sel = response === null || response === undefined ? null : `${response}.${position}`;
-    return setAttributes(element("a", "link-button", text), { href: this.context.href("group", { step, group, sel }) });
+    return linkTo(this.context.href("group", { step, group, sel }), "link-button", text);
   }
 
   tokenTable(hits, scoreName = "Score") {
@@ -147,7 +145,7 @@ class FindPage extends Page {
     for (const hit of hits.slice(0, MOST_ROWS)) {
       const who = hit.response === null ? "prompt" : `r${hit.response}, token ${hit.position}`;
       const score = Number.isFinite(hit.score) ? numberStyle(Math.abs(hit.score), 3).signed(hit.score) : "";
-      const text = element("td", "context", oneLine(hit.before), element("mark", "", oneLine(hit.match)));
+      const match = element("mark", "", oneLine(hit.match));
       const row = element(
         "tr",
         "",
@@ -155,7 +153,7 @@ class FindPage extends Page {
         element("td", "", this.place(hit, `group ${hit.group}`)),
         element("td", "", hit.response === null ? null : acceptedMark(hit.accepted), ` ${who}`),
         element("td", "number", score ? `${score} ${CREDIT_NAMES[hit.credit] ?? ""}` : ""),
-        append(text, oneLine(hit.after)),
+        element("td", "context", oneLine(hit.before), match, oneLine(hit.after)),
       );
       body.append(row);
     }
@@ -175,7 +173,7 @@ class FindPage extends Page {
     for (const { first, last, times } of fell.slice(0, MOST_ROWS)) {
       const steps = `${first.step} → ${last.step}`;
       const href = this.context.href("find", { what: "prompt", step: last.step, group: last.group });
-      const link = setAttributes(element("a", "link-button", `${times} times`), { href });
+      const link = linkTo(href, "link-button", `${times} times`);
       const rates = `${first.passed}/${first.responses} → ${last.passed}/${last.responses}`;
       const sure = isSure(first, last) ? "beyond chance" : "may be chance";
       const cells = [steps, link, rates, sure].map((cell) => element("td", "", cell));
@@ -184,12 +182,8 @@ class FindPage extends Page {
     const words = again.length
       ? `${plural(again.length, "prompt")} drawn in several steps, ${fell.length} passed less often the last time.`
       : "No prompt was drawn in two of these steps, so none can be followed.";
-    return element(
-      "div",
-      "",
-      element("p", "dim", words),
-      fell.length ? table(["Steps", "Drawn", "Passed", "", "Prompt"], body) : null,
-    );
+    const found = fell.length ? table(["Steps", "Drawn", "Passed", "", "Prompt"], body) : null;
+    return element("div", "", element("p", "dim", words), found);
   }
 
   history() {
@@ -235,10 +229,6 @@ function oneLine(text) {
 }
 
 function table(heads, body) {
-  const row = element(
-    "tr",
-    "",
-    ...heads.map((name) => element(name ? "th" : "td", name === "Score" ? "number" : "", name)),
-  );
-  return element("table", "fixed", element("thead", "", row), body);
+  const cells = heads.map((name) => element(name ? "th" : "td", name === "Score" ? "number" : "", name));
+  return element("table", "fixed", element("thead", "", element("tr", "", ...cells)), body);
 }

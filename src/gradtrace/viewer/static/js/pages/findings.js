@@ -1,6 +1,6 @@
 // The findings page: what the detectors said while the run went on, newest first, with evidence and where to look.
 
-import { element, fact, setAttributes } from "../dom.js";
+import { element, fact, linkTo, setAttributes } from "../dom.js";
 import { general, plural } from "../format.js";
 import { Page, pageHead } from "../page.js";
 
@@ -11,7 +11,7 @@ export async function openFindingsPage(context) {
 
 class FindingsPage extends Page {
   constructor(context, findings) {
-    super(context, "findings", [], "findings-page");
+    super(context, "findings", {}, "findings-page");
     this.findings = findings.filter(({ sentence }) => typeof sentence === "string");
     this.build();
   }
@@ -20,9 +20,8 @@ class FindingsPage extends Page {
     const { findings } = this;
     const kinds = new Map();
     for (const { detector } of findings) kinds.set(detector, (kinds.get(detector) ?? 0) + 1);
-    const facts = element("div", "facts");
-    for (const [detector, count] of [...kinds].sort((a, b) => b[1] - a[1]).slice(0, 5))
-      facts.append(fact(String(count), words(detector)));
+    const most = [...kinds].sort((a, b) => b[1] - a[1]).slice(0, 5);
+    const facts = element("div", "facts", ...most.map(([detector, count]) => fact(String(count), words(detector))));
     const sentence = findings.length
       ? `${plural(findings.length, "finding")} while the run went on, the newest first. Each is told once, and again after it was gone.`
       : "Nothing was found: no detector had anything to say about this run.";
@@ -69,7 +68,7 @@ class FindingsPage extends Page {
   }
 
   link(page, changes, text) {
-    return setAttributes(element("a", "", text), { href: this.context.href(page, changes) });
+    return linkTo(this.context.href(page, changes), "", text);
   }
 }
 

@@ -5,7 +5,7 @@ import { nextOf } from "../controls.js";
 import { element } from "../dom.js";
 import { numberStyle } from "../format.js";
 import { LIKELIER, scoreSentence, signWords, unitWords } from "../meaning.js";
-import { Page } from "../page.js";
+import { neighbourIn, Page } from "../page.js";
 import { scaleTop } from "../scales.js";
 import { colouring, largestTop } from "../group/colouring.js";
 import { groupControls, QUESTIONS, SCALES, VIEWS } from "../group/controls.js";
@@ -29,21 +29,21 @@ import { UNITS, unitMetrics } from "../group/units.js";
 const NARROW = 1100;
 /** Below this width text comes first and controls are folded. */
 const SMALL = 720;
-const HINTS = [
-  ["j k", "response"],
-  ["h l", "group"],
-  ["[ ]", "step"],
-  ["v", "view"],
-  ["s", "scale"],
-  ["b", "by token, sentence, line, turn"],
-  ["c", "credit"],
-  ["x", "training or likelier"],
-  ["o", "order"],
-  ["w", "spaces"],
-  ["← →", "token"],
-  ["/", "find"],
-  ["esc", "clear"],
-];
+const HINTS = {
+  "j k": "response",
+  "h l": "group",
+  "[ ]": "step",
+  v: "view",
+  s: "scale",
+  b: "by token, sentence, line, turn",
+  c: "credit",
+  x: "training or likelier",
+  o: "order",
+  w: "spaces",
+  "← →": "token",
+  "/": "find",
+  esc: "clear",
+};
 
 export async function openGroupPage(context) {
   const { source, run } = context;
@@ -124,9 +124,9 @@ class GroupPage extends Page {
       change: (needle) => this.url.update({ find: needle || null }),
       jump: (index, position) => this.jumpTo(index, position),
     });
-    const pair = /^(\d+)\.(\d+)$/.exec(this.url.get("diff") ?? "");
-    const chosen = pair && [Number(pair[1]), Number(pair[2])];
-    this.diff = new DiffPanel(group, chosen, (now) => this.url.update({ diff: now?.join(".") ?? null }));
+    this.diff = new DiffPanel(group, pairIn(this.url.get("diff")), (now) =>
+      this.url.update({ diff: now?.join(".") ?? null }),
+    );
     this.node.append(this.makeControls(), this.diff.node, this.sheet.node);
     this.readout = new Readout();
     this.dock = new Dock({ onClose: () => this.clearSelection(), onJump: (index) => this.jumpTo(index) });
@@ -153,13 +153,8 @@ class GroupPage extends Page {
       asks: fail(this.setQuestion),
       order: (value) => this.setOrder(value),
     });
-    const controls = element(
-      "div",
-      "controls strip group-controls",
-      ...Object.values(this.controls),
-      this.diff.chooser,
-      this.finder.node,
-    );
+    const parts = [...Object.values(this.controls), this.diff.chooser, this.finder.node];
+    const controls = element("div", "controls strip group-controls", ...parts);
     const fold = element("details", "controls-fold", element("summary", "", "View, colours and search"), controls);
     fold.open = innerWidth > SMALL;
     return fold;
@@ -185,31 +180,32 @@ class GroupPage extends Page {
     if (url.get("find")) this.finder.find(url.get("find"));
     const at = url.number("at");
     if (at !== null && this.sheet.rows[at]) this.jumpTo(at);
-    const chosen = /^(\d+)\.(\d+)$/.exec(url.get("sel") ?? "");
-    const response = chosen && this.group.responses[Number(chosen[1])];
-    if (response && Number(chosen[2]) < response.length) await this.select(response.start + Number(chosen[2]));
+    const [index, position] = pairIn(url.get("sel")) ?? [];
+    const response = this.group.responses[index];
+    if (position < response?.length) await this.select(response.start + position);
   }
 
   /* ---------- choices ---------- */
 
+  /** Keep a choice here, on its control and in the address. */
+  keep(name, value, written = value) {
+    this[name] = value;
+    this.controls[name].select(value);
+    this.url.update({ [name]: written });
+  }
+
   setView(view) {
-    this.view = view;
-    this.controls.view.select(view);
-    this.url.update({ view });
+    this.keep("view", view);
     this.sheet.layOut(view, this.showsSpaces);
   }
 
   setScale(scale) {
-    this.scale = scale;
-    this.controls.scale.select(scale);
-    this.url.update({ scale });
+    this.keep("scale", scale);
     this.recolour();
   }
 
   setUnit(by) {
-    this.by = by;
-    this.controls.by.select(by);
-    this.url.update({ by: by === "token" ? null : by });
+    this.keep("by", by, by === "token" ? null : by);
     this.recolour();
   }
 
@@ -221,18 +217,13 @@ class GroupPage extends Page {
 
   async setCredit(credit) {
     if (!this.group.credits.includes(credit)) return;
-    this.credit = credit;
-    this.asks = "training";
-    this.controls.credit.select(credit);
-    this.controls.asks.select(this.asks);
-    this.url.update({ credit, asks: null });
+    this.keep("credit", credit);
+    this.keep("asks", "training", null);
     await this.changeScore();
   }
 
   async setQuestion(asks) {
-    this.asks = asks;
-    this.controls.asks.select(asks);
-    this.url.update({ asks: asks === "likelier" ? asks : null });
+    this.keep("asks", asks, asks === "likelier" ? asks : null);
     await this.changeScore();
   }
 
@@ -243,20 +234,21 @@ class GroupPage extends Page {
   }
 
   setOrder(order) {
-    this.order = order;
-    this.controls.order.select(order);
-    this.url.update({ order });
+    this.keep("order", order);
     this.applyOrder();
   }
 
   applyOrder() {
     this.sheet.place(this.order, this.score);
-    this.rail?.place(this.sheet.responses);
-    this.showRail();
+    this.placeRail();
   }
 
   spread(index, on) {
     this.sheet.spread(index, on);
+    this.placeRail();
+  }
+
+  placeRail() {
     this.rail?.place(this.sheet.responses);
     this.showRail();
   }
@@ -374,12 +366,11 @@ class GroupPage extends Page {
   }
 
   moveRow(direction) {
-    const order = this.sheet.responses;
-    const at = order.findIndex((response) => response.index === this.current);
-    const start = direction > 0 ? 0 : order.length - 1;
-    const next = order[at < 0 ? start : Math.max(0, Math.min(order.length - 1, at + direction))];
-    this.jumpTo(next.index);
-    this.context.announce(this.sheet.rows[next.index].node.getAttribute("aria-label"));
+    const order = this.sheet.responses.map((response) => response.index);
+    const isThere = order.includes(this.current);
+    const next = isThere ? neighbourIn(order, this.current, direction) : order.at(direction > 0 ? 0 : -1);
+    this.jumpTo(next);
+    this.context.announce(this.sheet.rows[next].node.getAttribute("aria-label"));
   }
 
   /** Move from the selected token, else from the first one of the response that has the focus or was jumped to. */
@@ -435,6 +426,12 @@ class GroupPage extends Page {
     for (const part of [this.readout, this.dock, this.rail]) part?.node.remove();
     document.body.style.paddingBottom = "";
   }
+}
+
+/** "6.12" in the address → [6, 12]; null where it is nothing of the kind. */
+function pairIn(text) {
+  const pair = /^(\d+)\.(\d+)$/.exec(text ?? "");
+  return pair && [Number(pair[1]), Number(pair[2])];
 }
 
 /** The response that has the focus. */

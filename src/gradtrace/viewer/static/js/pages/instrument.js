@@ -1,11 +1,10 @@
 // The page of any instrument that has none of its own: its responses with all their numbers, and their tokens coloured
 // by whatever it stores per token. What the columns mean comes from the instrument's record.
 
-import { rampOf } from "../channels.js";
-import { segmentedControl } from "../controls.js";
 import { element, fact, setAttributes } from "../dom.js";
 import { general, MISSING, numberStyle, plural } from "../format.js";
-import { Page, pageHead } from "../page.js";
+import { opensInstrument, Page, pageHead } from "../page.js";
+import { rampParts } from "../group/legend.js";
 import { blameReport } from "../scores/blame_report.js";
 import { ResponseList } from "../scores/response_list.js";
 import { readTokens, ResponseTexts } from "../scores/response_text.js";
@@ -13,24 +12,14 @@ import { Sorting } from "../sorting.js";
 
 const MOST_FACTS = 5;
 
-export async function openInstrumentPage(context) {
-  const path = `runs/${context.run.id}/steps/${context.step}/${context.page}`;
-  const structure = await context.source.json(path);
-  return () => new InstrumentPage(context, path, structure);
-}
-
-const HINTS = [
-  ["j k", "response"],
-  ["↵", "open it"],
-  ["[ ]", "step"],
-];
+const HINTS = { "j k": "response", "↵": "open it", "[ ]": "step" };
 
 class InstrumentPage extends Page {
   constructor(context, path, structure) {
     super(context, `${structure.label}, step ${structure.step}`, HINTS, "instrument-page");
     this.structure = structure;
     this.channels = new Map(structure.channels.map((channel) => [channel.name, channel]));
-    this.channel = this.url.choice("colour", [...this.channels.keys()]) ?? null;
+    this.colour = this.url.choice("colour", [...this.channels.keys()]) ?? null;
     const described = structure.channels.map(({ name, heading, signed, unit }) => [
       name,
       { title: heading, signed, unit },
@@ -71,7 +60,7 @@ class InstrumentPage extends Page {
       texts: this.texts,
       width: 3 + columns.length,
       cells: (row) => this.cells(row),
-      opened: (_, whole) => [whole.promptNode(), whole.map(this.channel, this.channels.get(this.channel)?.top)],
+      opened: (_, whole) => [whole.promptNode(), whole.map(this.colour, this.channels.get(this.colour)?.top)],
     });
     this.node.append(
       this.controls(),
@@ -87,17 +76,12 @@ class InstrumentPage extends Page {
 
   controls() {
     if (this.channels.size < 2) return element("div");
-    const control = segmentedControl({
-      label: "Colour",
-      value: this.channel,
-      options: [...this.channels.values()].map(({ name, heading }) => ({ value: name, label: heading })),
-      onChange: (name) => {
-        this.channel = name;
-        this.url.update({ colour: name });
-        this.draw();
-      },
-    });
-    return element("div", "controls", control);
+    const options = Object.fromEntries(this.structure.channels.map(({ name, heading }) => [name, heading]));
+    return element(
+      "div",
+      "controls",
+      this.choiceOf("Colour", "colour", options, () => this.draw()),
+    );
   }
 
   draw() {
@@ -110,19 +94,13 @@ class InstrumentPage extends Page {
   }
 
   drawLegend() {
-    const channel = this.channels.get(this.channel);
+    const channel = this.channels.get(this.colour);
     if (!channel) return this.legend.replaceChildren();
     const top = channel.top ?? 0;
     const style = numberStyle(top, 2);
-    const ramp = element(
-      "div",
-      "ramp",
-      ...rampOf(channel.signed ? "influence" : "entropy").map((name) => element("i", name)),
-    );
-    ramp.append(
-      element("b", "low", channel.signed ? style.signed(-top) : "0"),
-      element("b", "high", `${channel.signed ? style.signed(top) : style.plain(top)} ${channel.unit}`),
-    );
+    const [low, high] = channel.signed ? [style.signed(-top), style.signed(top)] : ["0", style.plain(top)];
+    const parts = rampParts(channel.signed ? "influence" : "entropy", low, "", `${high} ${channel.unit}`);
+    const ramp = element("div", "ramp", ...parts);
     return this.legend.replaceChildren(element("p", "dim", `Colour of an open response: ${channel.meaning}.`), ramp);
   }
 
@@ -140,3 +118,5 @@ class InstrumentPage extends Page {
     return { ...this.list.actions, Escape: () => this.list.select(null) };
   }
 }
+
+export const openInstrumentPage = opensInstrument(InstrumentPage);

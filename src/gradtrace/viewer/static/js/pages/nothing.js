@@ -1,6 +1,6 @@
 // Pages that say why there is nothing to see, and what to do about it.
 
-import { element, emptyState } from "../dom.js";
+import { element, emptyState, linkTo } from "../dom.js";
 
 export function failurePage(error, context) {
   const unreadable = error.status === 422;
@@ -45,10 +45,7 @@ export function untracedStepPage(run, steps, step, isServer, href) {
   const after = steps.find((each) => each > step);
   const links = element("p");
   for (const near of [before, after]) {
-    if (near === undefined) continue;
-    const link = element("a", "link-button", `step ${near}`);
-    link.href = href({ step: near });
-    links.append(link, " ");
+    if (near !== undefined) links.append(linkTo(href({ step: near }), "link-button", `step ${near}`), " ");
   }
   const ahead = run.isLive && step > run.lastStep;
   const text = !isServer

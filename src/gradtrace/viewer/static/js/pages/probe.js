@@ -1,38 +1,31 @@
 // The entropy page: what the update was predicted to do to entropy, what it did, and which tokens did it.
 
-import { rampOf } from "../channels.js";
-import { ChartGrid } from "../chart_grid.js";
-import { nextOf, segmentedControl } from "../controls.js";
-import { acceptedMark, button, divergingBar, element, fact, setAttributes } from "../dom.js";
+import { nextOf } from "../controls.js";
+import { acceptedMark, button, divergingBar, element, fact, setAttributes, whenNear } from "../dom.js";
 import { count, fixed, MISSING, numberStyle, plural, sharedStart, signed } from "../format.js";
-import { neighbourIn, Page, pageHead } from "../page.js";
-import { ENTROPY_CHANGE_CHART } from "../run_charts.js";
+import { rampParts } from "../group/legend.js";
+import { neighbourIn, opensInstrument, Page, pageHead } from "../page.js";
+import { ENTROPY_CHANGE_CHART, entropyChanges } from "../run_charts.js";
 import { IdentityPlot } from "../scores/identity_plot.js";
 import { readTokens, ResponseTexts } from "../scores/response_text.js";
 
-const BATCHES = ["update", "evaluation"];
-const ORDERS_OF_RESPONSES = ["strongest", "sampled"];
+const BATCHES = { update: "that make the update", evaluation: "that measure entropy" };
+const ORDERS_OF_RESPONSES = { strongest: "strongest first", sampled: "as sampled" };
 const AT_FIRST = 16;
 const MAPS = { update: ["token_share"], evaluation: ["entropy_change", "entropy_change_measured"] };
+const ESTIMATES = {
+  predicted: "predicted ΔH, nats",
+  measured: "measured ΔH, nats",
+  fresh: "on fresh samples",
+  covariance: "−η·Cov(log π, A)",
+};
 const MAP_TITLES = {
   token_share: "Share of each token in the predicted change",
   entropy_change: "Predicted change of entropy at each token",
   entropy_change_measured: "Measured change",
 };
 
-export async function openProbePage(context) {
-  const { source, run, step } = context;
-  const path = `runs/${run.id}/steps/${step}/probe`;
-  const structure = await source.json(path);
-  return () => new ProbePage(context, path, structure);
-}
-
-const HINTS = [
-  ["b", "batch"],
-  ["o", "order"],
-  ["j k", "response"],
-  ["[ ]", "step"],
-];
+const HINTS = { b: "batch", o: "order", "j k": "response", "[ ]": "step" };
 
 class ProbePage extends Page {
   constructor(context, path, structure) {
@@ -42,8 +35,8 @@ class ProbePage extends Page {
     this.texts = new ResponseTexts(context.source, path);
     const cut = sharedStart(structure.groups.map((group) => group.text));
     for (const group of structure.groups) group.text = group.text.slice(cut);
-    this.batch = this.url.choice("batch", BATCHES);
-    this.order = this.url.choice("order", ORDERS_OF_RESPONSES);
+    this.batch = this.url.choice("batch", Object.keys(BATCHES));
+    this.order = this.url.choice("order", Object.keys(ORDERS_OF_RESPONSES));
     this.selected = this.url.number("sel");
     this.most = Math.max(AT_FIRST, this.url.number("n") ?? 0);
     this.build();
@@ -56,26 +49,14 @@ class ProbePage extends Page {
     const { step, update, evaluation } = this.structure;
     const sub = `What the update of this step does to entropy. Update batch: ${plural(update.length, "response")}. Evaluation batch: ${plural(evaluation.length, "response")}, ${count(evaluation.reduce((sum, row) => sum + row.length, 0))} tokens.`;
     this.node.append(pageHead(`Entropy probe, step ${step}`, sub, this.facts()));
-    this.charts = new ChartGrid([this.run, ...this.context.overlays], (each) =>
-      this.openNearestStep("entropy_probe", "probe", each),
-    );
+    this.charts = this.stepCharts("entropy_probe", step, [ENTROPY_CHANGE_CHART]);
     this.charts.node.classList.add("single");
-    this.charts.show([ENTROPY_CHANGE_CHART]);
-    this.charts.step = this.charts.rest = step;
     this.plot = this.makePlot();
-    this.node.append(
-      element(
-        "div",
-        "probe-columns strip",
-        this.charts.node,
-        element("section", "identity", element("h2", "", this.plot.heading), this.plot.node),
-        this.partsSection(),
-      ),
-      this.controls(),
-    );
     this.legend = element("div", "probe-legend");
     this.list = element("div", "probe-list");
-    this.node.append(this.legend, this.list);
+    const identity = element("section", "identity", element("h2", "", this.plot.heading), this.plot.node);
+    const columns = element("div", "probe-columns strip", this.charts.node, identity, this.partsSection());
+    this.node.append(columns, this.controls(), this.legend, this.list);
   }
 
   facts() {
@@ -88,12 +69,7 @@ class ProbePage extends Page {
       return style.signed(value) + (Number.isFinite(error) ? ` ± ${style.plain(error)}` : "");
     };
     const facts = element("div", "facts");
-    for (const [name, label] of [
-      ["predicted", "predicted ΔH, nats"],
-      ["measured", "measured ΔH, nats"],
-      ["fresh", "on fresh samples"],
-      ["covariance", "−η·Cov(log π, A)"],
-    ])
+    for (const [name, label] of Object.entries(ESTIMATES))
       if (estimate(name)) facts.append(fact(estimate(name), label));
     if (Number.isFinite(meta.ess))
       facts.append(fact(`${fixed(meta.ess, 1)} of ${this.structure.evaluation.length}`, "effective sample size"));
@@ -112,17 +88,12 @@ class ProbePage extends Page {
   }
 
   stepPoints() {
-    const { run } = this;
-    const measured = new Map(run.series("entropy_probe/delta_h_measured").map((point) => [point.step, point.value]));
-    return run
-      .series("entropy_probe/delta_h_predicted")
-      .filter(({ step }) => measured.has(step))
-      .map(({ step, value }) => ({
-        predicted: value,
-        measured: measured.get(step),
-        label: step === this.structure.step ? `step ${step}` : "",
-        words: `step ${step}: predicted ${signed(value, 6)}, measured ${signed(measured.get(step), 6)} nats`,
-      }));
+    return entropyChanges(this.run).map(({ step, predicted, measured }) => ({
+      predicted,
+      measured,
+      label: step === this.structure.step ? `step ${step}` : "",
+      words: `step ${step}: predicted ${signed(predicted, 6)}, measured ${signed(measured, 6)} nats`,
+    }));
   }
 
   /** Parts that sum to the predicted change. */
@@ -131,27 +102,14 @@ class ProbePage extends Page {
     const total = this.meta.delta_h_predicted ?? parts.reduce((sum, part) => sum + part.value, 0);
     const top = Math.max(...parts.map((part) => Math.abs(part.value)), Math.abs(total), 1e-300);
     const style = numberStyle(top);
+    const row = (className, value, ...words) => {
+      const number = element("td", "number", style.signed(value));
+      return element("tr", className, element("td", "", ...words), number, element("td", "", divergingBar(value, top)));
+    };
     const body = element("tbody");
-    for (const { name, value, count: members } of parts) {
-      body.append(
-        element(
-          "tr",
-          "",
-          element("td", "", name, members === null ? null : element("span", "dim", ` ${members}`)),
-          element("td", "number", style.signed(value)),
-          element("td", "", divergingBar(value, top)),
-        ),
-      );
-    }
-    body.append(
-      element(
-        "tr",
-        "total",
-        element("td", "", "= predicted change"),
-        element("td", "number", style.signed(total)),
-        element("td", "", divergingBar(total, top)),
-      ),
-    );
+    for (const { name, value, count: members } of parts)
+      body.append(row("", value, name, members === null ? null : element("span", "dim", ` ${members}`)));
+    body.append(row("total", total, "= predicted change"));
     return element(
       "section",
       "parts",
@@ -162,26 +120,14 @@ class ProbePage extends Page {
   }
 
   controls() {
-    const make = (label, name, values, labels) =>
-      segmentedControl({
-        label,
-        value: this[name],
-        options: values.map((value, index) => ({ value, label: labels[index] })),
-        onChange: (value) => this.set(name, value),
-      });
-    this.segments = {
-      batch: make("Responses", "batch", BATCHES, ["that make the update", "that measure entropy"]),
-      order: make("Order", "order", ORDERS_OF_RESPONSES, ["strongest first", "as sampled"]),
+    const draw = () => {
+      this.selected = null;
+      this.url.update({ sel: null });
+      this.drawList();
     };
-    return element("div", "controls probe-controls", this.segments.batch, this.segments.order);
-  }
-
-  set(name, value) {
-    this[name] = value;
-    this.segments[name].select(value);
-    this.selected = null;
-    this.url.update({ [name]: value, sel: null });
-    this.drawList();
+    this.batches = this.choiceOf("Responses", "batch", BATCHES, draw);
+    this.orders = this.choiceOf("Order", "order", ORDERS_OF_RESPONSES, draw);
+    return element("div", "controls probe-controls", this.batches, this.orders);
   }
 
   /* ---------- responses as heat maps ---------- */
@@ -205,12 +151,6 @@ class ProbePage extends Page {
 
   drawList() {
     this.observer?.disconnect();
-    this.observer = new IntersectionObserver(
-      (entries) => {
-        for (const { isIntersecting, target } of entries) if (isIntersecting) this.fill(target);
-      },
-      { rootMargin: "600px" },
-    );
     const { rows } = this;
     const shown = rows.slice(0, this.most);
     const picked = rows.find((row) => row.response === this.selected);
@@ -218,21 +158,18 @@ class ProbePage extends Page {
     const topShare = Math.max(...rows.map((row) => Math.abs(row.share)), 1e-300);
     this.nodes = shown.map((row) => this.rowNode(row, topShare));
     this.list.replaceChildren(...this.nodes);
-    if (rows.length > shown.length)
-      this.list.append(
-        button(
-          "link-button more",
-          `show ${Math.min(AT_FIRST, rows.length - shown.length)} more of ${rows.length}`,
-          () => {
-            this.most += AT_FIRST;
-            this.url.update({ n: this.most });
-            this.drawList();
-          },
-        ),
-      );
-    for (const node of this.nodes) this.observer.observe(node);
+    const more = Math.min(AT_FIRST, rows.length - shown.length);
+    if (more > 0)
+      this.list.append(button("link-button more", `show ${more} more of ${rows.length}`, () => this.showMore()));
+    this.observer = whenNear(this.nodes, "600px", (node) => this.fill(node));
     this.drawLegend();
     this.mark();
+  }
+
+  showMore() {
+    this.most += AT_FIRST;
+    this.url.update({ n: this.most });
+    this.drawList();
   }
 
   drawLegend() {
@@ -244,12 +181,8 @@ class ProbePage extends Page {
       return;
     }
     const style = numberStyle(top ?? 0, 2);
-    const ramp = element("div", "ramp", ...rampOf("influence").map((name) => element("i", name)));
-    ramp.append(
-      element("b", "low", style.signed(-(top ?? 0))),
-      element("b", "middle", "0"),
-      element("b", "high", `${style.signed(top ?? 0)} nats`),
-    );
+    const [low, high] = [style.signed(-(top ?? 0)), `${style.signed(top ?? 0)} nats`];
+    const ramp = element("div", "ramp", ...rampParts("influence", low, "0", high));
     const meaning =
       this.batch === "update"
         ? "Blue, bar above: training on this token raises entropy. Orange, bar below: lowers it."
@@ -263,13 +196,8 @@ class ProbePage extends Page {
   rowNode(row, topShare) {
     const group = this.structure.groups[row.group];
     const meta = element("div", "probe-meta");
-    const head = element(
-      "b",
-      "",
-      row.accepted === null || this.batch === "evaluation" ? null : acceptedMark(row.accepted),
-      ` response ${row.response}`,
-    );
-    meta.append(head);
+    const mark = row.accepted === null || this.batch === "evaluation" ? null : acceptedMark(row.accepted);
+    meta.append(element("b", "", mark, ` response ${row.response}`));
     const line = (name, text) => meta.append(element("span", "key", name), element("span", "number", text));
     if (row.reward !== null) line("reward", fixed(row.reward, 2));
     if (this.batch === "update") {
@@ -277,27 +205,22 @@ class ProbePage extends Page {
       line("share", numberStyle(topShare).signed(row.share));
       meta.append(divergingBar(row.share, topShare));
     } else {
-      for (const [name, label] of [
-        ["entropy_change", "predicted"],
-        ["entropy_change_measured", "measured"],
-      ])
-        line(label, row[name] === null ? MISSING : `${numberStyle(Math.abs(row[name])).signed(row[name])}`);
+      const change = (value) => (value === null ? MISSING : numberStyle(Math.abs(value)).signed(value));
+      line("predicted", change(row.entropy_change));
+      line("measured", change(row.entropy_change_measured));
       line("entropy", fixed(row.entropy, 3));
     }
     const maps = this.channels.map(() => element("div", "map", element("p", "dim", row.text)));
-    const node = setAttributes(
-      element("section", "probe-row", meta, element("div", "prompt-line mono", group.text), ...maps),
-      { "data-response": row.response, "data-maps": this.channels.length },
-    );
+    const node = element("section", "probe-row", meta, element("div", "prompt-line mono", group.text), ...maps);
+    setAttributes(node, { "data-response": row.response, "data-maps": this.channels.length });
     meta.addEventListener("click", () => this.select(row.response === this.selected ? null : row.response));
     return Object.assign(node, { probeRow: row, maps });
   }
 
   async fill(node) {
-    this.observer.unobserve(node);
     const { channels, top } = this;
     try {
-      const whole = await this.texts.get(node.probeRow.response, MAPS[nextOf(BATCHES, this.batch)]);
+      const whole = await this.texts.get(node.probeRow.response, MAPS[nextOf(Object.keys(BATCHES), this.batch)]);
       for (const [index, map] of node.maps.entries()) map.replaceChildren(whole.map(channels[index], top));
     } catch (error) {
       for (const map of node.maps) map.append(element("p", "dim", error.message));
@@ -340,8 +263,8 @@ class ProbePage extends Page {
 
   get actions() {
     return {
-      b: () => this.set("batch", nextOf(BATCHES, this.batch)),
-      o: () => this.set("order", nextOf(ORDERS_OF_RESPONSES, this.order)),
+      b: () => this.batches.choose(nextOf(Object.keys(BATCHES), this.batch)),
+      o: () => this.orders.choose(nextOf(Object.keys(ORDERS_OF_RESPONSES), this.order)),
       j: () => this.move(1),
       k: () => this.move(-1),
       Escape: () => this.select(null),
@@ -364,3 +287,5 @@ function sweepPoints({ eta, predicted, measured, measured_stderr: error, fresh, 
   const other = { predicted, measured: fresh, error: freshError, ring: true };
   return [{ ...other, words: `${words}, on fresh samples ${number(fresh)} nats` }, same];
 }
+
+export const openProbePage = opensInstrument(ProbePage);

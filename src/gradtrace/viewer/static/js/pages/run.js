@@ -1,10 +1,11 @@
 // The run page: curves over training, several runs laid over one another, and the last steps as a table.
 
 import { ChartGrid } from "../chart_grid.js";
-import { nextOf, searchBox, segmentedControl } from "../controls.js";
-import { append, button, element, emptyState, fact, setAttributes, svgElement } from "../dom.js";
+import { nextOf, searchBox } from "../controls.js";
+import { append, button, element, emptyState, fact, linkTo, setAttributes, svgElement } from "../dom.js";
 import { fixed, general, MISSING, signed } from "../format.js";
 import { Page } from "../page.js";
+import { meanOf } from "../scales.js";
 import { MAIN_CHARTS, MEASURED_CHARTS, metricChart, overheadOf } from "../run_charts.js";
 
 const SMOOTHING = ["0", "0.6", "0.85"];
@@ -15,12 +16,7 @@ export async function openRunPage(context) {
   return () => new RunPage(context);
 }
 
-const HINTS = [
-  ["← →", "step"],
-  ["↵", "open step"],
-  ["m", "smoothing"],
-  ["/", "metric"],
-];
+const HINTS = { "← →": "step", "↵": "open step", m: "smoothing", "/": "metric" };
 
 class RunPage extends Page {
   constructor(context) {
@@ -80,20 +76,15 @@ class RunPage extends Page {
   }
 
   showFacts() {
-    const last = (name, count = 5) => {
-      const values = this.run
-        .series(name)
-        .slice(-count)
-        .map((point) => point.value);
-      return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : NaN;
-    };
-    const overheads = this.run.series("influence overhead", overheadOf).slice(-5);
-    const overhead = overheads.reduce((sum, point) => sum + point.value, 0) / overheads.length;
+    const last = (series) => meanOf(series.slice(-5).map((point) => point.value));
+    const lastOf = (name) => last(this.run.series(name));
+    const overhead = last(this.run.series("influence overhead", overheadOf));
+    const seconds = lastOf("timing_s/step");
     const facts = [
-      [fixed(last("critic/rewards/mean"), 2), "reward, last 5"],
-      [fixed(last("actor/entropy"), 3), "entropy, nats"],
-      [overheads.length ? `+${fixed(100 * overhead, 0)} %` : MISSING, "tracing overhead"],
-      [Number.isFinite(last("timing_s/step")) ? `${fixed(last("timing_s/step"), 2)} s` : MISSING, "per step"],
+      [fixed(lastOf("critic/rewards/mean"), 2), "reward, last 5"],
+      [fixed(lastOf("actor/entropy"), 3), "entropy, nats"],
+      [Number.isFinite(overhead) ? `+${fixed(100 * overhead, 0)} %` : MISSING, "tracing overhead"],
+      [Number.isFinite(seconds) ? `${fixed(seconds, 2)} s` : MISSING, "per step"],
     ];
     this.facts.replaceChildren(...facts.map(([value, label]) => fact(value, label)));
   }
@@ -118,35 +109,13 @@ class RunPage extends Page {
         { width: 22, height: 8, "aria-hidden": "true" },
         svgElement("path", { d: "M0 4H22", class: `line run-${index % 6}` }),
       );
-      const key = element(
-        "span",
-        "key",
-        sample,
-        element("span", "mono", run.name),
-        element("span", "dim", run.stateLine()),
-      );
-      this.keys.append(key);
+      const words = [element("span", "mono", run.name), element("span", "dim", run.stateLine())];
+      this.keys.append(element("span", "key", sample, ...words));
     });
-    const control = segmentedControl({
-      label: "Smoothing",
-      value: this.smooth,
-      onChange: (value) => this.setSmoothing(value),
-      options: SMOOTHING.map((value) => ({ value, label: value === "0" ? "off" : value })),
-    });
-    append(
-      this.keys,
-      element("span", "grow"),
-      element("span", "key dim wide-only", "Hover to read a step in all charts, click to open it"),
-      control,
-    );
-    this.smoothing = control;
-  }
-
-  setSmoothing(value) {
-    this.smooth = value;
-    this.smoothing.select(value);
-    this.url.update({ smooth: value });
-    this.draw();
+    const options = SMOOTHING.map((value) => ({ value, label: value === "0" ? "off" : value }));
+    this.smoothing = this.choiceOf("Smoothing", "smooth", options, () => this.draw());
+    const how = element("span", "key dim wide-only", "Hover to read a step in all charts, click to open it");
+    this.keys.append(element("span", "grow"), how, this.smoothing);
   }
 
   draw() {
@@ -179,8 +148,7 @@ class RunPage extends Page {
     for (const step of this.run.metricSteps.slice(-TABLE_STEPS).reverse()) {
       const row = this.run.rows.get(step);
       const traced = this.run.tracedSteps.includes(step);
-      const link = element("a", "", String(step));
-      link.href = this.context.href("step", { step });
+      const link = linkTo(this.context.href("step", { step }), "", String(step));
       const remark = traced
         ? ""
         : !this.context.source.isLive
@@ -252,7 +220,7 @@ class RunPage extends Page {
       ArrowRight: () => move(1),
       ArrowLeft: () => move(-1),
       Enter: () => this.grid.step !== null && this.openStep(this.grid.step),
-      m: () => this.setSmoothing(nextOf(SMOOTHING, this.smooth)),
+      m: () => this.smoothing.choose(nextOf(SMOOTHING, this.smooth)),
       Escape: () => this.grid.point(null),
     };
   }

@@ -1,14 +1,16 @@
 // The step page: the prompt groups of one step as a table to sort and filter.
 
+import { pathThrough, svgDot, svgLine } from "../axes.js";
 import { CREDIT_NAMES } from "../channels.js";
-import { creditControl, searchBox, segmentedControl } from "../controls.js";
-import { append, element, fact, filledBar, passDots, setAttributes, svgElement } from "../dom.js";
+import { creditControl, searchBox } from "../controls.js";
+import { append, element, fact, filledBar, linkTo, passDots, setAttributes, svgElement } from "../dom.js";
 import { fixed, MISSING, numberStyle, plural, sharedStart } from "../format.js";
 import { groupFilter } from "../group_filter.js";
 import { question, scoreSentence } from "../meaning.js";
 import { miniature } from "../miniature.js";
 import { Page, pageHead } from "../page.js";
 import { overheadOf } from "../run_charts.js";
+import { meanOf } from "../scales.js";
 import { Sorting, wideRow } from "../sorting.js";
 
 const SHOW = ["all", "mixed", "skipped"];
@@ -45,12 +47,7 @@ async function loadMiniatures(source, path, table, credit) {
   return table.credits.includes(credit) ? source.floats(`${path}/miniatures?credit=${credit}`) : null;
 }
 
-const HINTS = [
-  ["j k", "row"],
-  ["↵", "open"],
-  ["[ ]", "step"],
-  ["/", "filter"],
-];
+const HINTS = { "j k": "row", "↵": "open", "[ ]": "step", "/": "filter" };
 
 class StepPage extends Page {
   constructor(context, table, path, credit, pictures) {
@@ -96,10 +93,9 @@ class StepPage extends Page {
       : "";
     const sub = `${plural(groups.length, "prompt group")}, ${plural(responses, "response")}. ${influence}`;
     const facts = element("div", "facts");
-    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-    facts.append(fact(fixed(mean(groups.map((group) => group.reward)), 2), "reward"));
+    facts.append(fact(fixed(meanOf(groups.map((group) => group.reward)), 2), "reward"));
     if (this.table.has_entropy)
-      facts.append(fact(fixed(mean(groups.map((group) => group.entropy ?? 0)), 3), "entropy, nats"));
+      facts.append(fact(fixed(meanOf(groups.map((group) => group.entropy)), 3), "entropy, nats"));
     facts.append(fact(`${mixed} of ${groups.length}`, "mixed groups"));
     const row = this.run.rows.get(step);
     const overhead = row && overheadOf(row);
@@ -117,19 +113,15 @@ class StepPage extends Page {
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const x = (step) => 4 + ((step - first) / (last - first)) * (width - 8);
     const y = (value) => height - 5 - ((value - low) / (high - low || 1)) * (height - 12);
-    const line = points
-      .map((point, index) => `${index ? "L" : "M"}${x(point.step).toFixed(1)} ${y(point.value).toFixed(1)}`)
-      .join("");
-    const drawing = svgElement(
-      "svg",
-      { width, height, "aria-hidden": "true" },
-      svgElement("path", { d: line, class: "line run-0" }),
-    );
+    const line = pathThrough(points.map((point) => [x(point.step), y(point.value)]));
+    const curve = svgElement("path", { d: line, class: "line run-0" });
+    const drawing = svgElement("svg", { width, height, "aria-hidden": "true" }, curve);
     const here = points.find((point) => point.step === this.table.step);
-    if (here) {
-      drawing.append(svgElement("line", { x1: x(here.step), x2: x(here.step), y1: 2, y2: height, class: "crosshair" }));
-      drawing.append(svgElement("circle", { cx: x(here.step), cy: y(here.value), r: 3.5, class: "dot run-0" }));
-    }
+    if (here)
+      drawing.append(
+        svgLine(x(here.step), 2, x(here.step), height, "crosshair"),
+        svgDot(x(here.step), y(here.value), 3.5, "dot run-0"),
+      );
     return element("div", "spark wide-only", "reward", drawing);
   }
 
@@ -171,38 +163,19 @@ class StepPage extends Page {
     );
     this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.search.blur());
     this.count = setAttributes(element("span"), { "aria-live": "polite" });
-    const controls = element(
-      "div",
-      "controls strip step-controls",
-      this.search,
-      segmentedControl({
-        label: "Show",
-        value: this.show,
-        options: SHOW.map((value) => ({ value, label: value })),
-        onChange: (value) => {
-          this.show = value;
-          this.url.update({ show: value });
-          this.fill();
-        },
-      }),
-    );
+    const show = this.choiceOf("Show", "show", SHOW, () => this.fill());
+    const controls = element("div", "controls strip step-controls", this.search, show);
     if (this.table.credits.length > 1) {
       controls.append(creditControl(this.credit, this.table.credits, (value) => this.setCredit(value)));
     }
-    const key = this.table.credits.length
-      ? element(
-          "span",
-          "",
-          setAttributes(element("span", "hint", "Σ |influence|:"), {
-            title: scoreSentence(this.table.meta, this.credit),
-          }),
-          element("span", "swatch p3"),
-          "positive part",
-          element("span", "swatch n3"),
-          "negative part",
-        )
-      : null;
-    return append(controls, element("span", "tail", key, this.count));
+    return append(controls, element("span", "tail", this.table.credits.length ? this.sizeKey() : null, this.count));
+  }
+
+  sizeKey() {
+    const name = element("span", "hint", "Σ |influence|:");
+    name.title = scoreSentence(this.table.meta, this.credit);
+    const parts = [element("span", "swatch p3"), "positive part", element("span", "swatch n3"), "negative part"];
+    return element("span", "", name, ...parts);
   }
 
   async setCredit(credit) {
@@ -272,16 +245,11 @@ class StepPage extends Page {
   }
 
   row(group, index, tops) {
-    const link = element("a", "", String(group.group));
-    link.href = this.context.href("group", { group: group.group });
+    const link = linkTo(this.context.href("group", { group: group.group }), "", String(group.group));
     const prompt = element("td", "c-prompt prompt-cell", `${this.cut ? "…" : ""}${group.prompt.slice(this.cut)}`);
     prompt.title = group.prompt;
-    const accepted = element(
-      "td",
-      "c-accepted",
-      passDots(group.passed, group.responses),
-      element("span", "dim", `\u2002${group.passed}/${group.responses}`),
-    );
+    const passed = element("span", "dim", `\u2002${group.passed}/${group.responses}`);
+    const accepted = element("td", "c-accepted", passDots(group.passed, group.responses), passed);
     const isThere = !this.context.groups || this.context.groups.includes(group.group);
     const row = element(
       "tr",
@@ -310,11 +278,8 @@ class StepPage extends Page {
     if (!this.influence(group))
       return element("td", "c-map reason", `${CREDIT_NAMES[group.credit] ?? "no"} credit only`);
     const values = this.pictures.subarray(start, start + columns * group.responses);
-    return element(
-      "td",
-      "c-map",
-      miniature(values, group.responses, columns, group.accepted, this.table.scales[`influence_${this.credit}`]),
-    );
+    const top = this.table.scales[`influence_${this.credit}`];
+    return element("td", "c-map", miniature(values, group.responses, columns, group.accepted, top));
   }
 
   entropyCell(group, top) {
@@ -322,26 +287,18 @@ class StepPage extends Page {
     if (group.entropy === undefined) return append(cell, MISSING);
     const bar = filledBar("", group.entropy / top);
     bar.style.background = `var(--${group.status === "scored" || !this.table.has_influence ? "e3" : "line2"})`;
-    return append(
-      cell,
-      element("div", "with-bar", element("b", "", fixed(group.entropy, 3)), element("span", "", bar)),
-    );
+    const number = element("b", "", fixed(group.entropy, 3));
+    return append(cell, element("div", "with-bar", number, element("span", "", bar)));
   }
 
   sizeCell(group, top) {
     const sums = this.influence(group);
     if (!sums) return element("td", "c-size", MISSING);
-    const bars = [
-      ["p3", sums.positive],
-      ["n3", sums.negative],
-    ].map(([name, value]) => filledBar(name, (0.99 * value) / top));
+    const parts = { p3: sums.positive, n3: sums.negative };
+    const bars = Object.entries(parts).map(([name, value]) => filledBar(name, (0.99 * value) / top));
     const size = sums.positive + sums.negative;
-    const line = element(
-      "div",
-      "with-bar",
-      element("b", "", numberStyle(top, 4).plain(size)),
-      element("span", "", ...bars),
-    );
+    const number = element("b", "", numberStyle(top, 4).plain(size));
+    const line = element("div", "with-bar", number, element("span", "", ...bars));
     if (this.table.credits.length > 1) {
       const best = element("small", "dim", CREDIT_NAMES[group.credit]);
       best.title = `The best credit that this group has is ${CREDIT_NAMES[group.credit]}: its page shows it.`;

@@ -1,10 +1,11 @@
 // The tokens page: a leaderboard of distinct tokens beside entropy × influence; brushing one filters the other.
 
-import { creditControl, searchBox, segmentedControl } from "../controls.js";
-import { button, divergingBar, element, filledBar, setAttributes } from "../dom.js";
+import { creditControl, searchBox } from "../controls.js";
+import { button, divergingBar, element, filledBar, linkTo, setAttributes } from "../dom.js";
 import { count, fixed, MISSING, numberStyle } from "../format.js";
 import { scoreSentence } from "../meaning.js";
 import { Page, pageHead } from "../page.js";
+import { placeOf } from "../scales.js";
 import { Scatter } from "../scatter.js";
 import { Sorting, wideRow } from "../sorting.js";
 import { occurrencesOf, tokenStatistics } from "../token_statistics.js";
@@ -14,6 +15,9 @@ const LEAST_SEEN = ["1", "4", "32"];
 const BOTH_ENDS = 11;
 const MOST_ROWS = 60;
 const MOST_OCCURRENCES = 24;
+
+const WITHOUT_INFLUENCE =
+  "No influence in this step: no group was mixed, or the influence trace was off. Counts and entropy are shown.";
 
 const COLUMNS = [
   { key: "text", title: "Token", up: true },
@@ -41,18 +45,9 @@ function readPoints(structure, floats) {
     starts.push(start);
     start += response.length;
   }
-  const responseAt = (token) => {
-    let [low, high] = [0, starts.length - 1];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (starts[middle] <= token) low = middle;
-      else high = middle - 1;
-    }
-    return low;
-  };
   const isAccepted = Uint8Array.from(
     { length: size },
-    (_, at) => structure.responses[responseAt(at * structure.stride)].accepted,
+    (_, at) => structure.responses[placeOf(starts, at * structure.stride)].accepted,
   );
   return {
     token: floats.subarray(0, size),
@@ -60,19 +55,14 @@ function readPoints(structure, floats) {
     influence: floats.subarray(2 * size),
     accepted: (at) => isAccepted[at] === 1,
     place: (at) => {
-      const index = responseAt(at * structure.stride);
+      const index = placeOf(starts, at * structure.stride);
       const { group, response } = structure.responses[index];
       return { group, response, position: at * structure.stride - starts[index] };
     },
   };
 }
 
-const HINTS = [
-  ["drag", "brush"],
-  ["esc", "clear"],
-  ["[ ]", "step"],
-  ["/", "filter"],
-];
+const HINTS = { drag: "brush", esc: "clear", "[ ]": "step", "/": "filter" };
 
 class TokensPage extends Page {
   constructor(context, structure, credit, points) {
@@ -84,7 +74,7 @@ class TokensPage extends Page {
     this.texts = this.vocabulary.map((entry) => visibleText(entry));
     this.hasInfluence = structure.credits.length > 0;
     this.sorting = new Sorting(this.url, COLUMNS, this.hasInfluence ? "mean" : "entropy", () => this.list());
-    this.least = this.url.choice("min", LEAST_SEEN, "4");
+    this.min = this.url.choice("min", LEAST_SEEN, "4");
     this.query = this.url.get("q") ?? "";
     this.opened = this.url.number("token");
     this.brush = readBrush(this.url.get("brush"));
@@ -102,14 +92,7 @@ class TokensPage extends Page {
     const meaning = this.hasInfluence ? `${sub} ${scoreSentence(structure.meta, this.credit)}` : sub;
     this.node.append(pageHead("Tokens", meaning));
     for (const problem of structure.problems) this.node.append(element("p", "notice problem", problem));
-    if (!this.hasInfluence)
-      this.node.append(
-        element(
-          "p",
-          "strip notice",
-          "No influence in this step: no group was mixed, or the influence trace was off. Counts and entropy are shown.",
-        ),
-      );
+    if (!this.hasInfluence) this.node.append(element("p", "strip notice", WITHOUT_INFLUENCE));
     this.node.append(this.makeControls());
     this.body = element("tbody");
     const table = element("div", "", element("table", "", element("thead", "", this.sorting.row), this.body));
@@ -127,26 +110,13 @@ class TokensPage extends Page {
       this.url.update({ q: value || null });
       this.list();
     });
-    const controls = element(
-      "div",
-      "controls strip",
-      box,
-      segmentedControl({
-        label: "Seen at least",
-        value: this.least,
-        options: LEAST_SEEN.map((value) => ({ value, label: value })),
-        onChange: (value) => {
-          this.least = value;
-          this.url.update({ min: value });
-          this.list();
-        },
-      }),
-    );
+    const least = this.choiceOf("Seen at least", "min", LEAST_SEEN, () => this.list());
+    const controls = element("div", "controls strip", box, least);
     if (this.structure.credits.length > 1) {
       controls.append(
         creditControl(this.credit, this.structure.credits, (credit) => {
           this.url.update({ credit, brush: null });
-          this.context.go("tokens", { credit, q: this.query, sort: this.sorting.key, min: this.least });
+          this.context.go("tokens", { credit, q: this.query, sort: this.sorting.key, min: this.min });
         }),
       );
     }
@@ -165,11 +135,8 @@ class TokensPage extends Page {
 
   setBrush(brush) {
     this.brush = brush;
-    this.url.update({
-      brush: brush
-        ? [...brush.entropy, ...brush.influence].map((value) => Number(value.toPrecision(4))).join("_")
-        : null,
-    });
+    const numbers = brush && [...brush.entropy, ...brush.influence].map((value) => Number(value.toPrecision(4)));
+    this.url.update({ brush: numbers?.join("_") ?? null });
     this.scatter.draw(brush);
     this.list();
   }
@@ -180,7 +147,7 @@ class TokensPage extends Page {
     const everything = tokenStatistics(this.points, (at) => this.scatter.contains(at));
     const query = this.query.toLowerCase();
     const matches = ({ index, count: seen }) =>
-      seen >= Number(this.least) &&
+      seen >= Number(this.min) &&
       (!query ||
         this.texts[index].toLowerCase().includes(query) ||
         (this.vocabulary[index].text ?? "").toLowerCase().includes(query));
@@ -203,14 +170,8 @@ class TokensPage extends Page {
 
   /** The rows to show: sorted by mean influence both ends matter, so the middle is folded. */
   visibleRows(entries, tops) {
-    if (!entries.length)
-      return [
-        wideRow(
-          "dim",
-          COLUMNS.length,
-          this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.",
-        ),
-      ];
+    const why = this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.";
+    if (!entries.length) return [wideRow("dim", COLUMNS.length, why)];
     const fold = this.sorting.key === "mean" && entries.length > 2 * BOTH_ENDS + 8;
     const first = fold ? entries.slice(0, BOTH_ENDS) : entries.slice(0, MOST_ROWS);
     const rows = first.flatMap((entry) => this.rowsOf(entry, tops));
@@ -228,7 +189,8 @@ class TokensPage extends Page {
       button("link-button", element("span", "token-chip", this.texts[entry.index]), () => this.toggle(entry.index)),
       { "aria-expanded": String(isOpen) },
     );
-    const entropyBar = filledBar("e4", entry.entropy / tops.entropy);
+    const entropyBar = element("span", "", filledBar("e4", entry.entropy / tops.entropy));
+    const entropy = element("div", "with-bar", element("b", "", fixed(entry.entropy, 2)), entropyBar);
     const row = element(
       "tr",
       "opens",
@@ -236,13 +198,7 @@ class TokensPage extends Page {
       element("td", "c-count number", count(entry.count)),
       element("td", "c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)),
       element("td", "c-bar", Number.isFinite(entry.mean) ? divergingBar(entry.mean, tops.mean) : ""),
-      element(
-        "td",
-        "c-entropy",
-        Number.isFinite(entry.entropy)
-          ? element("div", "with-bar", element("b", "", fixed(entry.entropy, 2)), element("span", "", entropyBar))
-          : MISSING,
-      ),
+      element("td", "c-entropy", Number.isFinite(entry.entropy) ? entropy : MISSING),
       element("td", "c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING),
     );
     row.addEventListener("click", (event) => {
@@ -260,20 +216,13 @@ class TokensPage extends Page {
 
   occurrenceRow(index) {
     const { total, shown } = occurrencesOf(this.points, index, (at) => this.scatter.contains(at), MOST_OCCURRENCES);
-    const row = wideRow(
-      "occurrences",
-      COLUMNS.length,
-      total > shown.length ? `The strongest ${shown.length} of ${count(total)}: ` : "Where it stands: ",
-    );
+    const words = total > shown.length ? `The strongest ${shown.length} of ${count(total)}: ` : "Where it stands: ";
+    const row = wideRow("occurrences", COLUMNS.length, words);
     const style = numberStyle(this.scatter.top);
     for (const { group, response, position, influence } of shown) {
-      const link = element(
-        "a",
-        "",
-        `group ${group}, r${response} at ${position}${Number.isFinite(influence) ? `  ${style.signed(influence)}` : ""}`,
-      );
-      link.href = this.context.href("group", { group, sel: `${response}.${position}` });
-      row.children[0].append(link);
+      const score = Number.isFinite(influence) ? `  ${style.signed(influence)}` : "";
+      const href = this.context.href("group", { group, sel: `${response}.${position}` });
+      row.children[0].append(linkTo(href, "", `group ${group}, r${response} at ${position}${score}`));
     }
     return row;
   }
@@ -311,16 +260,8 @@ class TokensPage extends Page {
       });
       return input;
     };
-    this.fields.replaceChildren(
-      "entropy",
-      field("entropy", 0, "from"),
-      "to",
-      field("entropy", 1, "to"),
-      "influence",
-      field("influence", 0, "from"),
-      "to",
-      field("influence", 1, "to"),
-    );
+    const range = (axis) => [axis, field(axis, 0, "from"), "to", field(axis, 1, "to")];
+    this.fields.replaceChildren(...range("entropy"), ...range("influence"));
   }
 
   retheme() {

@@ -1,10 +1,9 @@
 // The TracIn page: a histogram of scores, the responses behind each bar, the validation set, and curves over training.
 
-import { ChartGrid } from "../chart_grid.js";
-import { nextOf, segmentedControl } from "../controls.js";
-import { button, divergingBar, element, setAttributes } from "../dom.js";
+import { nextOf } from "../controls.js";
+import { button, divergingBar, element, linkTo } from "../dom.js";
 import { fixed, numberStyle, plural, signed } from "../format.js";
-import { Page, pageHead } from "../page.js";
+import { neighbourIn, opensInstrument, Page, pageHead } from "../page.js";
 import { tracinCharts } from "../run_charts.js";
 import { Histogram, scoreBins } from "../scores/histogram.js";
 import { diagnosisBox, histogramHead, layerNorms, scoreFacts } from "../scores/overview.js";
@@ -13,7 +12,7 @@ import { readTokens, ResponseTexts } from "../scores/response_text.js";
 import { ValidationSet } from "../scores/validation_set.js";
 
 const SHOWN = ["all", "kept", "dropped"];
-const ORDERS_OF_SCORES = ["low", "high"];
+const ORDERS_OF_SCORES = { low: "lowest first", high: "highest first" };
 const HEADS = [
   ["c-prompt", "Prompt"],
   ["c-text", "Response"],
@@ -22,25 +21,7 @@ const HEADS = [
   ["c-fate", "What happened"],
 ];
 
-export async function openTracinPage(context) {
-  const { source, run, step } = context;
-  const path = `runs/${run.id}/steps/${step}/tracin`;
-  const structure = await source.json(path);
-  return () => new TracinPage(context, path, structure);
-}
-
-const HINTS = [
-  ["← →", "bar"],
-  ["j k", "response"],
-  ["↵", "open it"],
-  ["f", "kept or dropped"],
-  ["[ ]", "step"],
-];
-
-/** Before its first step Adam has no moments to weigh by. */
-function weighing(meta) {
-  return meta.weighed === false ? ", not weighed: Adam has no state yet" : ", weighed as Adam weighs";
-}
+const HINTS = { "← →": "bar", "j k": "response", "↵": "open it", f: "kept or dropped", "[ ]": "step" };
 
 class TracinPage extends Page {
   constructor(context, path, structure) {
@@ -61,8 +42,8 @@ class TracinPage extends Page {
     const bar = this.url.get("bar");
     this.bar = bar === "zero" && this.zeros.length ? "zero" : this.url.number("bar");
     if (typeof this.bar === "number" && this.bar >= this.bins.length) this.bar = null;
-    this.shown = this.url.choice("show", SHOWN);
-    this.order = this.url.choice("order", ORDERS_OF_SCORES);
+    this.show = this.url.choice("show", SHOWN);
+    this.order = this.url.choice("order", Object.keys(ORDERS_OF_SCORES));
   }
 
   /* ---------- building ---------- */
@@ -70,10 +51,12 @@ class TracinPage extends Page {
   build() {
     const { structure } = this;
     const { meta } = structure;
+    // Before its first step Adam has no moments to weigh by.
+    const weighing = meta.weighed === false ? ", not weighed: Adam has no state yet" : ", weighed as Adam weighs";
     const rule = [
       meta.selection && `Rule: ${meta.selection}.`,
       meta.val_strategy && `Validation set: ${meta.val_strategy}.`,
-      meta.method && `Method: ${meta.method}${meta.preconditioner === "adam" ? weighing(meta) : ""}.`,
+      meta.method && `Method: ${meta.method}${meta.preconditioner === "adam" ? weighing : ""}.`,
     ];
     const sub = `Score of each response: its gradient times the validation gradient. ${rule.filter(Boolean).join(" ")}`;
     this.node.append(pageHead(`TracIn, step ${structure.step}`, sub, scoreFacts(structure)), diagnosisBox(structure));
@@ -97,66 +80,36 @@ class TracinPage extends Page {
           "section",
           "score-left",
           histogramHead(),
-          this.histogram?.node ?? this.noScores(),
+          this.histogram?.node ?? element("p", "notice", "No response has a score other than zero in this step."),
           this.zeroButton(),
           layerNorms(meta),
         ),
         element("section", "", this.listControls(), this.caption, table),
       ),
     );
-    this.charts = new ChartGrid([this.run, ...this.context.overlays], (step) =>
-      this.openNearestStep("tracin", "tracin", step),
-    );
-    this.charts.show(tracinCharts(this.run));
-    this.charts.step = this.charts.rest = structure.step;
+    this.charts = this.stepCharts("tracin", structure.step, tracinCharts(this.run));
     this.node.append(element("h2", "section-title", "Over training"), this.charts.node);
     const onOpen = (val) => this.url.update({ val });
     this.node.append(new ValidationSet(structure, this.url.number("val"), onOpen).node);
   }
 
-  noScores() {
-    return element("p", "notice", "No response has a score other than zero in this step.");
-  }
-
   zeroButton() {
     const strange = this.candidates.length - this.finite.length;
     const line = element("p", "zero-line-words");
-    if (this.zeros.length)
-      line.append(
-        setAttributes(
-          button("link-button", `${plural(this.zeros.length, "response")} with score 0`, () =>
-            this.choose(this.bar === "zero" ? null : "zero"),
-          ),
-          { "data-bar": "zero" },
-        ),
-        " (a group whose rewards are all equal has no gradient). ",
-      );
+    if (this.zeros.length) {
+      const toggle = () => this.choose(this.bar === "zero" ? null : "zero");
+      const choose = button("link-button", `${plural(this.zeros.length, "response")} with score 0`, toggle);
+      choose.dataset.bar = "zero";
+      line.append(choose, " (a group whose rewards are all equal has no gradient). ");
+    }
     if (strange) line.append(`${plural(strange, "score")} not finite.`);
     return line;
   }
 
   listControls() {
-    const control = (label, name, values, labels) =>
-      segmentedControl({
-        label,
-        value: this[name === "show" ? "shown" : "order"],
-        options: values.map((value, index) => ({ value, label: labels[index] })),
-        onChange: (value) => this.set(name, value),
-      });
-    this.showControl = control("Show", "show", SHOWN, SHOWN);
-    return element(
-      "div",
-      "controls",
-      this.showControl,
-      control("Order", "order", ORDERS_OF_SCORES, ["lowest first", "highest first"]),
-    );
-  }
-
-  set(name, value) {
-    this[name === "show" ? "shown" : "order"] = value;
-    if (name === "show") this.showControl.select(value);
-    this.url.update({ [name]: value });
-    this.drawList();
+    const draw = () => this.drawList();
+    this.showControl = this.choiceOf("Show", "show", SHOWN, draw);
+    return element("div", "controls", this.showControl, this.choiceOf("Order", "order", ORDERS_OF_SCORES, draw));
   }
 
   /* ---------- the responses behind a bar ---------- */
@@ -172,14 +125,14 @@ class TracinPage extends Page {
 
   get members() {
     const all = this.bar === null ? this.finite : this.bar === "zero" ? this.zeros : this.bins[this.bar].members;
-    const wanted = { all: () => true, kept: (row) => row.kept, dropped: (row) => !row.kept }[this.shown];
+    const wanted = { all: () => true, kept: (row) => row.kept, dropped: (row) => !row.kept }[this.show];
     const sign = this.order === "low" ? 1 : -1;
     return all.filter(wanted).sort((a, b) => sign * (a.score - b.score) || a.response - b.response);
   }
 
   captionText() {
     const where = this.bar === null ? "all scores" : this.bar === "zero" ? "score 0" : this.histogram.words(this.bar);
-    const what = this.shown === "all" ? "" : ` ${this.shown}`;
+    const what = this.show === "all" ? "" : ` ${this.show}`;
     return `${plural(this.members.length, "response")}${what}, ${where}`;
   }
 
@@ -193,28 +146,22 @@ class TracinPage extends Page {
   cells(row) {
     const { top } = this;
     const style = numberStyle(top);
-    const score = element(
-      "td",
-      "number c-score",
-      element("span", "", style.signed(row.score)),
-      divergingBar(row.score, top),
-    );
-    if (Number.isFinite(row.score_low ?? NaN))
+    const number = element("span", "", style.signed(row.score));
+    const score = element("td", "number c-score", number, divergingBar(row.score, top));
+    const isMeasured = Number.isFinite(row.score_low ?? NaN);
+    if (isMeasured)
       score.title = `90 % bootstrap interval over validation prompts: ${style.signed(row.score_low)} to ${style.signed(row.score_high)}`;
-    const uncertain = Number.isFinite(row.score_low ?? NaN) && row.score_low <= 0 && row.score_high >= 0;
-    const fate = element(
-      "td",
-      "c-fate",
-      element("span", row.kept ? "fate kept" : "fate dropped", row.kept ? "kept" : "dropped"),
-    );
+    const uncertain = isMeasured && row.score_low <= 0 && row.score_high >= 0;
+    const word = row.kept ? "kept" : "dropped";
+    const fate = element("td", "c-fate", element("span", `fate ${word}`, word));
     const remarks = [
       row.reason,
       row.weight !== null && row.kept && row.weight !== 1 ? `weight ${fixed(row.weight, 2)}` : "",
       uncertain ? "sign unsure" : "",
       row.flipped ? "reward flipped" : "",
     ];
-    fate.append(element("span", "dim", remarks.filter(Boolean).join(", ")));
     fate.title = remarks.filter(Boolean).join(", ");
+    fate.append(element("span", "dim", fate.title));
     return [score, fate];
   }
 
@@ -231,16 +178,11 @@ class TracinPage extends Page {
       hasEntropy ? "colour: entropy" : "",
     ];
     const line = element("p", "dim", facts.filter(Boolean).join(" · "));
-    if (group.page !== null && this.isOnGroupPage()) {
-      const link = element("a", "link-button", `tokens of group ${group.page}`);
-      link.href = this.context.href("group", { group: group.page, step: this.structure.step });
-      line.append(" · ", link);
+    if (group.page !== null && this.run.tracedSteps.includes(this.structure.step)) {
+      const href = this.context.href("group", { group: group.page, step: this.structure.step });
+      line.append(" · ", linkTo(href, "link-button", `tokens of group ${group.page}`));
     }
     return [line, whole.promptNode(), whole.map(hasEntropy ? "entropy" : null, top)];
-  }
-
-  isOnGroupPage() {
-    return this.run.tracedSteps.includes(this.structure.step);
   }
 
   /* ---------- living ---------- */
@@ -261,10 +203,8 @@ class TracinPage extends Page {
   moveBar(direction) {
     const filled = this.bins.map((bin, index) => (bin.members.length ? index : -1)).filter((index) => index >= 0);
     if (!filled.length) return;
-    const at = filled.indexOf(this.bar);
-    const next =
-      at < 0 ? (direction > 0 ? 0 : filled.length - 1) : Math.max(0, Math.min(filled.length - 1, at + direction));
-    this.choose(filled[next]);
+    const isChosen = filled.includes(this.bar);
+    this.choose(isChosen ? neighbourIn(filled, this.bar, direction) : filled.at(direction > 0 ? 0 : -1));
   }
 
   get actions() {
@@ -272,8 +212,10 @@ class TracinPage extends Page {
       ArrowRight: () => this.moveBar(1),
       ArrowLeft: () => this.moveBar(-1),
       ...this.list.actions,
-      f: () => this.set("show", nextOf(SHOWN, this.shown)),
+      f: () => this.showControl.choose(nextOf(SHOWN, this.show)),
       Escape: () => (this.list.selected === null ? this.choose(null) : this.list.select(null)),
     };
   }
 }
+
+export const openTracinPage = opensInstrument(TracinPage);

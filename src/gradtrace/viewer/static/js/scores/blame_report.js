@@ -1,29 +1,24 @@
 // Who made a step's gradient: shares of prompts, tokens and what no response did, above the list of responses.
 
 import { element } from "../dom.js";
-import { numberStyle } from "../format.js";
+import { fixed, numberStyle } from "../format.js";
 
-const LISTS = [
-  ["prompts", "Prompts"],
-  ["tokens", "Tokens"],
-  ["vocabulary", "Equal tokens together"],
-  ["rest", "What no response did"],
-  ["cancelled", "Moved against their own advantage"],
-];
+const LISTS = {
+  prompts: "Prompts",
+  tokens: "Tokens",
+  vocabulary: "Equal tokens together",
+  rest: "What no response did",
+  cancelled: "Moved against their own advantage",
+};
 
 /** @param {{sentence: string, unit: string, [list: string]: any}} report */
 export function blameReport(report) {
-  const node = element("section", "blame-report", element("p", "", report.sentence));
   const lists = element("div", "blame-lists");
-  for (const [key, title] of LISTS) {
-    const parts = report[key];
-    if (!parts.length) continue;
-    const table = element("table", "");
-    for (const part of parts) table.append(line(part, key));
-    lists.append(element("div", `blame-${key}`, element("h2", "", title), table));
+  for (const [key, title] of Object.entries(LISTS)) {
+    const table = element("table", "", ...report[key].map((part) => line(part, key)));
+    if (report[key].length) lists.append(element("div", `blame-${key}`, element("h2", "", title), table));
   }
-  node.append(lists);
-  return node;
+  return element("section", "blame-report", element("p", "", report.sentence), lists);
 }
 
 function line({ share, text, group, response, position, note }, key) {
@@ -32,8 +27,7 @@ function line({ share, text, group, response, position, note }, key) {
     response >= 0 ? `r${response}` : "",
     position >= 0 ? `token ${position}` : "",
   ].filter(Boolean);
-  const amount =
-    key === "cancelled" ? numberStyle(Math.abs(share)).signed(share) : `${share < 0 ? "−" : ""}${percent(share)}`;
+  const amount = key === "cancelled" ? numberStyle(Math.abs(share)).signed(share) : `${fixed(100 * share, 1)}%`;
   return element(
     "tr",
     "",
@@ -42,8 +36,4 @@ function line({ share, text, group, response, position, note }, key) {
     element("td", "", element("code", "", text.slice(0, 60))),
     element("td", "dim", note),
   );
-}
-
-function percent(share) {
-  return `${(100 * Math.abs(share)).toFixed(1)}%`;
 }

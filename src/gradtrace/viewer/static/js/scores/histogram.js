@@ -1,6 +1,6 @@
 // Scores as bars: kept below, dropped on top of them, zero always an edge, so that a bar has one sign.
 
-import { axisText, Frame, roundStep, ticksInside } from "../axes.js";
+import { axisText, Frame, roundStep, svgLine, ticksInside } from "../axes.js";
 import { element, setAttributes, svgElement } from "../dom.js";
 import { numberStyle, plural } from "../format.js";
 import { quantile } from "../scales.js";
@@ -76,26 +76,14 @@ export class Histogram {
       "aria-pressed": String(selected === index),
       "data-bar": index,
     });
-    const left = x + 1;
-    const width = Math.max(1, unit - 2);
+    const box = (left, width, top, bottom, more) =>
+      svgElement("rect", { x: left, y: top, width, height: bottom - top, ...more });
+    const [floor, middle, ceiling] = [y(0), y(bin.kept), y(bin.kept + bin.dropped)];
     group.append(
       svgElement("title", {}, words),
-      svgElement("rect", {
-        x,
-        y: MARGIN.top - 14,
-        width: unit,
-        height: HEIGHT - MARGIN.bottom - MARGIN.top + 14,
-        class: "touch",
-      }),
-      svgElement("rect", { x: left, y: y(bin.kept), width, height: y(0) - y(bin.kept), class: "kept" }),
-      svgElement("rect", {
-        x: left,
-        y: y(bin.kept + bin.dropped),
-        width,
-        height: y(bin.kept) - y(bin.kept + bin.dropped),
-        class: "dropped",
-        fill: `url(#hatch-${sign})`,
-      }),
+      box(x, unit, MARGIN.top - 14, HEIGHT - MARGIN.bottom, { class: "touch" }),
+      box(x + 1, Math.max(1, unit - 2), middle, floor, { class: "kept" }),
+      box(x + 1, Math.max(1, unit - 2), ceiling, middle, { class: "dropped", fill: `url(#hatch-${sign})` }),
     );
     if (selected === index)
       group.append(
@@ -119,10 +107,7 @@ export class Histogram {
     const every = Math.max(1, Math.ceil(64 / unit));
     edges.forEach((edge, index) => {
       const x = MARGIN.left + index * unit;
-      if (index === zero)
-        this.svg.append(
-          svgElement("line", { x1: x, x2: x, y1: MARGIN.top - 12, y2: HEIGHT - MARGIN.bottom, class: "zero-line" }),
-        );
+      if (index === zero) this.svg.append(svgLine(x, MARGIN.top - 12, x, HEIGHT - MARGIN.bottom, "zero-line"));
       if ((index - zero) % every !== 0) return;
       const text = index === zero ? "0" : this.style.signed(edge);
       this.svg.append(axisText(x, HEIGHT - MARGIN.bottom + 15, text, "middle"));

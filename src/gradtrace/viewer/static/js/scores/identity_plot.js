@@ -1,6 +1,6 @@
 // Predicted against measured, with the line on which they agree. Logarithmic where the values span decades.
 
-import { axisText, Frame, LinearScale, LogScale } from "../axes.js";
+import { axisText, Frame, LinearScale, LogScale, svgDot, svgLine } from "../axes.js";
 import { element, setAttributes, svgElement } from "../dom.js";
 import { numberStyle } from "../format.js";
 
@@ -46,7 +46,7 @@ export class IdentityPlot {
     this.svg.append(
       ...frame.rows(ticks, share, text),
       ...ticks.map((tick) => axisText(x(tick), HEIGHT - 18, text(tick), "middle")),
-      svgElement("line", { x1: x(low), y1: y(low), x2: x(high), y2: y(high), class: "identity-line" }),
+      svgLine(x(low), y(low), x(high), y(high), "identity-line"),
       axisText(frame.left, 9, "measured, nats"),
       axisText(frame.right, HEIGHT - 3, "predicted, nats", "end"),
       axisText(frame.left, HEIGHT - 3, this.note),
@@ -56,24 +56,11 @@ export class IdentityPlot {
 
   mark({ predicted, measured, error, label, ring, words }, x, y) {
     const group = svgElement("g", { class: "identity-mark" }, svgElement("title", {}, words));
-    if (error > 0)
-      group.append(
-        svgElement("line", {
-          x1: x(predicted),
-          x2: x(predicted),
-          y1: y(this.clip(measured, -error)),
-          y2: y(this.clip(measured, error)),
-          class: "error-bar",
-        }),
-      );
-    group.append(
-      svgElement("circle", {
-        cx: x(predicted),
-        cy: y(measured),
-        r: ring ? 5.5 : 4,
-        class: ring ? "ring-mark" : "dot run-0",
-      }),
-    );
+    if (error > 0) {
+      const [low, high] = [this.clip(measured, -error), this.clip(measured, error)];
+      group.append(svgLine(x(predicted), y(low), x(predicted), y(high), "error-bar"));
+    }
+    group.append(svgDot(x(predicted), y(measured), ring ? 5.5 : 4, ring ? "ring-mark" : "dot run-0"));
     if (label) group.append(axisText(x(predicted) + 8, y(measured) + 13, label, "start", "axis note"));
     return group;
   }

@@ -2,6 +2,7 @@
 
 import { element, fact, filledBar } from "../dom.js";
 import { count, fixed, MISSING, numberStyle } from "../format.js";
+import { meanOf } from "../scales.js";
 
 const MEANING = "Positive: a gradient step on this response lowers the validation loss. Negative: it raises it.";
 
@@ -10,7 +11,7 @@ export function scoreFacts({ candidates, validation, meta }) {
   const kept = candidates.filter((row) => row.kept).length;
   const positive = finite.filter((row) => row.score > 0).length;
   const prompts = new Set(validation.map((row) => row.group)).size;
-  const reward = validation.reduce((sum, row) => sum + row.reward, 0) / validation.length;
+  const reward = meanOf(validation.map((row) => row.reward));
   const facts = element(
     "div",
     "facts",
@@ -38,21 +39,10 @@ export function diagnosisBox(structure) {
 
 export function histogramHead() {
   const key = (name, words) => element("span", "key", element("i", `swatch ${name}`), words);
-  return element(
-    "header",
-    "histogram-head",
-    element("h2", "", "Scores"),
-    element("p", "dim", MEANING),
-    element(
-      "p",
-      "histogram-keys",
-      key("kept-key", "kept"),
-      key("dropped-key", "dropped"),
-      key("p4", "positive"),
-      key("n4", "negative"),
-      element("span", "dim", "Click a bar for its responses."),
-    ),
-  );
+  const keys = { "kept-key": "kept", "dropped-key": "dropped", p4: "positive", n4: "negative" };
+  const line = element("p", "histogram-keys", ...Object.entries(keys).map(([name, words]) => key(name, words)));
+  line.append(element("span", "dim", "Click a bar for its responses."));
+  return element("header", "histogram-head", element("h2", "", "Scores"), element("p", "dim", MEANING), line);
 }
 
 /** Where the validation gradient is large: its norm by layer group. */
@@ -62,15 +52,9 @@ export function layerNorms(meta) {
   const top = Math.max(...norms.map(([, norm]) => norm), 1e-300);
   const list = element("dl", "layer-norms");
   for (const [name, norm] of norms) {
-    list.append(
-      element("dt", "", name.replaceAll("_", " ")),
-      element(
-        "dd",
-        "",
-        element("span", "track", filledBar("l4", norm / top)),
-        element("span", "", numberStyle(top, 3).plain(norm)),
-      ),
-    );
+    const bar = element("span", "track", filledBar("l4", norm / top));
+    const number = element("span", "", numberStyle(top, 3).plain(norm));
+    list.append(element("dt", "", name.replaceAll("_", " ")), element("dd", "", bar, number));
   }
   return element("details", "layers", element("summary", "", "Validation gradient by layer, norms"), list);
 }

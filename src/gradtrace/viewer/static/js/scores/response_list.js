@@ -47,17 +47,12 @@ export class ResponseList {
 
   row(row) {
     const isOpen = row.response === this.selected;
+    const mark = row.accepted === null ? null : acceptedMark(row.accepted);
     const node = element(
       "tr",
       `opens${isOpen ? " current" : ""}`,
       element("td", "c-prompt mono", this.groups[row.group].text),
-      element(
-        "td",
-        "c-text mono",
-        row.accepted === null ? null : acceptedMark(row.accepted),
-        " ",
-        opener(row.text, isOpen),
-      ),
+      element("td", "c-text mono", mark, " ", opener(row.text, isOpen)),
       element("td", "number", fixed(row.reward, 2)),
       ...this.cells(row),
     );

@@ -3,7 +3,7 @@
 import { element, readoutItem, setAttributes } from "../dom.js";
 import { numberStyle } from "../format.js";
 import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "../scales.js";
-import { drawingClass, drawnText, piecesOf, readVocabulary, visibleText } from "../token_text.js";
+import { appendTokens, drawingClass, drawnText, piecesOf, readVocabulary, visibleText } from "../token_text.js";
 
 /**
  * What a channel is called, and whether its colours have a sign.
@@ -49,13 +49,7 @@ class ResponseText {
   }
 
   promptNode() {
-    const node = element("div", "whole-prompt");
-    const pieces = piecesOf(this.prompt);
-    for (const [position, entry] of this.prompt.entries()) {
-      if (entry.special) node.append(element("span", "special", visibleText(entry)), " ");
-      else node.append(pieces[position].lead.startsWith("⟨") ? pieces[position].lead : pieces[position].text);
-    }
-    return node;
+    return appendTokens(element("div", "whole-prompt"), this.prompt);
   }
 
   /** The tokens coloured by a channel; without one, plain. */

@@ -1,8 +1,9 @@
 // The prompts whose gradient every score refers to, with their responses.
 
-import { element, passDots, setAttributes } from "../dom.js";
+import { element, passDots } from "../dom.js";
 import { fixed } from "../format.js";
-import { opener } from "../sorting.js";
+import { meanOf } from "../scales.js";
+import { opener, wideRow } from "../sorting.js";
 
 export class ValidationSet {
   /** `openGroup`: index of the prompt whose responses are shown, or null. `onOpen(index)` is told when it changes. */
@@ -37,24 +38,15 @@ export class ValidationSet {
       const rewards = rows.map((row) => row.reward);
       const best = Math.max(...rewards);
       const isOpen = this.openGroup === index;
-      const node = setAttributes(
-        element(
-          "tr",
-          `opens${isOpen ? " current" : ""}`,
-          element("td", "mono", opener(this.groups[index].text, isOpen)),
-          element(
-            "td",
-            "",
-            passDots(
-              rewards.filter((reward) => reward === best && best > Math.min(...rewards, 0)).length,
-              rewards.length,
-            ),
-            ` ${fixed(best, 2)}`,
-          ),
-          element("td", "number", fixed(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 2)),
-        ),
-        { "data-validation": index },
+      const passed = best > Math.min(...rewards, 0) ? rewards.filter((reward) => reward === best).length : 0;
+      const node = element(
+        "tr",
+        `opens${isOpen ? " current" : ""}`,
+        element("td", "mono", opener(this.groups[index].text, isOpen)),
+        element("td", "", passDots(passed, rewards.length), ` ${fixed(best, 2)}`),
+        element("td", "number", fixed(meanOf(rewards), 2)),
       );
+      node.dataset.validation = index;
       node.addEventListener("click", () => {
         this.openGroup = isOpen ? null : index;
         this.onOpen(this.openGroup);
@@ -70,5 +62,5 @@ function validationRow(rows) {
   const list = element("ul", "validation-responses");
   for (const row of rows)
     list.append(element("li", "", element("b", "", fixed(row.reward, 2)), element("span", "mono", row.text)));
-  return element("tr", "opened", setAttributes(element("td", "", list), { colspan: 3 }));
+  return wideRow("opened", 3, list);
 }
