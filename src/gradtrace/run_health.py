@@ -46,9 +46,17 @@ class Finding:
     what: str
 
 
+def problem(what: str) -> Finding:
+    return Finding(True, what)
+
+
+def notable(what: str) -> Finding:
+    return Finding(False, what)
+
+
 def examine(run: Run) -> list[Finding]:
     """Reads the whole run once. Problems come first."""
-    rows = _rows(run)
+    rows = run.metrics_by_step()
     findings = [
         *_metrics_findings(rows),
         *_instrument_findings(run, rows),
@@ -56,8 +64,8 @@ def examine(run: Run) -> list[Finding]:
     ]
     traced = any(run.steps(kind) for kind in run.kinds())
     if not rows and not traced and not is_held(run.path) and not (run.path / "ablation.json").exists():
-        findings.append(Finding(True, "metrics.jsonl has no line: the run never finished a step."))
-    damaged = [Finding(True, f"{problem} (left out when reading)") for problem in run.verify()]
+        findings.append(problem("metrics.jsonl has no line: the run never finished a step."))
+    damaged = [problem(f"{each} (left out when reading)") for each in run.verify()]
     every = [*damaged, *findings]
     return [*(f for f in every if f.is_problem), *(f for f in every if not f.is_problem)]
 
@@ -70,18 +78,9 @@ def _told(run: Run) -> Iterator[Finding]:
         if known is None or float(told.get("confidence", 0)) > float(known.get("confidence", 0)):
             surest[name] = told
     for name, told in surest.items():
-        yield Finding(
-            False,
+        yield notable(
             f"step {told.get('step')}, {name} ({float(told.get('confidence', 0)):.0%} sure): {told.get('sentence')}",
         )
-
-
-def _rows(run: Run) -> dict[int, dict[str, Any]]:
-    rows: dict[int, dict[str, Any]] = {}
-    for record in run.metrics()[0]:
-        if isinstance(record.get("step"), int):
-            rows[record["step"]] = {**rows.get(record["step"], {}), **record}
-    return dict(sorted(rows.items()))
 
 
 class _Series:
@@ -132,8 +131,7 @@ def _metrics_findings(rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     skipped = _Series(rows, "actor/skipped_updates")
     where = skipped.steps_where(lambda value: value > 0)
     if where:
-        yield Finding(
-            True,
+        yield problem(
             f"{sum(skipped.values):.0f} updates were skipped because their gradients were not finite ({_some(where)}). "
             "A smaller learning rate, float32 instead of bf16, or actor.optim.grad_clip may help.",
         )
@@ -142,14 +140,13 @@ def _metrics_findings(rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     ):
         bad = _Series(rows, name).non_finite
         if bad:
-            yield Finding(True, f"{name} is not finite in {_some(bad)}.")
+            yield problem(f"{name} is not finite in {_some(bad)}.")
     reward = _Series(rows, "critic/rewards/mean")
     yield from _entropy(_Series(rows, "actor/entropy"), reward)
     yield from _constant_groups(rows, reward)
     cut = _Series(rows, "response_length/clip_ratio")
     if cut and cut.last > OFTEN_CUT:
-        yield Finding(
-            False,
+        yield notable(
             f"{cut.last:.0%} of the responses at the end of the run were cut at the length limit, unfinished: raise "
             "rollout.max_new_tokens, or use algorithm.overlong.",
         )
@@ -158,15 +155,13 @@ def _metrics_findings(rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
         usual = statistics.median(norm.values)
         spikes = norm.steps_where(lambda value: usual > 0 and value > SPIKE * usual)
         if spikes:
-            yield Finding(
-                False,
+            yield notable(
                 f"The gradient norm is more than {SPIKE:.0f} times its median ({usual:.3g}) in {_some(spikes)}.",
             )
     if reward.has_trend:
         noise = statistics.stdev(reward.values[-reward.window :]) / math.sqrt(reward.window)
         if reward.last < NEAR_PERFECT and reward.last - reward.first <= 2 * noise:
-            yield Finding(
-                False,
+            yield notable(
                 f"The reward did not rise: {reward.first:.3f} at the beginning, {reward.last:.3f} at the end.",
             )
 
@@ -183,10 +178,9 @@ def _entropy(entropy: _Series, reward: _Series) -> Iterator[Finding]:
             else "The policy hardly explores and will learn little from here: try clip_high, an entropy bonus, or "
             "fewer updates per rollout; trainer.entropy_probe says which responses do it."
         )
-        yield Finding(False, f"Entropy collapsed: from {first:.3f} to {last:.3f} nats per token. {meaning}")
+        yield notable(f"Entropy collapsed: from {first:.3f} to {last:.3f} nats per token. {meaning}")
     elif first > 0 and last > EXPLODED * first:
-        yield Finding(
-            False,
+        yield notable(
             f"Entropy rose from {first:.3f} to {last:.3f} nats per token: the policy becomes noise. Lower the learning "
             "rate or the entropy bonus.",
         )
@@ -202,8 +196,7 @@ def _constant_groups(rows: dict[int, dict[str, Any]], reward: _Series) -> Iterat
                 if reward.last > 0.5
                 else " The task is too hard for the policy."
             )
-        yield Finding(
-            False,
+        yield notable(
             f"{share.last:.0%} of the groups at the end of the run have one constant reward, and teach nothing.{why} "
             "algorithm.dynamic_sampling fills the batch with groups that differ.",
         )
@@ -219,8 +212,8 @@ def _instrument_findings(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[
             series = _Series(rows, name)
             if series and max(series.values) > 0:
                 where = series.steps_where(lambda value: value > 0)
-                yield Finding(
-                    True, f"{name} is {max(series.values):.0f}, since step {where[0]}: steps are missing."
+                yield problem(
+                    f"{name} is {max(series.values):.0f}, since step {where[0]}: steps are missing."
                 )
     yield from _influence(run, rows)
     yield from _tracin(run, rows)
@@ -233,20 +226,17 @@ def _influence(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     without_contrast = [step for step in empty if rows[step].get("influence_trace/uid_mixed") == 0]
     strange = [step for step in empty if step not in without_contrast]
     if strange:
-        yield Finding(
-            True,
+        yield problem(
             f"The influence trace has no rows in {_some(strange)}, although groups were mixed: the hooks saw nothing. "
             "`gradtrace doctor --model` shows which layers gradient reaches.",
         )
     if without_contrast:
-        yield Finding(
-            False,
+        yield notable(
             f"The influence trace has no rows in {_some(without_contrast)}: no group had different rewards.",
         )
     labels = _Series(rows, "influence_trace/label_r2").steps_where(lambda value: value > 0.95)
     if labels:
-        yield Finding(
-            False,
+        yield notable(
             f"Influence scores repeat the labels in {_some(labels)}: who was accepted, and how long the response is, "
             "explains more than 95% of the responses' totals (influence_trace/label_r2). With hessian_mode=inverse "
             "raise reg_scale, or use hessian_mode=optimizer.",
@@ -257,11 +247,9 @@ def _influence(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
         for status in counts:
             counts[status] += int((step["group_status"] == int(status)).sum())
     if counts[GroupStatus.NON_FINITE]:
-        yield Finding(
-            True, f"{counts[GroupStatus.NON_FINITE]} traced groups had gradients that were not finite."
-        )
+        yield problem(f"{counts[GroupStatus.NON_FINITE]} traced groups had gradients that were not finite.")
     if counts[GroupStatus.NOT_CAPTURED]:
-        yield Finding(True, f"{counts[GroupStatus.NOT_CAPTURED]} groups were not captured by the hooks.")
+        yield problem(f"{counts[GroupStatus.NOT_CAPTURED]} groups were not captured by the hooks.")
 
 
 def _validity(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
@@ -271,14 +259,12 @@ def _validity(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     if both:
         own, base = ([float(row[name]) for row in both] for name in names)
         said = judgement(own, {BASELINE: base}, steps="steps on half of a group's tokens")[1]
-        yield Finding(False, f"{said[0].upper()}{said[1:]} ({len(both)} checks during training).")
+        yield notable(f"{said[0].upper()}{said[1:]} ({len(both)} checks during training).")
     for report in sorted((run.path / "verify").glob("step_*/report.json"))[-1:]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
             found = json.loads(read_confined(run.path.resolve(), f"verify/{report.parent.name}/report.json"))
             said = "".join(letter for letter in str(found["verdict"]) if letter.isprintable())
-            yield Finding(
-                False, f"{said[0].upper()}{said[1:]} (`gradtrace verify`, step {int(found['step'])})."
-            )
+            yield notable(f"{said[0].upper()}{said[1:]} (`gradtrace verify`, step {int(found['step'])}).")
 
 
 def _tracin(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
@@ -286,14 +272,11 @@ def _tracin(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     remarked = [number for number, sentences in remarks.items() if sentences]
     if remarked:
         latest = remarked[-1]
-        yield Finding(
-            False, f"TracIn has remarks on {len(remarked)} of {len(remarks)} steps. Step {latest}: "
-            + " ".join(remarks[latest]),
-        )  # fmt: skip
+        said = " ".join(remarks[latest])
+        yield notable(f"TracIn has remarks on {len(remarked)} of {len(remarks)} steps. Step {latest}: {said}")
     fallback = _Series(rows, "tracin/fallback")
     if fallback and np.mean(fallback.values) > OFTEN:
-        yield Finding(
-            False,
+        yield notable(
             f"TracIn fell back to the top fraction in {np.mean(fallback.values):.0%} of the steps: too few scores were "
             "positive. Is the validation set about the same task?",
         )
@@ -319,8 +302,7 @@ def _probe(rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     predicted, measured, error = np.array(probed, dtype=np.float64).T
     outside = np.abs(predicted - measured) > 3 * error + 0.25 * np.abs(measured)
     if outside.mean() > OFTEN:
-        yield Finding(
-            False,
+        yield notable(
             f"The entropy probe's prediction and measurement differ by more than their error and a quarter of the "
             f"change in {outside.mean():.0%} of {len(probed)} steps: too large updates for a linear prediction.",
         )

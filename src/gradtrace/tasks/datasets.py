@@ -150,8 +150,8 @@ class PromptReader:
 
     def _messages(self, row: Row, where: str) -> list[Message]:
         prompt = column(row, self.config.prompt_key, where, "data.prompt_key")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not is_conversation(messages):
+        messages = messages_of(prompt)
+        if messages is None:
             raise GradtraceError(
                 f"{where}: '{self.config.prompt_key}' must be a text or a list of {{role, content}} messages, "
                 f"and is {shorten(repr(prompt), 80)}."
@@ -175,17 +175,17 @@ class PromptReader:
         return column(row, path, where, "data.answer_key")
 
 
+def messages_of(prompt: Any) -> list[Message] | None:
+    """A prompt as messages: a text is the user's; None if it is neither a text nor messages."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return messages if is_conversation(messages) else None
+
+
 def is_conversation(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and len(messages) > 0
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in messages
-        )
-    )
+    def is_message(message: Any) -> bool:
+        return isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+
+    return isinstance(messages, list) and len(messages) > 0 and all(map(is_message, messages))
 
 
 def encode(

@@ -12,9 +12,7 @@ from gradtrace.errors import GradtraceError
 def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # its files are another library's to read, in four formats; each fails in its own way
+    except Exception as error:  # another library reads its files, in four formats; each fails in its own way
         raise GradtraceError(f"{key}={path}: the tokenizer cannot be loaded. {error}") from error
     if not tokenizer("1 + 2 is three")["input_ids"]:
         raise GradtraceError(

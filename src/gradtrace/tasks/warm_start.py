@@ -23,7 +23,7 @@ from gradtrace.algorithms.logits import log_probs_from_logits
 from gradtrace.config import ArithmeticConfig, CalculatorConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks import arithmetic, calculator
-from gradtrace.tasks.arithmetic import VOCABULARY, Chain
+from gradtrace.tasks.arithmetic import STOP, VOCABULARY, ArithmeticTask, Chain
 from gradtrace.tasks.generated import is_validation
 from gradtrace.trace.atomic import atomic_directory
 
@@ -56,11 +56,8 @@ def warm_start(config: TinyConfig, cache: Path, progress: Progress | None = None
 
 
 def build_model(config: TinyConfig, seed: int) -> Qwen2ForCausalLM:
-    name, vocabulary = (
-        ("arithmetic", VOCABULARY)
-        if isinstance(config, ArithmeticConfig)
-        else ("calculator", calculator.VOCABULARY)
-    )
+    is_arithmetic = isinstance(config, ArithmeticConfig)
+    name, vocabulary = ("arithmetic", VOCABULARY) if is_arithmetic else ("calculator", calculator.VOCABULARY)
     if config.hidden_size % config.heads:
         raise GradtraceError(
             f"task.{name}.heads={config.heads} does not divide hidden_size={config.hidden_size}."
@@ -76,7 +73,7 @@ def build_model(config: TinyConfig, seed: int) -> Qwen2ForCausalLM:
             intermediate_size=2 * config.hidden_size,
             max_position_embeddings=512,
             tie_word_embeddings=True,
-            eos_token_id=VOCABULARY.index("<eos>"),
+            eos_token_id=STOP,
             pad_token_id=VOCABULARY.index("<pad>"),
         )
     )
@@ -122,21 +119,15 @@ def lessons_of(config: TinyConfig) -> Lessons:
     prompt = 2 * config.operations + 2
 
     def draw(rng: random.Random, count: int, corruption: float) -> tuple[Tensor, Tensor]:
-        tokens = draw_tokens(rng, config.operations, count, corruption)
+        rows: list[list[int]] = []
+        while len(rows) < count:
+            chain = Chain.draw(rng, config.operations)
+            if not is_validation(chain):
+                rows.append([*ArithmeticTask.encode(chain.prompt + chain.solution(corruption, rng)), STOP])
+        tokens = torch.tensor(rows)
         return tokens, (torch.arange(tokens.shape[1]) >= prompt).expand(tokens.shape)
 
     return draw
-
-
-def draw_tokens(rng: random.Random, operations: int, count: int, corruption: float = 0.0) -> Tensor:
-    """long[count, prompt + response]: training chains with their solutions and the stop token."""
-    rows: list[list[int]] = []
-    while len(rows) < count:
-        chain = Chain.draw(rng, operations)
-        if not is_validation(chain):
-            text = chain.prompt + chain.solution(corruption, rng)
-            rows.append([VOCABULARY.index(character) for character in text] + [VOCABULARY.index("<eos>")])
-    return torch.tensor(rows)
 
 
 def learnt_log_probs(model: Qwen2ForCausalLM, tokens: Tensor, learnt: Tensor) -> Tensor:

@@ -115,9 +115,8 @@ def seal(record: dict[str, Any], indent: int | None = None) -> bytes:
     """`record` as JSON with its checksum as the last key, and a newline."""
     if _CHECK in record:
         raise ValueError(f"the key {_CHECK!r} is taken: it holds the checksum")
-    plain = json.loads(
-        json.dumps(record, default=plain_number)
-    )  # what reading gives back: keys are strings, no tuples
+    # What reading gives back: keys are strings, and there are no tuples.
+    plain = json.loads(json.dumps(record, default=plain_number))
     return (json.dumps({**plain, _CHECK: _checksum(plain)}, indent=indent) + "\n").encode()
 
 

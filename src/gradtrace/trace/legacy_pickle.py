@@ -96,10 +96,8 @@ def _ids(element: Any) -> np.ndarray:
             raise UnsafeNpzError("a token id in the pickle does not fit 64 bits") from None
     if isinstance(element, _StandIn) and element.name == "_reconstruct":
         return _array(element.state)
-    if (
-        isinstance(element, _StandIn) and element.name == "_frombuffer"
-    ):  # protocol 5: (buffer, dtype, shape, order)
-        data, dtype, shape, _ = _exactly(element.arguments, 4)
+    if isinstance(element, _StandIn) and element.name == "_frombuffer":
+        data, dtype, shape, _ = _exactly(element.arguments, 4)  # protocol 5: (buffer, dtype, shape, order)
         return _array((1, shape, dtype, False, data))
     raise UnsafeNpzError(f"a prompt in the pickle is a {type(element).__name__}, not a list of ids")
 

@@ -62,9 +62,8 @@ def traces_of(run_dir: Path) -> Path:
 def run_of_traces(path: Path) -> Path:
     """The run that a folder of traces belongs to: RUN/influence_trace, RUN/influence_trace/steps, TRACE_DIR/NAME."""
     path = path.parent if path.name == "steps" else path
-    is_run = (path / "metrics.jsonl").exists() or (
-        path / "config.yaml"
-    ).exists()  # a run may be called tracin
+    # A run itself may be called tracin.
+    is_run = any((path / name).exists() for name in ("metrics.jsonl", "config.yaml"))
     path = path.parent if path.name in KINDS and not is_run else path
     owner = read_line(path, OWNER)
     run = Path(owner) if owner is not None else path

@@ -14,15 +14,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from gradtrace.errors import GradtraceError
 from gradtrace.trace import manifest, places, schema
 from gradtrace.trace.atomic import DamagedError, unseal
-from gradtrace.trace.config_file import load_config
 from gradtrace.trace.confined import RefusedError, read_confined, size_confined
 from gradtrace.trace.record import record_of
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
@@ -56,6 +57,36 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if not root.is_dir():
         raise GradtraceError(f"no run at {root}: it is not a folder. `ls {root.parent}` shows what is there")
     return Run(root.resolve())
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """A YAML loader without aliases: ten lines of them grow to gigabytes as soon as they are written out as JSON."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are refused")
+        return super().compose_node(parent, index)
+
+
+def _load_config(data: bytes) -> dict[str, Any]:
+    """Plain dictionaries, lists, strings and numbers; empty for an empty file."""
+    try:
+        loaded = yaml.load(data, Loader=_PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DamagedError(f"not YAML that we read ({error})") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise DamagedError("not a YAML mapping")
+    return loaded
+
+
+def dig(config: Mapping[str, Any], path: str) -> Any:
+    """The setting `a.b.c` of a configuration; None where it has none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _range(steps: list[int]) -> str:
@@ -106,7 +137,7 @@ class Run:
         """config.yaml as plain dictionaries; empty if there is none."""
         data = self._read_small("config.yaml")
         try:
-            return load_config(data or b"")
+            return _load_config(data or b"")
         except DamagedError as error:
             self._note("config.yaml", str(error))
             return {}
@@ -150,22 +181,27 @@ class Run:
             self._note(name, str(error))
             return [], start
         whole = data.rfind(b"\n") + 1
-        records = []
-        for line in data[:whole].splitlines():
-            try:
-                records.append(unseal(line, strict=False))
-            except DamagedError as error:
-                self._note(name, f"a line was left out: {error}")
-        return records, start + whole
+        return self._records(name, data[:whole]), start + whole
+
+    def metrics_by_step(self) -> dict[int, dict[str, Any]]:
+        """All of metrics.jsonl, in the order of steps; where a resumed run wrote a step twice, its later values."""
+        rows: dict[int, dict[str, Any]] = {}
+        for record in self.metrics()[0]:
+            if isinstance(record.get("step"), int):
+                rows[record["step"]] = {**rows.get(record["step"], {}), **record}
+        return dict(sorted(rows.items()))
 
     def findings(self) -> list[dict[str, Any]]:
         """What the detectors said while the run went on, in order: findings.jsonl."""
+        return self._records(FINDINGS, self._read_small(FINDINGS) or b"")
+
+    def _records(self, name: str, lines: bytes) -> list[dict[str, Any]]:
         found = []
-        for line in (self._read_small(FINDINGS) or b"").splitlines():
+        for line in lines.splitlines():
             try:
                 found.append(unseal(line, strict=False))
             except DamagedError as error:
-                self._note(FINDINGS, f"a line was left out: {error}")
+                self._note(name, f"a line was left out: {error}")
         return found
 
     def kinds(self) -> list[str]:
@@ -181,9 +217,7 @@ class Run:
         """Manifest entries by step, in order: bytes, counts and time of every step."""
         record_of(kind)
         name = f"{kind}/manifest.jsonl"
-        counted = self._counted_steps(
-            kind
-        )  # before the manifest: a live writer updates it after the manifest
+        counted = self._counted_steps(kind)  # before the manifest, which a live writer updates first
         known = self._manifests.setdefault(kind, manifest.Manifest())
         known.update(self._read_small(name) or b"")
         found = len(known.entries) + len(known.problems)
@@ -203,9 +237,8 @@ class Run:
         for attempt in (1, 2):  # a writer may replace a step between our look at the manifest and at the file
             entry = self.entries(kind).get(step)
             if entry is None:
-                raise StepUnreadableError(
-                    f"{kind} has no step {step} in {self.path}: {self._known_steps(kind)}"
-                )
+                has = _range(self.steps(kind))
+                raise StepUnreadableError(f"{kind} has no step {step} in {self.path}: it has {has}")
             try:
                 return self._load(kind, entry)
             except (UnsafeNpzError, RefusedError, schema.SchemaError, DamagedError, OSError) as error:
@@ -215,10 +248,6 @@ class Run:
                 self._note(name, str(error), key=f"{kind} {step}")
                 raise StepUnreadableError(f"step {step} of {kind} was left out: {name}: {error}") from error
         raise AssertionError("unreachable")
-
-    def _known_steps(self, kind: str) -> str:
-        steps = self.steps(kind)
-        return f"it has {len(steps)}, from {steps[0]} to {steps[-1]}" if steps else "it has none"
 
     def readable_steps(self, kind: str, steps: list[int] | None = None) -> Iterator[Step]:
         """Every step (of `steps`) that can be read, one at a time; the others are in `problems`."""

@@ -50,7 +50,8 @@ class Column:
     meaning: str
     unit: str = ""
     ragged_by: str | None = None
-    """The offsets column that cuts this flat column; None = one value per group or response."""
+    """The offsets column that cuts this flat column; None = one value per group or response. Those of tokens are cut by
+    token_offsets."""
     is_offsets: bool = False
     """Holds G+1 or R+1 offsets into the columns that name it."""
     values: type[enum.IntEnum] | None = None
@@ -61,6 +62,10 @@ class Column:
     """Its numbers are indices of groups or responses of the same file."""
     heading: str = ""
     """A shorter name, where the column's own is wider than its numbers."""
+
+    def __post_init__(self) -> None:
+        if self.level == "token":
+            object.__setattr__(self, "ragged_by", "token_offsets")
 
 
 @dataclass(frozen=True)

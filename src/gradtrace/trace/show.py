@@ -20,10 +20,9 @@ from gradtrace.trace.units import aggregate, turns_of, units_of
 
 def score_columns(step: Step) -> list[str]:
     """Token columns that can colour a text, the most telling first: those with a sign, then the others."""
-    names = [name for name in step.columns if _is_score(schema.COLUMNS[name])]
-    return sorted(
-        names, key=lambda name: (not schema.COLUMNS[name].is_signed, list(schema.COLUMNS).index(name))
-    )
+    columns = [column for name, column in schema.COLUMNS.items() if name in step]
+    scores = [column for column in columns if column.level == "token" and column.dtype == "float32"]
+    return [column.name for column in sorted(scores, key=lambda column: not column.is_signed)]
 
 
 def best_column(step: Step, group: int) -> str:
@@ -32,10 +31,6 @@ def best_column(step: Step, group: int) -> str:
     if "credit" in step and len(responses):
         return SCORE_OF_CREDIT[Credit(step["credit"][responses[0]])]
     return score_columns(step)[0]
-
-
-def _is_score(column: schema.Column) -> bool:
-    return column.level == "token" and column.dtype == "float32"
 
 
 def visible(text: str) -> str:
@@ -74,14 +69,11 @@ def show_group(
     token, sentence, line or turn, that a number is shown for."""
     group = step.group(group_index)
     status = f" · {group.status.name.lower()}" if group.status is not None else ""
-    console.print(
-        f"step {step.step} · group {group_index} (id {group.group_id}){status}", style="bold", markup=False
-    )
+    console.print(Text(f"step {step.step} · group {group_index} (id {group.group_id}){status}", style="bold"))
     console.print(Text("prompt    ") + Text("".join(pieces(group.prompt_ids, token_bytes)), style="dim"))
     if group.expected_ids is not None and len(group.expected_ids):
-        console.print(
-            Text("expected  ") + Text("".join(pieces(group.expected_ids, token_bytes, continues=True)))
-        )
+        expected = "".join(pieces(group.expected_ids, token_bytes, continues=True))
+        console.print(Text(f"expected  {expected}"))
     if not group.responses:
         console.print("no response of this group is in the file", style="dim")
         return
@@ -148,9 +140,8 @@ def _coloured(shown: list[str], tokens: dict[str, Any], column: str, scale: floa
         if (captured is not None and not captured[i]) or not np.isfinite(value):
             line.append(piece, style="dim strike")
             continue
-        line.append(
-            piece, style=f"black on {_background(value / scale, signed=schema.COLUMNS[column].is_signed)}"
-        )
+        background = _background(value / scale, signed=schema.COLUMNS[column].is_signed)
+        line.append(piece, style=f"black on {background}")
     return line
 
 

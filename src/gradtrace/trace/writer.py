@@ -93,7 +93,8 @@ class TraceWriter:
             raise GradtraceError(f"the {self.kind} writer is closed")
         self._raise_pending()
         try:
-            job = _Job(int(step), schema.conform(self.kind, columns), _meta_json(step, meta))
+            about = json.dumps({**(meta or {}), "step": int(step)}, default=plain_number).encode()
+            job = _Job(int(step), schema.conform(self.kind, columns), about)
         except (schema.SchemaError, TypeError, ValueError) as error:
             self._fail(f"{self.kind} step {step} was not written: {error}", error)
             self._raise_pending()
@@ -192,10 +193,6 @@ class SilentWriter(TraceWriter):
 
     def close(self) -> None:
         pass
-
-
-def _meta_json(step: int, meta: Mapping[str, Any] | None) -> bytes:
-    return json.dumps({**(meta or {}), "step": int(step)}, default=plain_number).encode()
 
 
 class _StepStore:

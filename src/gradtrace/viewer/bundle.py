@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import posixpath
 import re
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ def single_page(data: bytes, title: str) -> str:
 <meta http-equiv="content-security-policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="referrer" content="no-referrer">
-<title>{_escape(title)}</title>
+<title>{html.escape(title)}</title>
 <style>{style}</style>
 </head>
 <body>
@@ -94,7 +95,3 @@ def single_page(data: bytes, title: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

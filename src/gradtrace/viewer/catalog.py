@@ -149,19 +149,10 @@ class RunCatalog:
         tag = self.step_tag(served, step)
         if tag is None:
             return None
-        key = (served.id, step, tag)
-        with self._lock:
-            if key in self._steps:
-                self._steps.move_to_end(key)
-                return self._steps[key]
-        view = load_step_view(served.run, step)
-        if view is None or view.problems:  # a damaged file may be mended; look again next time
-            return view
-        with self._lock:
-            self._steps[key] = view
-            while len(self._steps) > STEPS_IN_MEMORY:
-                self._steps.popitem(last=False)
-        return view
+        found: StepView | None = self._recent(
+            self._steps, (served.id, step, tag), lambda: load_step_view(served.run, step)
+        )
+        return found
 
     def trace_step(self, served: ServedRun, kind: str, step: int) -> Step | None:
         """A step of one trace alone, from memory if its file is unchanged. Raises `StepUnreadableError`."""
@@ -169,15 +160,22 @@ class RunCatalog:
         if entry is None:
             return None
         key = (served.id, kind, entry.sha256)
+        found: Step = self._recent(self._traces, key, lambda: served.run.step(kind, step))
+        return found
+
+    def _recent(self, memory: OrderedDict[Any, Any], key: tuple[Any, ...], load: Callable[[], Any]) -> Any:
+        """What `load` gives, from memory where it was asked for lately."""
         with self._lock:
-            if key in self._traces:
-                self._traces.move_to_end(key)
-                return self._traces[key]
-        loaded = served.run.step(kind, step)
+            if key in memory:
+                memory.move_to_end(key)
+                return memory[key]
+        loaded = load()
+        if loaded is None or getattr(loaded, "problems", None):  # a damaged file may be mended; look again
+            return loaded
         with self._lock:
-            self._traces[key] = loaded
-            while len(self._traces) > STEPS_IN_MEMORY:
-                self._traces.popitem(last=False)
+            memory[key] = loaded
+            while len(memory) > STEPS_IN_MEMORY:
+                memory.popitem(last=False)
         return loaded
 
 

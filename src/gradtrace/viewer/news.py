@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.trace.lock import is_held
-from gradtrace.trace.reader import Run
+from gradtrace.trace.reader import Run, dig
 from gradtrace.trace.schema import KINDS
 from gradtrace.viewer.catalog import ABLATION, ServedRun, last_activity
 
@@ -25,13 +25,13 @@ def run_news(
     inode = _inode(run.path / "metrics.jsonl")
     rows, offset = run.metrics(metrics_from if metrics_file == inode else 0)
     is_continued = metrics_file == inode and metrics_from <= offset
-    written = last_activity(run.path)
+    total = dig(served.config, "trainer.total_steps")
     return {
         "id": served.id,
         "name": served.name,
         "state": state_of(run),
-        "total_steps": _total_steps(served.config),
-        "written": written,
+        "total_steps": total if isinstance(total, int) else None,
+        "written": last_activity(run.path),
         "metrics": {"rows": rows, "continued": is_continued, "to": offset, "file": inode},
         "traces": {kind: _trace_news(served, kind, newest.get(kind, 0.0)) for kind in KINDS},
         "description": describe(served.config),
@@ -83,47 +83,35 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def _dig(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def _total_steps(config: Mapping[str, Any]) -> int | None:
-    total = _dig(config, "trainer.total_steps")
-    return total if isinstance(total, int) else None
-
-
 def _enabled(config: Mapping[str, Any], kind: str) -> bool | None:
     """What the configuration says about the setting that turns the instrument on; None if it says nothing."""
-    value = _dig(config, KINDS[kind].switch.split("=")[0])
+    value = dig(config, KINDS[kind].switch.split("=")[0])
     return bool(value) if isinstance(value, bool | int) else None
 
 
 def describe(config: Mapping[str, Any]) -> str:
     """One line about a run: model, algorithm, batch, learning rate, how influence is traced."""
     parts = []
-    model = _dig(config, "model.path") or _dig(config, "task.name")
+    model = dig(config, "model.path") or dig(config, "task.name")
     if model:
         parts.append(str(model))
-    algorithm = [_dig(config, "algorithm.advantage"), _dig(config, "algorithm.policy_loss")]
+    algorithm = [dig(config, "algorithm.advantage"), dig(config, "algorithm.policy_loss")]
     if all(algorithm):
         parts.append(f"{str(algorithm[0]).upper()} with {algorithm[1]} loss")
-    prompts, n = _dig(config, "data.train_batch_size"), _dig(config, "rollout.n")
+    prompts, n = dig(config, "data.train_batch_size"), dig(config, "rollout.n")
     if prompts and n:
         parts.append(f"{prompts} prompts × {n} responses")
-    rate = _dig(config, "actor.optim.lr")
+    rate = dig(config, "actor.optim.lr")
     if rate:
         parts.append(f"lr {rate:g}" if isinstance(rate, float) else f"lr {rate}")
-    influence = _dig(config, "trainer.influence_trace")
+    influence = dig(config, "trainer.influence_trace")
     if isinstance(influence, Mapping) and influence.get("enable"):
         credit = str(influence.get("credit", "position")).replace("_", "-")
         words = ["position and loss-term credit" if credit == "both" else f"{credit} credit"]
         source = influence.get("hessian_source", "response")
         geometries = {"inverse": f"{source} curvature", "optimizer": "the optimizer's geometry"}
         words.append(geometries.get(str(influence.get("hessian_mode")), ""))
-        whole = influence.get("scope_pass") or not _dig(config, "actor.mini_batch_size")
+        whole = influence.get("scope_pass") or not dig(config, "actor.mini_batch_size")
         wide = f"all selected responses of the {'step' if whole else 'mini-batch'}"
         scope = {"per_prompt": "own group", "all_selected": wide}
         words.append(scope.get(str(influence.get("accepted_rejected_scope")), ""))

@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 
 from gradtrace.trace.schema import Selection
-from gradtrace.viewer.step_view import (
-    BLAME_CHANNELS,
-    LIKELIER,
-    LOSS_MASK,
-    NO_STEP,
-    TOKEN_CHANNELS,
-    StepView,
-)
+from gradtrace.trace.step import Pairwise
+from gradtrace.viewer.step_view import GROUP_CHANNELS, LIKELIER, LOSS_MASK, TOKEN_CHANNELS, StepView
 from gradtrace.viewer.vocabulary import Vocabulary
 
 MINIATURE_COLUMNS = 180
@@ -155,14 +149,7 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
         "expected": [place[token_id] for token_id in expected],
         "vocabulary": vocabulary.entries(ids),
         "responses": [_response(view, r) for r in members],
-        "channels": [
-            "token",
-            *(
-                n
-                for n in (*TOKEN_CHANNELS, *BLAME_CHANNELS, NO_STEP, LOSS_MASK)
-                if view.channel(n) is not None
-            ),
-        ],
+        "channels": ["token", *(name for name in GROUP_CHANNELS if view.channel(name) is not None)],
         "credits": [score for score in scores if score != LIKELIER],
         "likelier": LIKELIER in scores,
         "scales": view.scales,
@@ -248,22 +235,20 @@ def _traced_members(view: StepView, g: int) -> list[int | None]:
 
 def _pairwise_columns(view: StepView, g: int) -> list[int]:
     """Union of the member lists of a group's responses, own responses first (indices in the influence trace)."""
-    if view.influence is None or "pairwise" not in view.influence:
-        return []
     own = [theirs for theirs in _traced_members(view, g) if theirs is not None]
-    found: set[int] = set()
-    for theirs in own:
-        block = view.influence.pairwise(theirs)
-        if block is not None:
-            found.update(block.members.tolist())
+    blocks = [_block(view, theirs) for theirs in own]
+    found = {member for block in blocks if block is not None for member in block.members.tolist()}
     return [s for s in own if s in found] + sorted(found - set(own))
+
+
+def _block(view: StepView, theirs: int | None) -> Pairwise | None:
+    return view.influence.pairwise(theirs) if view.influence is not None and theirs is not None else None
 
 
 def pairwise_block(view: StepView, g: int, response: int) -> bytes | None:
     """float32[T_r, members]: what each token of response r does to each member; None if it was not stored."""
-    theirs = _traced_members(view, g)[response]
     columns = _pairwise_columns(view, g)
-    block = view.influence.pairwise(theirs) if view.influence is not None and theirs is not None else None
+    block = _block(view, _traced_members(view, g)[response])
     if block is None:
         return None
     wide = np.full((len(block.scores), len(columns)), np.nan, np.float32)
@@ -276,17 +261,16 @@ def pairwise_column(view: StepView, g: int, target: int) -> bytes | None:
     """float32[tokens of the group]: what every token of the group does to response `target`."""
     traced = _traced_members(view, g)
     goal = traced[target]
+    if goal is None:
+        return None
     columns: list[np.ndarray] = []
     for r, theirs in zip(view.members[g], traced, strict=True):
         line = np.full(int(view.layout["length"][r]), np.nan, np.float32)
-        block = view.influence.pairwise(theirs) if view.influence is not None and theirs is not None else None
-        where: np.ndarray = np.empty(0, np.int64)
-        if block is not None and goal is not None:
-            where = np.flatnonzero(block.members == goal)
-        if block is not None and len(where):
-            line[:] = block.scores[:, where[0]]
+        block = _block(view, theirs)
+        if block is not None and goal in block.members:
+            line[:] = block.scores[:, block.members.tolist().index(goal)]
         columns.append(line)
-    return None if goal is None else float_bytes(columns)
+    return float_bytes(columns)
 
 
 def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.reader import StepUnreadableError
+from gradtrace.trace.record import KINDS
 from gradtrace.trace.schema import COUNTERFACTUAL, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.trace.step import Step
 from gradtrace.viewer import payload
@@ -26,10 +27,10 @@ from gradtrace.viewer.ablation_payload import ablation_payload
 from gradtrace.viewer.bundle import single_page
 from gradtrace.viewer.catalog import RunCatalog, ServedRun, is_run
 from gradtrace.viewer.counterfactual_payload import counterfactual_payload, measured_group
-from gradtrace.viewer.instrument_pages import navigation
+from gradtrace.viewer.instrument_pages import instrument_page, navigation
 from gradtrace.viewer.news import run_news
-from gradtrace.viewer.report_scores import score_pages
-from gradtrace.viewer.server import told_group, told_run, told_step
+from gradtrace.viewer.response_payload import response_payload
+from gradtrace.viewer.server import told_group, told_run, told_step, traced_groups
 from gradtrace.viewer.step_view import StepView
 
 DEFAULT_GROUPS = 6
@@ -41,22 +42,19 @@ POINTS_BUDGET = 4 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="the run; further ones are laid over its curves"
-    )
-    parser.add_argument("-o", "--output", help="file to write (default: NAME-report.html)")
-    parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="the run; further ones are laid over its curves")
+    add("-o", "--output", help="file to write (default: NAME-report.html)")
+    add("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
+    add(
         "--steps",
         nargs="+",
         type=int,
         metavar="STEP",
         help="default: first and last scored step, and those of findings",
     )
-    parser.add_argument(
-        "--groups", nargs="+", type=int, metavar="GROUP", help="the same groups of every step"
-    )
-    parser.add_argument(
+    add("--groups", nargs="+", type=int, metavar="GROUP", help="the same groups of every step")
+    add(
         "--max-groups",
         type=int,
         default=DEFAULT_GROUPS,
@@ -138,7 +136,7 @@ def make_report(
     chosen = steps if steps is not None else _interesting_steps(catalog, first)
     for step in chosen:
         _add_step(collected, catalog, first, step, groups, max_groups)
-    answers, score_steps = score_pages(catalog, first, steps, collected.remarks)
+    answers, score_steps = _score_pages(catalog, first, steps, collected.remarks)
     collected.json |= answers
     for each in served:
         news = run_news(each, 0, 0, {})
@@ -164,6 +162,36 @@ def make_report(
     data = payload.json_bytes({"json": collected.json, "floats": collected.floats})
     page = single_page(data, f"{first.name} · gradtrace report")
     return Report(page, len(collected.steps), collected.groups, collected.remarks)
+
+
+def _score_pages(
+    catalog: RunCatalog, served: ServedRun, steps: list[int] | None, remarks: list[str]
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """The instruments' pages with the responses that matter most: (answers by path, steps by kind). `steps`: those
+    asked for; without one of them that a kind has, its last."""
+    answers: dict[str, Any] = {}
+    chosen: dict[str, list[int]] = {}
+    for kind, record in KINDS.items():
+        if record.address is None:
+            continue
+        there = served.run.steps(kind)
+        wanted = [step for step in steps or [] if step in there] or there[-1:]
+        chosen[kind] = []
+        for number in wanted:
+            try:
+                step = catalog.trace_step(served, kind, number)
+            except StepUnreadableError as error:
+                remarks.append(str(error))
+                continue
+            assert step is not None
+            source = instrument_page(kind)
+            page = source.payload(step, served.vocabulary, traced_groups(catalog, served, number))
+            path = f"runs/{served.id}/steps/{number}/{record.address}"
+            answers[path] = page
+            for r in sorted({row["response"] for row in source.in_report(page)}):
+                answers[f"{path}/responses/{r}"] = response_payload(step, r, served.vocabulary)
+            chosen[kind].append(number)
+    return answers, chosen
 
 
 class _Collected:

@@ -49,14 +49,8 @@ class Query:
 def search(served: ServedRun, query: Query, start: int, seconds: float = SECONDS) -> dict[str, Any]:
     """Hits in the steps from `start` on. `next`: the step to go on with, None once all were looked at."""
     steps = sorted({step for kind in (ENTROPY_TRACE, INFLUENCE_TRACE) for step in served.entries(kind)})
-    answer: dict[str, Any] = {
-        "hits": [],
-        "more": 0,
-        "unreadable": [],
-        "steps": len(steps),
-        "next": None,
-        "searched": 0,
-    }
+    answer: dict[str, Any] = {"hits": [], "more": 0, "unreadable": [], "steps": len(steps), "next": None}
+    answer["searched"] = 0
     look, ends = LOOKS[query.what], time.monotonic() + seconds
     for step in (step for step in steps if step >= start):
         if time.monotonic() >= ends and answer["searched"]:
@@ -89,10 +83,6 @@ def _members(view: StepView) -> Iterator[tuple[int, int, int]]:
             yield g, index, r
 
 
-def _limited(found: list[Hit]) -> tuple[list[Hit], int]:
-    return found[:MOST_A_STEP], max(0, len(found) - MOST_A_STEP)
-
-
 def _texts(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
     """The first place in each prompt and each response where the text stands, whatever its case."""
     wanted, found = re.compile(re.escape(query.text), re.IGNORECASE), []
@@ -105,7 +95,7 @@ def _texts(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[H
         if hit := wanted.search(vocabulary.text(ids)):
             position = _token_at(vocabulary, ids, hit.start())
             found.append({**_place(view, g, index, r, position), **_around(hit)})
-    return _limited(found)
+    return found[:MOST_A_STEP], max(0, len(found) - MOST_A_STEP)
 
 
 def _around(hit: re.Match[str]) -> dict[str, str]:

@@ -92,13 +92,10 @@ async def _static(request: Request) -> Response:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    detail = (
-        error.detail if isinstance(error, HTTPException) else "the viewer failed; its terminal says where"
-    )
-    headers = error.headers if isinstance(error, HTTPException) else None
-    body = payload.json_bytes({"error": detail})
-    return Response(body, status, media_type="application/json", headers=dict(headers or {}))
+    if not isinstance(error, HTTPException):
+        error = HTTPException(500, "the viewer failed; its terminal says where")
+    body = payload.json_bytes({"error": error.detail})
+    return Response(body, error.status_code, media_type=JSON, headers=dict(error.headers or {}))
 
 
 Answer = tuple[bytes, str]
@@ -249,12 +246,7 @@ def runs(question: Question) -> Answer:
     ]
     default = [served.id for served in listed if served.id < catalog.given] or [s.id for s in listed[:1]]
     return as_json(
-        {
-            "runs": items,
-            "default": sorted(default),
-            "skipped": catalog.skipped,
-            "instruments": navigation(),
-        }
+        {"runs": items, "default": sorted(default), "skipped": catalog.skipped, "instruments": navigation()}
     )
 
 

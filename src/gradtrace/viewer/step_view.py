@@ -33,6 +33,7 @@ BLAME_CHANNELS = ("token_grad_share", "reference_gap")
 """Channels of the group page that stand in the blame of the step."""
 NO_STEP = "no_step"
 """A channel of the group page: 1 where training takes no step on the token, such as a clipped one."""
+GROUP_CHANNELS = (*TOKEN_CHANNELS, *BLAME_CHANNELS, NO_STEP, LOSS_MASK)
 
 
 class StepView:

@@ -250,11 +250,7 @@ def _strongest(view: StepView, groups: Sequence[int]) -> int | None:
 
 FEW_STEPS = 6
 """With fewer, noise cannot be told from a trend, and no sentence says that something rose or fell."""
-CURVES = {
-    "critic/rewards/mean": "reward",
-    "actor/entropy": "entropy",
-    "response_length/mean": "length",
-}
+CURVES = {"critic/rewards/mean": "reward", "actor/entropy": "entropy", "response_length/mean": "length"}
 
 
 def run_story(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]] = ()) -> str:

@@ -48,16 +48,13 @@ def tracin_payload(step: Step, vocabulary: Vocabulary, traced_groups: Mapping[in
         group["page"] = None if is_validation[own].any() else traced_groups.get(group["group_id"])
         for index, r in enumerate(own):
             rows[r]["index"] = index
+    diagnosis = step.meta.get("diagnosis")
     return {
         "step": step.step,
         "groups": groups,
         "candidates": [row for r, row in enumerate(rows) if not is_validation[r]],
         "validation": [row for r, row in enumerate(rows) if is_validation[r]],
-        "diagnosis": _sentences(step.meta.get("diagnosis")),
+        "diagnosis": [str(sentence) for sentence in diagnosis] if isinstance(diagnosis, list) else [],
         "meta": {key: value for key, value in step.meta.items() if key != "diagnosis"},
         "columns": [name for name in _MORE if name in step and np.isfinite(step[name].astype(float)).any()],
     }
-
-
-def _sentences(value: Any) -> list[str]:
-    return [str(sentence) for sentence in value] if isinstance(value, list) else []

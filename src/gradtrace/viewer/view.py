@@ -28,23 +28,14 @@ DEMO = Path(__file__).parent / "demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="run folders or names in --runs-dir; default: the latest"
-    )
-    parser.add_argument(
-        "--runs-dir", default="runs", help="folder whose runs are listed on the page (default: runs)"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to serve; other than loopback needs the token"
-    )
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}; the next free one if taken"
-    )
-    parser.add_argument("--token", help="ask visitors for this token; made up when --host is not loopback")
-    parser.add_argument("--no-open", action="store_true", help="do not open the browser")
-    parser.add_argument(
-        "--demo", action="store_true", help="show the recorded runs that ship with the package"
-    )
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="run folders or names in --runs-dir; default: the latest")
+    add("--runs-dir", default="runs", help="folder whose runs are listed on the page (default: runs)")
+    add("--host", default="127.0.0.1", help="address to serve; other than loopback needs the token")
+    add("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}; the next free one if taken")
+    add("--token", help="ask visitors for this token; made up when --host is not loopback")
+    add("--no-open", action="store_true", help="do not open the browser")
+    add("--demo", action="store_true", help="show the recorded runs that ship with the package")
 
 
 def run(args: argparse.Namespace, sampling: Sampling | None = None) -> int:

@@ -25,12 +25,7 @@ REQUIRE = ("any", "boxed", "marker", "line", "plain")
 @register_reward("math")
 @batched
 def math(
-    responses: list[str],
-    items: list[Item],
-    *,
-    require: str = "any",
-    timeout: float = 5.0,
-    workers: int = 0,
+    responses: list[str], items: list[Item], *, require: str = "any", timeout: float = 5.0, workers: int = 0
 ) -> list[float]:
     r"""1 if the response's answer equals `item["answer"]`, by math-verify, in a process that can be killed.
 

@@ -9,6 +9,8 @@ starts and ends one, `names` says whose a name in a test is, `service` judges.
 
 SERVICE = "gradtrace.tasks.sandbox.service:create"
 """What a keeper runs."""
+PAYLOAD, CHANNEL = 3, 4
+"""Descriptors that a program starts with, beside 0 and 1."""
 PATIENCE = 10
 """A program is given up after this many times its limit on the clock, on a machine that is busy with other things."""
 

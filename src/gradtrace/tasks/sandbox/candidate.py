@@ -14,11 +14,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from gradtrace.tasks.sandbox import CHANNEL, PAYLOAD
 from gradtrace.tasks.sandbox.wire import Encoded, decode, encode
 from gradtrace.tasks.verification.channel import Channel, Message
 
-PAYLOAD = 3
-CHANNEL = 4
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *arguments, **named: function(*arguments, **named),
     "get": getattr,

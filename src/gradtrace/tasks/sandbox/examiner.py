@@ -16,12 +16,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from gradtrace.tasks.sandbox import CHANNEL, PAYLOAD
 from gradtrace.tasks.sandbox.names import resolve
 from gradtrace.tasks.sandbox.wire import Encoded, decode, encode
 from gradtrace.tasks.verification.channel import Channel
 
-PAYLOAD = 3
-CHANNEL = 4
 PASSED, FAILED = b"1", b"0"
 
 

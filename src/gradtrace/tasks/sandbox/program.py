@@ -22,12 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradtrace.tasks.sandbox import PATIENCE, examiner, jail, linux, seccomp
+from gradtrace.tasks.sandbox import CHANNEL, PATIENCE, PAYLOAD, examiner, jail, linux, seccomp
 from gradtrace.tasks.sandbox.cgroup import Group
+from gradtrace.trace.atomic import write_all
 
-PAYLOAD = 3
-CHANNEL = 4
-"""Descriptors that a program starts with, beside 0 and 1."""
 START = (
     "import sys; sys.path.insert(0, {folder!r}); "
     "from gradtrace.tasks.sandbox.{runner} import main; main({packages!r})"
@@ -184,9 +182,7 @@ def move_up(descriptor: int) -> int:
 def memory_file(content: bytes) -> int:
     """A descriptor that reads `content`."""
     descriptor = os.memfd_create("input")
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    write_all(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 

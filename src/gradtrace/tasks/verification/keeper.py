@@ -12,7 +12,6 @@ Standard library only: importing torch here would cost seconds and a gigabyte fo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import resource
@@ -25,9 +24,9 @@ import traceback
 from collections.abc import Callable
 from typing import Protocol
 
+from gradtrace.tasks.sandbox import linux
 from gradtrace.tasks.verification.channel import Channel, ClosedError, Message
 
-PR_SET_PDEATHSIG = 1
 Judge = Callable[[Message], Message]
 
 
@@ -67,10 +66,6 @@ def silence(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class ForkedJudge:
@@ -130,9 +125,7 @@ class ForkedJudge:
     def _serve(self, channel: Channel, keeper: int) -> None:
         """The life of the judge's process."""
         try:
-            die_with_parent()
-            if os.getppid() != keeper:
-                os._exit(1)
+            linux.die_with_parent(keeper)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_AS, (self.memory, self.memory))
             while True:

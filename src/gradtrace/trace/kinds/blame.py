@@ -26,15 +26,14 @@ _COLUMNS = (
     Column("opponent_product", "float32", "response",
            "⟨g_r, g_s⟩/‖g‖² with that opponent s (sketched)", is_signed=True, heading="opponent's"),
     Column("token_grad_share", "float32", "token",
-           "its own loss term's share of ‖g‖² of its optimizer step; sums to the response's share",
-           ragged_by="token_offsets", is_signed=True, heading="share"),
+           "its own loss term's share of ‖g‖² of its optimizer step; sums to the response's share", is_signed=True,
+           heading="share"),
     Column("push", "float32", "token",
            "change of its log-prob, to first order and per unit of learning rate, by one plain gradient step on the "
-           "whole mini-batch; against the sign of its advantage = other tokens outweighed it",
-           unit="nats", ragged_by="token_offsets", is_signed=True),
-    Column("reference_gap", "float32", "token",
-           "its log-prob under the policy minus that under the reference", unit="nats",
-           ragged_by="token_offsets", is_signed=True, heading="to reference"),
+           "whole mini-batch; against the sign of its advantage = other tokens outweighed it", unit="nats",
+           is_signed=True),
+    Column("reference_gap", "float32", "token", "its log-prob under the policy minus that under the reference",
+           unit="nats", is_signed=True, heading="to reference"),
 )
 # fmt: on
 
@@ -46,23 +45,11 @@ register_instrument(
         switch="trainer.blame.enable=true",
         required=(
             *EVERY_KIND,
-            "accepted",
-            "optimizer_step",
-            "grad_share",
-            "grad_norm",
-            "token_grad_share",
-            "push",
+            *("accepted", "optimizer_step", "grad_share", "grad_norm", "token_grad_share", "push"),
         ),
         optional=(
-            *(
-                "advantage",
-                "product_self",
-                "product_siblings",
-                "product_others",
-                "opponent",
-                "opponent_product",
-            ),
-            "reference_gap",
+            *("advantage", "product_self", "product_siblings", "product_others"),
+            *("opponent", "opponent_product", "reference_gap"),
         ),
         brings=_COLUMNS,
         meta={

@@ -23,15 +23,14 @@ _COLUMNS = (
     Column("share", "float32", "response",
            "its share of the predicted entropy change (update batch; else 0); positive = raises entropy",
            unit="nats", is_signed=True),
-    Column("entropy_change", "float32", "token",
-           "predicted change of the entropy at this token (evaluation batch)",
-           unit="nats", ragged_by="token_offsets", is_signed=True),
+    Column("entropy_change", "float32", "token", "predicted change of the entropy at this token (evaluation batch)",
+           unit="nats", is_signed=True),
     Column("entropy_change_measured", "float32", "token",
            "measured change of the entropy at this token, same prefix, after the update (evaluation batch)",
-           unit="nats", ragged_by="token_offsets", is_signed=True),
+           unit="nats", is_signed=True),
     Column("token_share", "float32", "token",
            "its share of the predicted entropy change (update batch; else 0); sums to the response's share; "
-           "positive = raises entropy", unit="nats", ragged_by="token_offsets", is_signed=True),
+           "positive = raises entropy", unit="nats", is_signed=True),
 )
 # fmt: on
 

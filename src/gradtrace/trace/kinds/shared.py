@@ -78,16 +78,15 @@ register_columns((
     Column("last_policy_version", "int32", "response", "the same of its last token", heading="last version"),
     Column("token_offsets", "int64", "response", "where each response begins in the token columns", is_offsets=True),
 
-    Column("token_id", "int32", "token", "vocabulary id", ragged_by="token_offsets"),
+    Column("token_id", "int32", "token", "vocabulary id"),
     Column("entropy", "float32", "token", "entropy of the full next-token distribution it was drawn from",
-           unit="nats", ragged_by="token_offsets"),
+           unit="nats"),
     Column("log_prob", "float32", "token", "its log-prob under the policy before this step's first update",
-           unit="nats", ragged_by="token_offsets"),
+           unit="nats"),
     Column("sampler_log_prob", "float32", "token", "its log-prob as the sampler reported it when it drew the token",
-           unit="nats", ragged_by="token_offsets", heading="sampler"),
+           unit="nats", heading="sampler"),
     Column("loss_mask", "bool", "token", "the policy wrote it; where False (a tool's result, a user's words, a "
-           "template) it has no loss and no scores, which are NaN; a file without it has no such tokens",
-           ragged_by="token_offsets"),
+           "template) it has no loss and no scores, which are NaN; a file without it has no such tokens"),
     Column("segment_offsets", "int64", "response", "where each response begins in the segment columns",
            is_offsets=True),
     Column("segment_start", "int32", "segment", "index of its first token in the response; it ends at the next",
@@ -105,8 +104,9 @@ register_columns((
            is_offsets=True),
     Column("reward_part_name", "uint8", "reward_part", "names of the parts as UTF-8 bytes",
            ragged_by="reward_part_name_offsets"),
-    Column("ratio", "float32", "token", "its probability under the trainer's policy, before the first update, over the "
-           "sampler's; 1 = they agree", ragged_by="token_offsets"),
+    Column("ratio", "float32", "token",
+           "its probability under the trainer's policy, before the first update, over the "
+           "sampler's; 1 = they agree"),
 ))
 # fmt: on
 
