@@ -15,9 +15,8 @@ from gradtrace.cli import main
 from gradtrace.compare import Curve, line_picture
 from gradtrace.compare.comparison import compare
 from gradtrace.compare.grouping import group_runs
-from gradtrace.compare.picture import spread_apart
+from gradtrace.compare.picture import number_text, spread_apart, ticks_between
 from gradtrace.compare.runs import LoadedRun, load_run
-from gradtrace.compare.ticks import number_text, ticks_between
 from gradtrace.errors import GradtraceError
 from gradtrace.intervals import mean_interval, paired_difference, t_quantile, welch_difference
 from gradtrace.trace.run_files import RunFiles

@@ -12,8 +12,7 @@ import pytest
 
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
-from gradtrace.evaluation.compare import compare
-from gradtrace.evaluation.run import Result, Settings, load_result, save, summarise
+from gradtrace.evaluation.run import Result, Settings, compare, load_result, save, summarise
 from gradtrace.evaluation.statistics import estimate, paired, pass_rates
 from gradtrace.tasks.prepare.prepare import Request, prepare
 from gradtrace.training.checkpoint import model_of
@@ -196,7 +195,7 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, models: tuple[Path
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gradtrace.evaluation.model import load
+    from gradtrace.evaluation.run import load
     from tests.tasks.byte_model import byte_tokenizer
 
     peft = pytest.importorskip("peft", reason="the optional package peft is not installed")

@@ -10,54 +10,33 @@ import sys
 
 from gradtrace import __version__
 
-# name: (module with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
+# name: (module of gradtrace with `add_arguments(parser)` and `run(args) -> int | None`, one line of help)
 COMMANDS = {
-    "train": ("gradtrace.commands.train", "train a policy; without arguments, the demo"),
-    "view": ("gradtrace.commands.view", "look at runs in the browser: curves, groups, token heat maps"),
-    "report": ("gradtrace.viewer.report", "one HTML file of a run, to send or to keep"),
-    "trace": ("gradtrace.commands.trace", "list, show, export or import the traces of a run"),
-    "compare": (
-        "gradtrace.compare.command",
-        "curves of several runs with intervals over seeds, at equal cost",
-    ),
-    "eval": ("gradtrace.evaluation.command", "how good a model is at a task, and whether it got better"),
-    "data": (
-        "gradtrace.tasks.prepare.command",
-        "make data sets ready for training: gsm8k, dapo_math, mbpp …",
-    ),
+    "train": ("commands.train", "train a policy; without arguments, the demo"),
+    "view": ("commands.view", "look at runs in the browser: curves, groups, token heat maps"),
+    "report": ("viewer.report", "one HTML file of a run, to send or to keep"),
+    "trace": ("commands.trace", "list, show, export or import the traces of a run"),
+    "compare": ("compare.command", "curves of several runs with intervals over seeds, at equal cost"),
+    "eval": ("evaluation.command", "how good a model is at a task, and whether it got better"),
+    "data": ("tasks.prepare.command", "make data sets ready for training: gsm8k, dapo_math, mbpp …"),
     "verify": (
-        "gradtrace.commands.verify.command",
+        "commands.verify.command",
         "how far the scores of a run can be trusted, measured by real optimizer steps",
     ),
-    "probe": (
-        "gradtrace.probe.command",
-        "what the next update will do to entropy, predicted, measured, and by whom",
-    ),
-    "blame": (
-        "gradtrace.commands.blame",
-        "who made a step's gradient, entropy, reward, length or KL what it is",
-    ),
+    "probe": ("probe.command", "what the next update will do to entropy, predicted, measured, and by whom"),
+    "blame": ("commands.blame", "who made a step's gradient, entropy, reward, length or KL what it is"),
     "attribute": (
-        "gradtrace.commands.attribute",
+        "commands.attribute",
         "score stored rollouts, imported or your own, under any model, without training",
     ),
-    "select": (
-        "gradtrace.commands.select",
-        "rank a data set or saved rollouts by how much they help a validation set",
-    ),
+    "select": ("commands.select", "rank a data set or saved rollouts by how much they help a validation set"),
     "counterfactual": (
-        "gradtrace.commands.counterfactual",
+        "commands.counterfactual",
         "what was each token worth: expected reward with and without it, by sampled continuations",
     ),
-    "ablate": ("gradtrace.ablate.command", "one rollout scored with every combination of influence settings"),
-    "doctor": (
-        "gradtrace.commands.doctor",
-        "check the installation, a run, a new GPU, or the gradients of a model",
-    ),
-    "completion": (
-        "gradtrace.commands.completion",
-        "print a script that completes commands and keys in your shell",
-    ),
+    "ablate": ("ablate.command", "one rollout scored with every combination of influence settings"),
+    "doctor": ("commands.doctor", "check the installation, a run, a new GPU, or the gradients of a model"),
+    "completion": ("commands.completion", "print a script that completes commands and keys in your shell"),
 }
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -94,7 +73,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
             name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name == wanted:
-            module = importlib.import_module(module_name)
+            module = importlib.import_module(f"gradtrace.{module_name}")
             subparser.description = module.__doc__
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)

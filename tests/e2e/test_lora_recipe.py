@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradtrace.config_loader import load_config
-from gradtrace.evaluation.model import load
-from gradtrace.evaluation.run import Settings, evaluate
+from gradtrace.evaluation.run import Settings, evaluate, load
 from gradtrace.evaluation.tasks import load_prompts
 from gradtrace.tasks.prepare.prepare import Request, prepare
 from gradtrace.tasks.rewards import RewardFunction, named_reward

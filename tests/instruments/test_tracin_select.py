@@ -100,4 +100,4 @@ def test_bad_data_is_an_error_that_names_it(
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["select", str(tmp_path), "x.jsonl", "--validation", "y.jsonl"]) == 2
-    assert "no model there" in capsys.readouterr().err
+    assert "is no model" in capsys.readouterr().err

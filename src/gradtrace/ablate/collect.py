@@ -56,7 +56,7 @@ def collect(folder: Path) -> dict[str, Any]:
     result = table_of(folder)
     atomic_write(folder / "ablation.json", json.dumps(result, indent=2, allow_nan=False).encode())
     atomic_write(folder / "ablation.csv", to_csv(result).encode())
-    atomic_write(folder / "ablation.md", to_markdown(result).encode())
+    atomic_write(folder / "ablation.md", (costs_and_ranks(result) + agreement(result)).encode())
     return result
 
 
@@ -136,19 +136,9 @@ def to_csv(result: dict[str, Any]) -> str:
     for cell in result["cells"]:
         done = cell["name"] in names
         agreement = result["agreement"]["matrix"][names.index(cell["name"])] if done else [""] * len(names)
-        writer.writerow(
-            [
-                *(cell["settings"][axis] for axis in axes),
-                cell["status"],
-                *(cell[key] for key in keys),
-                *agreement,
-            ]
-        )
+        settings = [cell["settings"][axis] for axis in axes]
+        writer.writerow([*settings, cell["status"], *(cell[key] for key in keys), *agreement])
     return buffer.getvalue()
-
-
-def to_markdown(result: dict[str, Any]) -> str:
-    return costs_and_ranks(result) + agreement(result)
 
 
 def costs_and_ranks(result: dict[str, Any]) -> str:

@@ -24,16 +24,15 @@ SHOWN_CELLS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words", nargs="+", metavar="WORD", help="settings and sweeps; or: collect FOLDER [FOLDER …]"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("words", nargs="+", metavar="WORD", help="settings and sweeps; or: collect FOLDER [FOLDER …]")
+    add(
         "--checkpoint",
         type=Path,
         help="take the weights from this checkpoint of a run, or from the latest of this run",
     )
-    parser.add_argument("--out", type=Path, help="where the cells go (default: ablations/RECIPE)")
-    parser.add_argument("--repeat", type=int, default=3, help="timed passes per cell (default: 3)")
+    add("--out", type=Path, help="where the cells go (default: ablations/RECIPE)")
+    add("--repeat", type=int, default=3, help="timed passes per cell (default: 3)")
 
 
 def run(args: argparse.Namespace) -> int:

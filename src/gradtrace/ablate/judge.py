@@ -6,12 +6,16 @@ token likelier does (`likelihood_scores`), whatever objective they came from.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import torch
 
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import objective_sign
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import response_advantages
+from gradtrace.instruments.verify import agreement
 
 
 def likelihood_scores(
@@ -84,19 +88,10 @@ def first_wrong_ranks(
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Rank correlation over the tokens that both have; None where it is not defined."""
     both = ~np.isnan(a) & ~np.isnan(b)
-    if both.sum() < 2:
-        return None
-    x, y = ranks(a[both]), ranks(b[both])
-    x, y = x - x.mean(), y - y.mean()
-    norm = np.sqrt((x @ x) * (y @ y))
-    return float(x @ y / norm) if norm > 0 else None
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of every value; ties share the average of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
+    found = (
+        agreement.spearman(torch.from_numpy(a[both]), torch.from_numpy(b[both])) if both.any() else math.nan
+    )
+    return None if math.isnan(found) else found
 
 
 def accepted_mask(batch: RolloutBatch) -> np.ndarray:

@@ -6,13 +6,11 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
 
 from gradtrace import __version__
 from gradtrace.ablate.cell import measure, score_cell
@@ -28,6 +26,7 @@ from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.launch.checkpoints import opened
+from gradtrace.terminal import progress_bar
 from gradtrace.trace.atomic import atomic_write, make_folder
 from gradtrace.training.checkpoint import checkpoint_of
 from gradtrace.training.parts import Parts, build_parts
@@ -39,12 +38,11 @@ def ablate(grid: Grid, out: Path, checkpoint: Path | None = None, repeat: int = 
     """Score the shared rollout with every cell. What is in `out` already is not done again."""
     checkpoint = None if checkpoint is None else checkpoint_of(opened(checkpoint))
     make_folder(out / CELLS)
-    with _progress(len(grid.cells)) as progress:
-        bar = progress.add_task("weights and rollout", total=len(grid.cells))
+    with progress_bar(Console(), "weights and rollout") as progress:
         parts = build_parts(grid.base, checkpoint)
         batch = _shared_rollout(grid, out, parts, checkpoint, repeat)
-        for cell in grid.cells:
-            progress.update(bar, description=cell.name)
+        for done, cell in enumerate(grid.cells):
+            progress(done, len(grid.cells), cell.name)
             file = out / CELLS / f"{cell.name}.npz"
             failed = file.with_suffix(".failed")
             if not file.exists():
@@ -53,7 +51,6 @@ def ablate(grid: Grid, out: Path, checkpoint: Path | None = None, repeat: int = 
                     failed.unlink(missing_ok=True)
                 except (AttributionError, GradtraceError, torch.OutOfMemoryError) as error:
                     atomic_write(failed, str(error).encode())
-            progress.advance(bar)
 
 
 def _shared_rollout(
@@ -101,13 +98,6 @@ def merged_axes(known: dict[str, list[str]], new: dict[str, list[str]]) -> dict[
             f"this folder varies {', '.join(known)}; sweep the same knobs in the same order, or choose another --out."
         )
     return {knob: list(dict.fromkeys([*known.get(knob, []), *values])) for knob, values in new.items()}
-
-
-@contextmanager
-def _progress(cells: int) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=cells == 0) as progress:
-        yield progress
 
 
 def machine(device: torch.device) -> str:

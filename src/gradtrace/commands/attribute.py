@@ -23,57 +23,50 @@ from pathlib import Path
 
 from gradtrace.errors import GradtraceError
 from gradtrace.program import command
+from gradtrace.terminal import progress_bar, say, seconds, settings_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run with stored rollouts")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run")
-    parser.add_argument("--model", required=True, help="a transformers folder, a checkpoint or a run")
-    parser.add_argument(
-        "--step", type=int, action="append", default=[], help="may be repeated (default: all)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="a run with stored rollouts")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run")
+    add("--model", required=True, help="a transformers folder, a checkpoint or a run")
+    add("--step", type=int, action="append", default=[], help="may be repeated (default: all)")
+    add(
         "--group",
         type=int,
         action="append",
         default=[],
         help="index of a group; may be repeated (default: all whose rewards differ)",
     )
-    parser.add_argument(
-        "--budget", default="", help="stop after the step in which so long has passed, e.g. 90s or 5m"
-    )
-    parser.add_argument("--output", type=Path, metavar="NEW", help="a new run for the scores")
-    parser.add_argument(
-        "--replace", action="store_true", help="replace scores that the run has of these steps"
-    )
+    add("--budget", default="", help="stop after the step in which so long has passed, e.g. 90s or 5m")
+    add("--output", type=Path, metavar="NEW", help="a new run for the scores")
+    add("--replace", action="store_true", help="replace scores that the run has of these steps")
 
 
 def run(args: argparse.Namespace) -> int:
     import transformers
     from rich.console import Console
-    from rich.progress import Progress
 
-    from gradtrace.commands.counterfactual import seconds
     from gradtrace.commands.rollouts.attribution import AttributeSettings, attribute
 
     transformers.utils.logging.disable_progress_bar()
     if args.output is not None and args.output.resolve() == args.run_dir.resolve():
         raise GradtraceError("--output is the run itself: leave it out, or give another name")
-    settings = AttributeSettings(
-        args.model, args.step, args.group, args.output, args.replace, seconds(args.budget)
+    settings = settings_from(
+        args, AttributeSettings, steps=args.step, groups=args.group, budget=seconds(args.budget)
     )
     console = Console(highlight=False)
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with progress_bar(console) as progress:
         found = attribute(
             args.run_dir,
             args.overrides,
             settings,
-            lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
-            lambda text: console.print(text, markup=False, soft_wrap=True),
+            lambda what, done, total: progress(done, total, what),
+            lambda text: say(console, text),
         )
     if found.optimizer:
-        console.print(f"Optimizer: {found.optimizer}.", markup=False, soft_wrap=True)
+        say(console, f"Optimizer: {found.optimizer}.")
     console.print(
         f"{len(found.done)} steps scored: {found.responses} responses, {found.tokens} tokens"
         + (f"; {len(found.before)} were scored before" if found.before else "")
@@ -81,5 +74,5 @@ def run(args: argparse.Namespace) -> int:
     )
     if found.left:
         console.print(f"The budget is used up: {len(found.left)} steps are left. The same command goes on.")
-    console.print(f"Look at it: {command()} view {found.folder}", markup=False, soft_wrap=True)
+    say(console, f"Look at it: {command()} view {found.folder}")
     return 0

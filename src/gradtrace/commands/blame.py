@@ -21,12 +21,13 @@ from gradtrace.instruments.blame.report import WHAT, Part, Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", help="a run folder, or a name in --runs-dir")
-    parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
-    parser.add_argument("--step", type=int, help="default: the step with the most to explain")
-    parser.add_argument("--what", choices=WHAT, default="grad_norm", help="the event (default: grad_norm)")
-    parser.add_argument("--top", type=int, default=8, help="rows of each list (default: 8)")
-    parser.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", help="a run folder, or a name in --runs-dir")
+    add("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
+    add("--step", type=int, help="default: the step with the most to explain")
+    add("--what", choices=WHAT, default="grad_norm", help="the event (default: grad_norm)")
+    add("--top", type=int, default=8, help="rows of each list (default: 8)")
+    add("--json", action="store_true", help="print the whole report as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

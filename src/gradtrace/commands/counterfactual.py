@@ -16,19 +16,18 @@ prints them. What was interrupted goes on when the same command is given again; 
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.errors import GradtraceError
 from gradtrace.program import command
+from gradtrace.terminal import progress_bar, seconds
 
 if TYPE_CHECKING:
     from gradtrace.commands.resampling import Resampler
     from gradtrace.instruments.counterfactual.columns import MeasuredGroup
 
 BARS = "▁▂▃▄▅▆▇█"
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 DECISIVE = 3
 """Tokens of a response that the table names."""
 MOST_K = 100_000
@@ -36,34 +35,23 @@ REWARD_ROUNDING = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="a run, or RUN/checkpoints/step_N to sample from"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, e.g. reward.path=…"
-    )
-    parser.add_argument("--step", type=int, help="training step (default: the latest that was traced)")
-    parser.add_argument(
-        "--group", type=int, help="index of the group (default: the first whose rewards differ)"
-    )
-    parser.add_argument("--response", type=int, help="its tokens only, counted from 0 within the group")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="a run, or RUN/checkpoints/step_N to sample from")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, e.g. reward.path=…")
+    add("--step", type=int, help="training step (default: the latest that was traced)")
+    add("--group", type=int, help="index of the group (default: the first whose rewards differ)")
+    add("--response", type=int, help="its tokens only, counted from 0 within the group")
+    add(
         "--tokens",
         default="auto",
         help="all; interesting, entropy, influence or difference, each with :N for so many of each response; positions "
         "such as 0,4-9; auto (default): all of a short group, else the interesting ones",
     )
-    parser.add_argument(
-        "--k", type=int, default=16, help="continuations of a prefix, on average (default: 16)"
-    )
-    parser.add_argument(
-        "--budget", default="", help="stop after so long, e.g. 90s or 5m; the same command goes on"
-    )
-    parser.add_argument(
-        "--model", type=Path, help="a transformers folder to sample from, instead of a checkpoint"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="forget what was measured of this group before")
+    add("--k", type=int, default=16, help="continuations of a prefix, on average (default: 16)")
+    add("--budget", default="", help="stop after so long, e.g. 90s or 5m; the same command goes on")
+    add("--model", type=Path, help="a transformers folder to sample from, instead of a checkpoint")
+    add("--seed", type=int, default=0)
+    add("--fresh", action="store_true", help="forget what was measured of this group before")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,16 +76,6 @@ def run(args: argparse.Namespace) -> int:
         console.print("The budget is used up. The same command goes on where it was.")
     console.print(f"Look at it: {command()} view {resampler.run_dir}", soft_wrap=True)
     return 0
-
-
-def seconds(text: str) -> float:
-    """`90s`, `5m`, `1.5h` or a number of seconds; 0 where nothing is given."""
-    if not text:
-        return 0.0
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)", text.strip())
-    if match is None or not float(match[1]):
-        raise GradtraceError(f"--budget {text!r}: a time, such as 90s, 5m or 1h")
-    return float(match[1]) * UNITS[match[2]]
 
 
 def measure(
@@ -139,7 +117,7 @@ def measure(
             def save() -> None:
                 resampler.save(writer, step, found)
 
-            with sampling_bar(console) as progress:
+            with progress_bar(console, "continuations") as progress:
                 complete = continuations.run(
                     group.measurement, args.k, budget=budget, progress=progress, after_round=save
                 )
@@ -147,24 +125,6 @@ def measure(
             complete = True
         resampler.save(writer, step, group)
     return step, group, complete
-
-
-class sampling_bar:
-    """A bar with the time left; its value is called with (done, all)."""
-
-    def __init__(self, console: Any) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("continuations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, transient=True)
-
-    def __enter__(self) -> Any:
-        self.progress.start()
-        task = self.progress.add_task("", total=None)
-        return lambda done, total: self.progress.update(task, completed=done, total=total)
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
 
 
 def show(console: Any, resampler: Resampler, step: int, group: MeasuredGroup) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 
 from gradtrace import __version__
 from gradtrace.errors import GradtraceError
+from gradtrace.terminal import say, titled_table
 
 PACKAGES = (
     ("torch", "transformers", "numpy", "safetensors", "hydra-core", "pyarrow", "starlette"),
@@ -41,30 +42,29 @@ RESPONSES, TOKENS = 64, 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "words",
         nargs="*",
         metavar="RUN|KEY=VALUE",
         help="a run folder, or a name in --runs-dir; with --model: knobs of trainer.influence_trace (max_modules=8)",
     )
-    parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
-    parser.add_argument("--model", help="a transformers model: a folder, or a name on the hub")
-    parser.add_argument(
+    add("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
+    add("--model", help="a transformers model: a folder, or a name on the hub")
+    add(
         "--filter",
         action="append",
         default=[],
         help="module_name_filter: a regular expression; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--device",
         choices=("cpu", "cuda"),
         help="check scores, and with --model speed and memory, on this device; minutes, with a table to paste",
     )
-    parser.add_argument("--projection-dim-factor", type=int, help="0 = exact (default: 32)")
-    parser.add_argument("--responses", type=int, help=f"for the memory estimate (default: {RESPONSES})")
-    parser.add_argument(
-        "--tokens", type=int, help=f"tokens per response, for the estimate (default: {TOKENS})"
-    )
+    add("--projection-dim-factor", type=int, help="0 = exact (default: 32)")
+    add("--responses", type=int, help=f"for the memory estimate (default: {RESPONSES})")
+    add("--tokens", type=int, help=f"tokens per response, for the estimate (default: {TOKENS})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,15 +117,11 @@ def trace_config(knobs: list[str], patterns: list[str], factor: int | None) -> A
 
 def _show_installation(console: Any) -> None:
     import torch
-    from rich.table import Table
 
     from gradtrace.tasks.sandbox import missing_isolation
 
-    table = Table(
-        title=f"gradtrace {__version__} on Python {platform.python_version()}", title_justify="left"
-    )
-    table.add_column("package")
-    table.add_column("version")
+    title = f"gradtrace {__version__} on Python {platform.python_version()}"
+    table = titled_table(title, "package", "version", left=2)
     for package in PACKAGES[0]:
         table.add_row(package, _version(package) or "[red]missing[/red]")
     for package in PACKAGES[1]:
@@ -149,26 +145,22 @@ def _show_installation(console: Any) -> None:
 
 def _check_device(console: Any, name: str, model: str | None) -> int:
     import transformers
-    from rich.table import Table
 
     from gradtrace.commands.device.check import check_device
 
     transformers.utils.logging.disable_progress_bar()
     with console.status("") as status:
         report = check_device(name, model, lambda text: status.update(f"{text} …"))
-    table = Table(title=f"gradtrace doctor --device {name}", title_justify="left")
-    for heading in ("what", "found", "expected"):
-        table.add_column(heading, overflow="fold")
+    table = titled_table(f"gradtrace doctor --device {name}", "what", "found", "expected", left=3)
     for row in report.rows:
         table.add_row(*row)
     console.print(table, highlight=False)
     for remark in report.remarks:
-        console.print("[yellow]notable[/yellow]", end="  ")
-        console.print(remark, markup=False, highlight=False, soft_wrap=True)
+        say(console, remark, mark="[yellow]notable[/yellow]")
     if not report.remarks:
         found = "scores are as expected; --model MODEL measures speed and memory, too"
         found = found if model is None else "scores, speed and memory are as expected"
-        console.print(f"[green]in order[/green]  {found}", highlight=False)
+        say(console, found, mark="[green]in order[/green]")
     return int(report.failed)
 
 
@@ -189,17 +181,14 @@ def _check_run(console: Any, name: str, runs_dir: Path) -> int:
     with console.status(f"reading {run.path} …"):
         findings = examine(run)
         steps = {kind: len(run.steps(kind)) for kind in run.kinds()}
-        last = max((row["step"] for row in run.metrics()[0] if isinstance(row.get("step"), int)), default=0)
+        last = max(run.metrics_by_step(), default=0)
     traces = ", ".join(f"{kind} {count}" for kind, count in steps.items()) or "none"
-    console.print(
-        f"run      {run.name}: {state_of(run)}, last step {last}; traced steps: {traces}", highlight=False
-    )
+    say(console, f"run      {run.name}: {state_of(run)}, last step {last}; traced steps: {traces}")
     for line in captures(run):
-        console.print(f"captures {line}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"captures {line}")
     for finding in findings:
         word = "[red]problem[/red]" if finding.is_problem else "[yellow]notable[/yellow]"
-        console.print(word, end="  ")
-        console.print(finding.what, markup=False, highlight=False, soft_wrap=True)
+        say(console, finding.what, mark=word)
     if not findings:
         console.print("[green]healthy[/green]  nothing is wrong and nothing is notable")
     return int(any(finding.is_problem for finding in findings))
@@ -220,8 +209,6 @@ def captures(run: Any) -> list[str]:
 
 
 def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
-    from rich.table import Table
-
     from gradtrace.attribution.diagnose import check_gradient_flow
     from gradtrace.attribution.memory import estimate_memory
     from gradtrace.attribution.modules import select_blocks
@@ -230,9 +217,8 @@ def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
     with console.status("one small forward and backward pass …"):
         report = check_gradient_flow(model, lambda: _small_loss(model), config)
     if report.layers:
-        table = Table(title=f"gradient flow of {args.model}", title_justify="left")
-        for column in ("layer", "weight", "traced as", "captures", "rows", "|output gradient|"):
-            table.add_column(column, justify="left" if column == "layer" else "right", overflow="fold")
+        headings = ("layer", "weight", "traced as", "captures", "rows", "|output gradient|")
+        table = titled_table(f"gradient flow of {args.model}", *headings)
         for layer in report.layers[:SHOWN_LAYERS]:
             state = f"{layer.rows}" if layer.rows else "[red]0[/red]"
             table.add_row(
@@ -247,19 +233,18 @@ def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
             table.add_row(f"… and {len(report.layers) - SHOWN_LAYERS} more", "", "", "", "", "")
         console.print(table)
     for problem in report.problems:
-        console.print(f"[red]problem[/red]  {problem}", highlight=False, soft_wrap=True)
+        say(console, problem, mark="[red]problem[/red]")
     if not report.healthy:
         return 1
     responses, tokens = args.responses or RESPONSES, args.tokens or TOKENS
     blocks = select_blocks(model, config)
     memory = estimate_memory(blocks, config, responses, responses * tokens, whole_groups=False)
-    console.print(
+    say(
+        console,
         f"memory   {responses} responses × {tokens} tokens: {_size(memory.stored_factors)} of stored factors"
         f" (none where micro-batches hold whole groups), {_size(memory.scores)} of scores,"
         f" {_size(memory.directions)} of directions for loss terms, {_size(memory.projections)} of projections,"
         f" {_size(memory.working)} while scoring; at most {_size(memory.total)}",
-        highlight=False,
-        soft_wrap=True,
     )
     console.print(f"[green]healthy[/green]  all {len(report.layers)} selected layers can be traced")
     return 0

@@ -250,13 +250,9 @@ class Resampler:
                 "no tool that could answer in continuations, as task.name=calculator has. Use its influence trace, or "
                 "`gradtrace verify`"
             )
-        settings = self.settings(step, source)
-        params = SamplingParams(
-            max_new_tokens=settings["max_new_tokens"],
-            temperature=settings["temperature"],
-            top_p=settings["top_p"],
-            top_k=settings["top_k"],
-            stop_token_ids=loaded.task.stop_token_ids,
+        longest = self.settings(step, source)["max_new_tokens"]
+        params = SamplingParams.of(
+            self.config.rollout, loaded.task.stop_token_ids, n=1, max_new_tokens=longest
         )
 
         def judge(texts: list[str]) -> list[float]:

@@ -43,13 +43,14 @@ from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import score_parts
 from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT, TracInSelector
 from gradtrace.policy.policy import Policy, load_with_adapters
-from gradtrace.tasks.datasets import encode, is_conversation
+from gradtrace.tasks.datasets import encode, messages_of
 from gradtrace.tasks.rewards import shorten
 from gradtrace.tasks.sources import read_file
 from gradtrace.tasks.tokenizer import load_tokenizer
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, TracinReason
+from gradtrace.training.checkpoint import model_of
 
 SAVED_KINDS = (ENTROPY_TRACE, TRACIN, INFLUENCE_TRACE)
 """Traces in which a run keeps its rollouts, the most complete first."""
@@ -59,16 +60,17 @@ Item = TypeVar("Item")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a transformers folder, a checkpoint or a run")
-    parser.add_argument("data", help="a file with prompts and responses, or RUN[:STEP]")
-    parser.add_argument("--validation", required=True, metavar="DATA", help="what the responses should help")
-    parser.add_argument("-o", "--output", default="ranked.parquet", help="default: ranked.parquet")
-    parser.add_argument("--method", choices=METHODS, default="auto")
-    parser.add_argument("--parameters", choices=PARAMETERS, default="linear")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the log-probs (default: 1)")
-    parser.add_argument("--token-budget", type=int, default=8192, help="tokens per pass (default: 8192)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", help="a transformers folder, a checkpoint or a run")
+    add("data", help="a file with prompts and responses, or RUN[:STEP]")
+    add("--validation", required=True, metavar="DATA", help="what the responses should help")
+    add("-o", "--output", default="ranked.parquet", help="default: ranked.parquet")
+    add("--method", choices=METHODS, default="auto")
+    add("--parameters", choices=PARAMETERS, default="linear")
+    add("--temperature", type=float, default=1.0, help="of the log-probs (default: 1)")
+    add("--token-budget", type=int, default=8192, help="tokens per pass (default: 8192)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
         "--no-chat-template",
         action="store_true",
         help="prompts as they are, without the tokenizer's template",
@@ -89,7 +91,7 @@ class Row:
 def run(args: argparse.Namespace) -> int:
     transformers.utils.logging.disable_progress_bar()
     console = Console()
-    folder = model_folder(Path(args.model))
+    folder = model_of(args.model)
     tokenizer = load_tokenizer(folder)
     model = load_with_adapters(folder, ModelConfig(device=args.device), trainable=True)
     policy = Policy(model, next(model.parameters()).device, args.temperature)
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         raise GradtraceError(f"gradtrace select: {error}") from error
     table = ranked(data, result.scores)
     about = {
-        "model": str(folder),
+        "model": folder,
         "validation": args.validation,
         "method": selector.method,
         "sign": SIGN,
@@ -113,26 +115,6 @@ def run(args: argparse.Namespace) -> int:
     write(Path(args.output), table, about)
     show(console, table, result, Path(args.output))
     return 0
-
-
-# ---------------------------------------------------------------- the model
-
-
-def model_folder(path: Path) -> Path:
-    """The folder that holds the weights of a model folder, a checkpoint or a run are."""
-    from gradtrace.training.checkpoint import what_exists
-
-    latest = path / "checkpoints" / "latest"
-    candidates = [path, path / "policy"]
-    if latest.is_file():
-        candidates.append(path / "checkpoints" / latest.read_text().strip() / "policy")
-    for folder in candidates:
-        if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
-            return folder
-    raise GradtraceError(
-        f"{path}: no model there. Give a transformers folder, a checkpoint (RUN/checkpoints/step_000020) or a run; "
-        f"{what_exists(path)}."
-    )
 
 
 # ---------------------------------------------------------------- the data
@@ -170,8 +152,8 @@ def saved_rollouts(run: Run, step: int | None, tokenizer: Any) -> list[Row]:
 
 def file_row(row: dict[str, Any], where: str, tokenizer: Any, chat: bool) -> Row:
     prompt, response = row.get("prompt"), row.get("response")
-    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not is_conversation(messages) or not isinstance(response, str) or not response:
+    messages = messages_of(prompt)
+    if messages is None or not isinstance(response, str) or not response:
         raise GradtraceError(
             f"{where}: it needs `prompt` (a text or messages) and `response` (a text that is not empty); it has the "
             f"columns {', '.join(row)}."

@@ -29,18 +29,16 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from gradtrace.errors import GradtraceError
 from gradtrace.program import command
+from gradtrace.terminal import progress_bar, say, settings_from, titled_table
 from gradtrace.trace import schema
 from gradtrace.trace.export import export_tokens
 from gradtrace.trace.legacy import import_legacy
 from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.show import best_column, score_columns, show_group
-from gradtrace.trace.step import Step
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.units import UNITS
 
@@ -84,45 +82,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_import(importing: argparse.ArgumentParser) -> None:
-    importing.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a file, or a folder with the files of all steps"
-    )
-    importing.add_argument("run_dir", type=Path, metavar="RUN", help="the run to make")
-    importing.add_argument(
+    add = importing.add_argument
+    add("source", type=Path, metavar="SOURCE", help="a file, or a folder with the files of all steps")
+    add("run_dir", type=Path, metavar="RUN", help="the run to make")
+    add(
         "--format",
         choices=("jsonl", "verl", "trl", "prime_rl", "older"),
         help="default: by the columns of the first row",
     )
-    importing.add_argument(
-        "--tokenizer", metavar="MODEL", help="a transformers tokenizer: a folder or a hub name"
-    )
-    importing.add_argument("--temperature", type=float, default=1.0, help="they were sampled at (default: 1)")
-    importing.add_argument(
+    add("--tokenizer", metavar="MODEL", help="a transformers tokenizer: a folder or a hub name")
+    add("--temperature", type=float, default=1.0, help="they were sampled at (default: 1)")
+    add(
         "--reward",
         default="",
         help="judges responses that `counterfactual` samples: a name, or FILE.py:FUNCTION",
     )
-    importing.add_argument(
-        "--append-end", action="store_true", help="add the end token to responses that are texts"
-    )
-    importing.add_argument(
+    add("--append-end", action="store_true", help="add the end token to responses that are texts")
+    add(
         "--prompts",
         default="",
         metavar="DATA",
         help="verl: its training data, to restore special tokens of prompts",
     )
-    importing.add_argument(
+    add(
         "--reward-columns",
         default="",
         metavar="A,B=0.2",
         help="trl: columns that are rewards, with weights (default: all)",
     )
-    importing.add_argument(
-        "--skip-bad", action="store_true", help="leave out rows that cannot be read, and say so"
-    )
-    importing.add_argument(
-        "--credit", choices=["position", "loss_term"], default="position", help="older: what the scores hold"
-    )
+    add("--skip-bad", action="store_true", help="leave out rows that cannot be read, and say so")
+    add("--credit", choices=["position", "loss_term"], default="position", help="older: what the scores hold")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,16 +132,15 @@ def _list(args: argparse.Namespace) -> int:
     if args.verify:
         run.verify()
     for problem in run.problems:
-        console.print(f"[red]damaged[/red]  {escape(str(problem))}", soft_wrap=True)
+        say(console, str(problem), mark="[red]damaged[/red]")
     if args.verify and not run.problems:
         console.print("every step was read and its sha256 is right")
     return 1 if run.problems else 0
 
 
 def _step_table(run: Run, kind: str) -> Table:
-    table = Table(title=f"{run.name} · {kind}: {schema.KINDS[kind].meaning}", title_justify="left")
-    for heading in ("step", "groups", "responses", "tokens", "kB", "bytes/token", "written"):
-        table.add_column(heading, justify="right")
+    headings = ("step", "groups", "responses", "tokens", "kB", "bytes/token", "written")
+    table = titled_table(f"{run.name} · {kind}: {schema.KINDS[kind].meaning}", *headings, left=0)
     for entry in run.entries(kind).values():
         per_token = f"{entry.bytes / entry.tokens:.1f}" if entry.tokens else "–"
         written = time.strftime("%d %b %H:%M:%S", time.localtime(entry.time))
@@ -169,7 +157,8 @@ def _show(args: argparse.Namespace) -> int:
         raise GradtraceError(f"{kind} of {run.path} has no steps yet")
     step = run.step(kind, steps[-1] if args.step is None else args.step)
     columns = score_columns(step)
-    group = _first_scored(step) if args.group is None else args.group
+    first = min(step["group"].tolist(), default=0)  # the first with responses; others were skipped
+    group = first if args.group is None else args.group
     if not 0 <= group < step.n_groups:
         raise GradtraceError(f"no group {group}; step {step.step} has groups 0 to {step.n_groups - 1}")
     words = args.by.split(",") if args.by else []
@@ -183,12 +172,6 @@ def _show(args: argparse.Namespace) -> int:
     console = Console(force_terminal=terminal, highlight=False)
     show_group(console, step, group, by, run.token_bytes, colour=console.is_terminal, unit=unit)
     return 0
-
-
-def _first_scored(step: Step) -> int:
-    """The first group with responses: an influence trace lists skipped groups too."""
-    with_responses = set(step["group"].tolist())
-    return min(with_responses, default=0)
 
 
 def _choose_kind(run: Run, wanted: str | None) -> str:
@@ -208,7 +191,7 @@ def _export(args: argparse.Namespace) -> int:
     console = Console()
     console.print(f"{rows} tokens of {len(steps)} steps in {args.target}", markup=False)
     for problem in run.problems:
-        console.print(f"left out  {problem}", markup=False, soft_wrap=True)
+        say(console, f"left out  {problem}")
     return 1 if run.problems else 0
 
 
@@ -232,34 +215,18 @@ def _import(args: argparse.Namespace) -> int:
         )
     from gradtrace.commands.rollouts.importing import ImportSettings, import_rollouts
 
-    settings = ImportSettings(
-        args.tokenizer,
-        args.format or "",
-        args.temperature,
-        args.reward,
-        args.append_end,
-        args.skip_bad,
-        args.prompts,
-        args.reward_columns,
-    )
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        report = import_rollouts(
-            args.source,
-            args.run_dir,
-            settings,
-            lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    console.print(
+    with progress_bar(console, "reading") as progress:
+        settings = settings_from(args, ImportSettings)
+        report = import_rollouts(args.source, args.run_dir, settings, progress)
+    say(
+        console,
         f"{report.responses} responses, {report.tokens} tokens, {len(report.steps)} steps of {report.format} imported "
         f"into {args.run_dir}",
-        markup=False,
-        soft_wrap=True,
     )
     unread = [f"Columns left aside: {', '.join(sorted(report.unread))}."] if report.unread else []
     for line in (*report.notes, *unread, *(f"left out  {bad}" for bad in report.left_out)):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"Look at it: {command()} view {args.run_dir}", markup=False, soft_wrap=True)
+        say(console, line)
+    say(console, f"Look at it: {command()} view {args.run_dir}")
     return 0
 
 
@@ -272,5 +239,5 @@ def _import_older(args: argparse.Namespace, console: Console) -> int:
         TokenBytes.from_tokenizer(tokenizer).save(args.run_dir / "token_bytes.npz")
     console.print(f"{len(report.steps)} steps imported into {args.run_dir}", markup=False)
     for file, reason in report.refused.items():
-        console.print(f"refused  {file}: {reason}", markup=False, soft_wrap=True)
+        say(console, f"refused  {file}: {reason}")
     return 1 if report.refused else 0

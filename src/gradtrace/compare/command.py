@@ -18,48 +18,41 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from gradtrace.compare.comparison import Comparison, compare
 from gradtrace.compare.grouping import RunGroup, group_runs
 from gradtrace.compare.page import comparison_page
-from gradtrace.compare.runs import AXES, LoadedRun, load_run
+from gradtrace.compare.runs import AXES, load_run
 from gradtrace.compare.table import remarks_of, table_cells
 from gradtrace.errors import GradtraceError
+from gradtrace.terminal import say
 from gradtrace.trace.atomic import atomic_write
 
 FORMATS = (".html", ".svg", ".json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or names in --runs-dir")
-    parser.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folders, or names in --runs-dir")
+    add("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
+    add(
         "--metric",
         action="append",
         metavar="NAME",
         help="may be repeated; default: the validation reward, else critic/rewards/mean",
     )
-    parser.add_argument(
-        "--against", action="append", choices=list(AXES), help="the axis; may be repeated (default: steps)"
-    )
-    parser.add_argument(
-        "--group", action="append", metavar="LABEL=GLOB", help="a group of your own; may be repeated"
-    )
-    parser.add_argument(
-        "--at", type=float, metavar="X", help="compare there; default: as far as all groups got"
-    )
-    parser.add_argument(
+    add("--against", action="append", choices=list(AXES), help="the axis; may be repeated (default: steps)")
+    add("--group", action="append", metavar="LABEL=GLOB", help="a group of your own; may be repeated")
+    add("--at", type=float, metavar="X", help="compare there; default: as far as all groups got")
+    add(
         "--threshold",
         type=float,
         metavar="Y",
         help="how soon is it reached; default: what the weakest group ends with",
     )
-    parser.add_argument(
-        "--smooth", type=int, default=1, metavar="N", help="mean over the last N logged values (default: 1)"
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write FILE.html, FILE.svg or FILE.json")
-    parser.add_argument("--list", action="store_true", help="list the metrics that the runs have, and stop")
+    add("--smooth", type=int, default=1, metavar="N", help="mean over the last N logged values (default: 1)")
+    add("-o", "--output", metavar="FILE", help="write FILE.html, FILE.svg or FILE.json")
+    add("--list", action="store_true", help="list the metrics that the runs have, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,9 +63,10 @@ def run(args: argparse.Namespace) -> int:
         raise GradtraceError(f"-o {output}: the name must end in {', '.join(FORMATS)}")
     if args.smooth < 1:
         raise GradtraceError(f"--smooth {args.smooth}: give the number of values to average, 1 or more")
-    runs = [load_run(path) for path in _unique(chosen_runs(args.runs, Path(args.runs_dir)))]
+    unique = {path.resolve(): path for path in chosen_runs(args.runs, Path(args.runs_dir))}
+    runs = [load_run(path) for path in unique.values()]
     if args.list:
-        for name in _all_metrics(runs):
+        for name in sorted({name for each in runs for name in each.metric_names}):
             print(name)
         return 0
     groups = group_runs(runs, args.group)
@@ -95,14 +89,6 @@ def default_metric(groups: list[RunGroup]) -> str:
     return validation[0] if validation else "critic/rewards/mean"
 
 
-def _unique(paths: list[Path]) -> list[Path]:
-    return list({path.resolve(): path for path in paths}.values())
-
-
-def _all_metrics(runs: list[LoadedRun]) -> list[str]:
-    return sorted({name for each in runs for name in each.metric_names})
-
-
 def _print(comparisons: list[Comparison]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -120,12 +106,10 @@ def _print(comparisons: list[Comparison]) -> None:
         console.print(table)
         for label, *_, differs in cells.rows:  # too wide for a column
             if differs:
-                console.print(
-                    f"{label}: {differs}", style="dim", highlight=False, markup=False, soft_wrap=True
-                )
+                say(console, f"{label}: {differs}", style="dim")
         console.print(cells.caption, style="dim", highlight=False, markup=False)
     for remark in remarks_of(comparisons):
-        console.print(f"note: {remark}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"note: {remark}")
 
 
 def _write(output: Path, comparisons: list[Comparison], groups: list[RunGroup]) -> None:
@@ -137,7 +121,7 @@ def _write(output: Path, comparisons: list[Comparison], groups: list[RunGroup]) 
             )
         text = comparisons[0].picture()
     elif output.suffix == ".json":
-        text = json.dumps(_as_json(comparisons), indent=1) + "\n"
+        text = json.dumps({"comparisons": [each.to_json() for each in comparisons]}, indent=1) + "\n"
     else:
         text = comparison_page(comparisons, " · ".join(group.label for group in groups))
     try:
@@ -145,7 +129,3 @@ def _write(output: Path, comparisons: list[Comparison], groups: list[RunGroup]) 
     except OSError as error:
         raise GradtraceError(f"cannot write {output}: {error.strerror}") from error
     print(f"{output}: {len(text) / 1000:.0f} kB")
-
-
-def _as_json(comparisons: list[Comparison]) -> dict[str, Any]:
-    return {"comparisons": [comparison.to_json() for comparison in comparisons]}

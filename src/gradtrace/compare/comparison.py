@@ -68,16 +68,9 @@ class Comparison:
     def picture(self) -> str:
         curves = []
         for group in self.groups:
-            has_band = len(group.runs) > 1
-            curves.append(
-                Curve(
-                    group.label,
-                    group.x.tolist(),
-                    group.mean.tolist(),
-                    (group.mean - group.half).tolist() if has_band else None,
-                    (group.mean + group.half).tolist() if has_band else None,
-                )
-            )
+            ends = [group.mean - group.half, group.mean + group.half] if len(group.runs) > 1 else []
+            columns = [group.x, group.mean, *ends]
+            curves.append(Curve(group.label, *(column.tolist() for column in columns)))
         return line_picture(curves, self.metric, AXES[self.against], self.interval_words)
 
     def to_json(self) -> dict[str, Any]:

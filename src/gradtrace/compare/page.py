@@ -1,31 +1,37 @@
-"""A comparison as one HTML file: pictures and tables, without script and without anything to fetch."""
+"""Reports as one HTML file: pictures and tables, without script and without anything to fetch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from gradtrace.compare.comparison import Comparison
 from gradtrace.compare.picture import FONT, escape
-from gradtrace.compare.table import Cells, remarks_of, table_cells
+from gradtrace.compare.table import remarks_of, table_cells
 
 _STYLE = f"""
 :root {{ color-scheme: light dark; --bg: #fdfdfb; --ink: #16181d; --dim: #63686f; --line: #e2e2dd; }}
 @media (prefers-color-scheme: dark) {{ :root {{ --bg: #131518; --ink: #e9eaec; --dim: #8a9099; --line: #2a2e34; }} }}
-body {{ margin: 0 auto; padding: 24px; max-width: 1000px; background: var(--bg); color: var(--ink);
+body {{ margin: 0 auto; padding: 24px; max-width: 1200px; background: var(--bg); color: var(--ink);
   font: 14px/1.5 {FONT}; font-variant-numeric: tabular-nums; }}
 h1 {{ font-size: 20px; margin: 0 0 4px; }}
 p {{ margin: 4px 0; color: var(--dim); max-width: 90ch; }}
+.verdict {{ font-size: 16px; color: var(--ink); }}
 section {{ margin: 28px 0; }}
 svg {{ max-width: 100%; height: auto; display: block; }}
+.pictures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }}
 .scroll {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: 8px 0; }}
 th, td {{ text-align: left; padding: 3px 20px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }}
 th {{ color: var(--dim); font-weight: 500; }}
-td.wide {{ white-space: normal; color: var(--dim); font-size: 12.5px; }}
+.marked td {{ font-weight: bold; }}
+.numbers :is(th, td):not(:first-child) {{ text-align: right; }}
+.last-wide td:last-child {{ white-space: normal; color: var(--dim); font-size: 12.5px; }}
 """
 
 
-def comparison_page(comparisons: list[Comparison], title: str) -> str:
-    sections = "\n".join(_section(comparison) for comparison in comparisons)
-    remarks = "".join(f"<p>{escape(remark)}</p>" for remark in remarks_of(comparisons))
+def html_page(title: str, *parts: str) -> str:
+    """A document of these pieces of HTML, below its title."""
+    body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -37,31 +43,33 @@ def comparison_page(comparisons: list[Comparison], title: str) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-{remarks}
-{sections}
+{body}
 </body>
 </html>
 """
 
 
+def html_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "numbers", marked: str = ""
+) -> str:
+    """`kind`: how its columns are set, see the style above. `marked`: the first cell of the row that stands out."""
+    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr{' class=marked' if row[0] == marked else ''}>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
+    )
+    table = f'<table class="{kind}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
+
+
+def comparison_page(comparisons: list[Comparison], title: str) -> str:
+    remarks = [f"<p>{escape(remark)}</p>" for remark in remarks_of(comparisons)]
+    return html_page(title, *remarks, *(_section(comparison) for comparison in comparisons))
+
+
 def _section(comparison: Comparison) -> str:
     cells = table_cells(comparison)
-    return f"""<section>
-{comparison.picture()}<div class="scroll">{_table(cells)}</div>
-<p>{escape(cells.caption)}</p>
-</section>"""
-
-
-def _table(cells: Cells) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in cells.head)
-    last = len(cells.head) - 1
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td{' class=wide' if index == last else ''}>{escape(cell)}</td>"
-            for index, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in cells.rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    table = html_table(cells.head, cells.rows, "last-wide")
+    return f"<section>\n{comparison.picture()}{table}\n<p>{escape(cells.caption)}</p>\n</section>"

@@ -26,8 +26,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradtrace.compare.ticks import number_text, ticks_between
-
 WIDTH, HEIGHT = 760, 420
 TOP, BOTTOM, LEFT, RIGHT = 66, 46, 64, 20
 FONT = '-apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", Arial, sans-serif'
@@ -37,6 +35,8 @@ LABEL_HEIGHT = 15
 LONGEST_LABEL = 38
 LIGHT = ("#16181d", "#972767", "#5b4bb5", "#00695c", "#7a4a2a", "#6a5a00", "#02579e", "#984c00")
 DARK = ("#e9eaec", "#e78db9", "#a89cf0", "#5fc9b4", "#d6a27c", "#d5c463", "#9cc5f4", "#f9b786")
+ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
+"""Ticks are these, times a power of ten."""
 DASHES = ("none", "none", "7 3", "2 2", "8 3 2 3", "1 3", "12 4", "4 4")
 
 
@@ -90,8 +90,9 @@ class _Picture:
         )
         if identity:
             xs = ys = [*xs, *ys]
-        self.x_ticks, (self.x_low, self.x_high) = _axis(xs, 6)
-        self.y_ticks, (self.y_low, self.y_high) = _axis(ys, 5)
+        self.x_ticks = ticks_between(min(xs, default=0.0), max(xs, default=1.0), 6)
+        self.y_ticks = ticks_between(min(ys, default=0.0), max(ys, default=1.0), 5)
+        (self.x_low, *_, self.x_high), (self.y_low, *_, self.y_high) = self.x_ticks, self.y_ticks
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (self.right - LEFT)
@@ -209,10 +210,33 @@ class _Picture:
         return parts
 
 
-def _axis(values: list[float], count: int) -> tuple[list[float], tuple[float, float]]:
-    """Ticks, and the range that is drawn: the data's own, a little wider where it is no tick."""
-    ticks = ticks_between(min(values, default=0.0), max(values, default=1.0), count)
-    return ticks, (ticks[0], ticks[-1])
+def ticks_between(low: float, high: float, count: int) -> list[float]:
+    """Round numbers, about `count` of them, the first at or below `low`, the last at or above `high`."""
+    if not high > low:
+        spread = abs(low) / 2 or 1.0
+        low, high = low - spread, high + spread
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor for factor in ROUND if factor * power >= rough * 0.999) * power
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+def number_text(value: float, ticks: list[float]) -> str:
+    """A tick, with the decimals that the ticks have in common, a real minus sign, commas in thousands."""
+    if value == 0:
+        return "0"
+    step = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else abs(value)
+    largest = max(abs(tick) for tick in ticks)
+    if largest < 1e-3 or largest >= 1e7:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        text = f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    else:
+        decimals = next(
+            (d for d in range(7) if abs(step * 10**d - round(step * 10**d)) < 1e-6 * 10**d * step), 6
+        )
+        text = f"{value:,.{decimals}f}"
+    return text.replace("-", "\u2212")
 
 
 def spread_apart(wanted: list[float], gap: float, low: float, high: float) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.reader import open_run
+from gradtrace.trace.reader import dig, open_run
 
 AXES = {
     "steps": "training steps",
@@ -79,9 +79,9 @@ class LoadedRun:
 
     def _cost_by_configuration(self, against: str) -> float:
         """Estimate the counts of runs that were logged before there were counts."""
-        prompts = _dig(self.config, "data.train_batch_size")
-        n = _dig(self.config, "rollout.n")
-        selects = _dig(self.config, "trainer.tracin.enable") or _dig(
+        prompts = dig(self.config, "data.train_batch_size")
+        n = dig(self.config, "rollout.n")
+        selects = dig(self.config, "trainer.tracin.enable") or dig(
             self.config, "algorithm.dynamic_sampling.enable"
         )
         if not _is_number(prompts) or not _is_number(n) or selects:
@@ -97,17 +97,14 @@ class LoadedRun:
 
 def load_run(path: Path) -> LoadedRun:
     run = open_run(path)
-    rows: dict[int, dict[str, Any]] = {}
-    for record in run.metrics()[0]:
-        if isinstance(record.get("step"), int):
-            rows[record["step"]] = {**rows.get(record["step"], {}), **record}
+    rows = run.metrics_by_step()
     if not rows:
         raise GradtraceError(f"{path} has no metrics: its metrics.jsonl is missing or empty")
     for row in rows.values():
-        row.pop("step", None)
+        del row["step"]
     config = run.config
     remarks = [f"{run.name}: {problem}" for problem in run.problems]
-    return LoadedRun(run.name, path, config, dict(sorted(rows.items())), remarks)
+    return LoadedRun(run.name, path, config, rows, remarks)
 
 
 def nearest_metric(metric: str, names: list[str]) -> str:
@@ -119,10 +116,3 @@ def nearest_metric(metric: str, names: list[str]) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _dig(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value

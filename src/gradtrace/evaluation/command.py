@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradtrace.errors import GradtraceError
+from gradtrace.terminal import progress_bar, say, settings_from
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,28 +32,23 @@ TASKS = ("gsm8k", "math500", "aime24", "aime25", "dapo_math", "mbpp", "countdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="+", metavar="MODEL", help="a model, run or checkpoint; or: compare A B"
-    )
-    parser.add_argument("--task", choices=TASKS, help="what to evaluate on")
-    parser.add_argument(
-        "--source", default="", help="problems: a file, a prepared folder, or hf:… (data/TASK)"
-    )
-    parser.add_argument("--n", type=int, default=4, help="responses per problem (4)")
-    parser.add_argument("--k", type=int, nargs="+", help="k of pass@k, each ≤ n (1 and n)")
-    parser.add_argument("--limit", type=int, default=0, help="only the first so many problems")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="longest response (1024)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--reward", default="", help="a reward's name, or FILE:FUNCTION (default: the task's)"
-    )
-    parser.add_argument("--instruction", help="text appended to every question (original data only)")
-    parser.add_argument("--system-prompt", help="system message of every prompt (original data only)")
-    parser.add_argument("--against", help="a second model to compare with, or the folder of its evaluation")
-    parser.add_argument("--output", type=Path, help="folder for responses and summary (evals/TASK-MODEL)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add = parser.add_argument
+    add("model", nargs="+", metavar="MODEL", help="a model, run or checkpoint; or: compare A B")
+    add("--task", choices=TASKS, help="what to evaluate on")
+    add("--source", default="", help="problems: a file, a prepared folder, or hf:… (data/TASK)")
+    add("--n", type=int, default=4, help="responses per problem (4)")
+    add("--k", type=int, nargs="+", help="k of pass@k, each ≤ n (1 and n)")
+    add("--limit", type=int, default=0, help="only the first so many problems")
+    add("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
+    add("--top-p", type=float, default=1.0)
+    add("--max-new-tokens", type=int, default=1024, help="longest response (1024)")
+    add("--seed", type=int, default=0)
+    add("--reward", default="", help="a reward's name, or FILE:FUNCTION (default: the task's)")
+    add("--instruction", help="text appended to every question (original data only)")
+    add("--system-prompt", help="system message of every prompt (original data only)")
+    add("--against", help="a second model to compare with, or the folder of its evaluation")
+    add("--output", type=Path, help="folder for responses and summary (evals/TASK-MODEL)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,10 +88,7 @@ def ks_of(args: argparse.Namespace, n: int) -> list[int]:
 
 
 def evaluate_and_save(console: Console, args: argparse.Namespace, model: str, output: Path | None) -> Result:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from gradtrace.evaluation.model import load
-    from gradtrace.evaluation.run import Settings, evaluate, save, summarise
+    from gradtrace.evaluation.run import Settings, evaluate, load, save, summarise
     from gradtrace.evaluation.show import show_scores
     from gradtrace.evaluation.tasks import find_source, load_prompts
     from gradtrace.tasks.prepare import PREPARATIONS
@@ -109,25 +102,14 @@ def evaluate_and_save(console: Console, args: argparse.Namespace, model: str, ou
         prompts = load_prompts(
             args.task, source, loaded.tokenizer, args.limit, args.instruction, args.system_prompt
         )
-    settings = Settings(
-        args.task, args.n, args.temperature, args.top_p, args.max_new_tokens, args.seed, reward_name
-    )
-    columns = (
-        TextColumn("[bold]responses[/bold]"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(prompts) * args.n)
-        result = evaluate(
-            loaded, prompts, reward, settings, source, lambda done: bar.update(task, completed=done)
-        )
+    settings = settings_from(args, Settings, reward=reward_name)
+    with progress_bar(console, "responses") as progress:
+        result = evaluate(loaded, prompts, reward, settings, source, progress)
     found, summary = summarise(result, ks)
     folder = output or Path("evals") / f"{args.task}-{folder_name(model)}"
     save(folder, result, summary)
     show_scores(console, f"{args.task}, {summary['problems']} problems × {args.n}: {model}", found, summary)
-    console.print(f"Responses and summary are in {folder}.", highlight=False)
+    say(console, f"Responses and summary are in {folder}.")
     return result
 
 

@@ -1,4 +1,4 @@
-"""Sample, judge, summarise, save."""
+"""Load a model, sample, judge, summarise, save; and two evaluations of the same problems, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -15,20 +15,38 @@ from transformers import PreTrainedTokenizerBase
 
 from gradtrace import __version__
 from gradtrace.batch import RolloutBatch
+from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.evaluation.model import Loaded
-from gradtrace.evaluation.statistics import scores
+from gradtrace.evaluation.statistics import Paired, mean_rewards, paired, pass_rates, scores
 from gradtrace.intervals import Interval
+from gradtrace.policy.policy import load_with_adapters
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.tasks.datasets import stop_token_ids
 from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.tasks.tokenizer import load_tokenizer
 from gradtrace.trace.atomic import atomic_write
+from gradtrace.training.checkpoint import model_of
 
 VALUES_AT_ONCE = 2**23
 """Responses × tokens sampled before they are judged: bounds the memory."""
 RESPONSES = "responses.jsonl"
 SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    path: str
+    """The place that the weights were loaded from."""
+
+
+def load(name: str, device: str = "auto") -> Loaded:
+    """The model that a user means: a transformers folder, a hub name, a run, or a checkpoint of a run."""
+    path = model_of(name)
+    config = ModelConfig(path=path, device=device)
+    return Loaded(load_with_adapters(path, config, trainable=False).eval(), load_tokenizer(path), path)
 
 
 @dataclass(frozen=True)
@@ -66,12 +84,12 @@ def evaluate(
     reward: RewardFunction,
     settings: Settings,
     source: str = "",
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     max_batch_tokens: int = 32_768,
 ) -> Result:
     """Same prompts and settings: same random numbers, so that two models meet the same luck.
 
-    `progress(responses so far)` is called as responses end.
+    `progress(responses so far, all)` is called as responses end.
     """
     if not prompts:
         raise GradtraceError("there are no problems to evaluate on.")
@@ -87,15 +105,17 @@ def evaluate(
             [prompt.ids for prompt in part],
             params,
             generator=generator,
-            progress=counting(progress, len(lines)),
+            progress=counting(progress, len(lines), len(prompts) * params.n),
         )
         lines += judged(batch, part, tokenizer, reward)
     return Result(settings, loaded.path, source, lines)
 
 
-def counting(progress: Callable[[int], None] | None, before: int) -> Callable[[int, int], None] | None:
-    """The sampler's progress, with the responses `before` it counted too."""
-    return None if progress is None else lambda ended, all_of_them: progress(before + ended)
+def counting(
+    progress: Callable[[int, int], None] | None, before: int, total: int
+) -> Callable[[int, int], None] | None:
+    """The sampler's progress, with the responses before and after its own counted too."""
+    return None if progress is None else lambda ended, _: progress(before + ended, total)
 
 
 def judged(
@@ -106,7 +126,8 @@ def judged(
     rewards = reward(texts, items)
     return [
         {
-            "key": key_of(item["prompt"]),
+            # names the problem in files that are compared
+            "key": hashlib.sha256(item["prompt"].encode()).hexdigest()[:16],
             "prompt": item["prompt"],
             "answer": item["answer"],
             "response": text,
@@ -118,11 +139,6 @@ def judged(
             items, texts, rewards, batch.response_lengths.tolist(), batch.finished.tolist(), strict=True
         )
     ]
-
-
-def key_of(prompt: str) -> str:
-    """Names a prompt in files that are compared."""
-    return hashlib.sha256(prompt.encode()).hexdigest()[:16]
 
 
 def summarise(result: Result, ks: list[int]) -> tuple[dict[str, Interval], dict[str, Any]]:
@@ -159,3 +175,31 @@ def load_result(folder: Path) -> Result:
         raise GradtraceError(
             f"{folder} is not the result of an evaluation ({SUMMARY}, {RESPONSES}): {type(error).__name__}: {error}"
         ) from None
+
+
+def compare(first: Result, second: Result, ks: list[int]) -> dict[str, Paired]:
+    """{`mean@n`: B − A, `pass@k`: …}; refuses evaluations that differ in more than the model."""
+    check_comparable(first, second)
+    a, b = first.rewards(), second.rewards()
+    keys = list(a)
+    rewards_a, rewards_b = [a[key] for key in keys], [b[key] for key in keys]
+    found = {f"mean@{first.settings.n}": paired(mean_rewards(rewards_a), mean_rewards(rewards_b))}
+    for k in ks:
+        found[f"pass@{k}"] = paired(pass_rates(rewards_a, k), pass_rates(rewards_b, k))
+    return found
+
+
+def check_comparable(first: Result, second: Result) -> None:
+    a, b = dataclasses.asdict(first.settings), dataclasses.asdict(second.settings)
+    different = [f"{name} is {a[name]} in one and {b[name]} in the other" for name in a if a[name] != b[name]]
+    if different:
+        raise GradtraceError(
+            f"the two evaluations cannot be compared: {'; '.join(different)}. Evaluate both the same way."
+        )
+    keys_a, keys_b = first.rewards().keys(), second.rewards().keys()
+    only_a, only_b = keys_a - keys_b, keys_b - keys_a
+    if only_a or only_b:
+        raise GradtraceError(
+            f"the two evaluations have different problems: {len(only_a)} are in the first only, {len(only_b)} in the "
+            "second only. Evaluate both with the same --source and --limit."
+        )

@@ -18,27 +18,24 @@ interrupted goes on where it was when the same command is given again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from gradtrace.program import command
+from gradtrace.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "checkpoint",
         type=Path,
         help="RUN (its latest), RUN/checkpoints/step_N (verl: global_step_N), or a plain transformers folder",
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the probe or of its run"
-    )
-    parser.add_argument("--config", type=Path, help="a YAML file with settings of the probe")
-    parser.add_argument("--output", type=Path, help="where results go (default: RUN/probes/step_N)")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the probe or of its run")
+    add("--config", type=Path, help="a YAML file with settings of the probe")
+    add("--output", type=Path, help="where results go (default: RUN/probes/step_N)")
     parser.epilog = "keys of the probe:\n" + "\n".join(key_lines())
 
 
@@ -66,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
     transformers.utils.logging.disable_progress_bar()
     config, run_overrides = load_probe_config(args.config, args.overrides)
     console = Console()
-    display = RichPhases(console)
     try:
-        results = run_probe(args.checkpoint, config, run_overrides, args.output, display)
+        results = run_probe(args.checkpoint, config, run_overrides, args.output, console)
     except KeyboardInterrupt:
         console.print("Interrupted. The same command goes on where it was.")
         return 130
@@ -76,28 +72,5 @@ def run(args: argparse.Namespace) -> int:
     record = results.record()
     console.print(sweep_table(record))
     console.print(summary_table(record))
-    console.print(
-        f"Report: {folder / 'report.html'}\nTokens: {command()} view {folder}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    say(console, f"Report: {folder / 'report.html'}\nTokens: {command()} view {folder}")
     return 0
-
-
-class RichPhases:
-    """A bar for the phase that runs, and a line for each that is done."""
-
-    def __init__(self, console: Any) -> None:
-        self.console = console
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[Callable[[int, int], None]]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console) as progress:
-            task = progress.add_task(name, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
-
-    def message(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import math
 from typing import Any
 
 from rich.table import Table
 
-from gradtrace.compare.picture import Curve, line_picture
+from gradtrace.compare.page import html_page, html_table
+from gradtrace.compare.picture import Curve, escape, line_picture
 from gradtrace.instruments.entropy_probe.estimates import Estimate
+from gradtrace.terminal import titled_table
 
 
 def identity_picture(record: dict[str, Any]) -> str:
@@ -60,13 +61,8 @@ def _log(value: float) -> float:
 
 
 SWEEP_HEAD = (
-    "η / lr",
-    "predicted",
-    "measured, same E",
-    "predicted − measured",
-    "ESS",
-    "fresh samples",
-    "of them new",
+    *("η / lr", "predicted", "measured, same E", "predicted − measured"),
+    *("ESS", "fresh samples", "of them new"),
 )
 
 
@@ -87,21 +83,15 @@ def sweep_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def sweep_table(record: dict[str, Any]) -> Table:
     """The sweep as a table for the terminal."""
-    table = Table(
-        title=f"entropy change at step {record['step']}, nats per token of E (±: 95 % interval)",
-        title_justify="left",
-    )
-    for name in SWEEP_HEAD:
-        table.add_column(name, justify="right")
+    title = f"entropy change at step {record['step']}, nats per token of E (±: 95 % interval)"
+    table = titled_table(title, *SWEEP_HEAD, left=0)
     for cells in sweep_rows(record):
         table.add_row(*cells)
     return table
 
 
 def summary_table(record: dict[str, Any]) -> Table:
-    table = Table(show_header=False, title="the update at η = lr", title_justify="left")
-    table.add_column()
-    table.add_column(justify="right")
+    table = titled_table("the update at η = lr", "", "")
     for name, value in summary_rows(record):
         table.add_row(name, value)
     return table
@@ -141,35 +131,16 @@ def _with_error(value: float, half: float) -> str:
 
 
 def page(record: dict[str, Any]) -> str:
-    """One file with both pictures and both tables; no script, nothing to fetch."""
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-        for cells in sweep_rows(record)
+    """Both pictures and both tables."""
+    about = (
+        "Nats per token of E, ± half of the 95 % interval (jackknife over prompts, Student's t); positive = entropy "
+        "rises. That of predicted − measured is that of the difference: on the same E both share most of their noise."
     )
-    facts = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-        for name, value in summary_rows(record)
+    return html_page(
+        f"What the next update of {record['checkpoint']} does to entropy",
+        f"<p>{escape(about)}</p>",
+        identity_picture(record),
+        sweep_picture(record),
+        html_table(SWEEP_HEAD, sweep_rows(record)),
+        html_table(("the update at η = lr", ""), summary_rows(record)),
     )
-    titles = "".join(f"<th>{html.escape(name)}</th>" for name in SWEEP_HEAD)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Entropy probe of {html.escape(record["checkpoint"])}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem; }}
-svg {{ max-width: 100%; height: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }}
-td, th {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; font-weight: normal; }}
-td, th {{ border-bottom: 1px solid #8884; }}
-th:first-child {{ text-align: left; }}
-</style></head><body>
-<h1>What the next update does to entropy</h1>
-<p>{html.escape(record["checkpoint"])}. Nats per token of E, ± half of the 95 % interval (jackknife over prompts,
-Student's t); positive = entropy rises. That of predicted − measured is that of the difference: on the same E both
-share most of their noise.</p>
-{identity_picture(record)}
-{sweep_picture(record)}
-<table><tr>{titles}</tr>{body}</table>
-<table>{facts}</table>
-</body></html>
-"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
 if TYPE_CHECKING:
-    from gradtrace.probe.source import ProbeSource
+    from gradtrace.probe.session import ProbeSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +154,8 @@ class ProbeResults:
                 fresh = fresh_change(self.prediction.base, self.fresh[1.0].tokens)
                 meta |= {"delta_h_fresh": fresh.value, "delta_h_fresh_stderr": fresh.stderr}
             meta |= {"eta_sweep": record["sweep"], "task": self.task}
-            writer.write(
-                self.step + 1, self.probed.columns(self.update), meta
-            )  # the step that would come next
+            # the step that would come next
+            writer.write(self.step + 1, self.probed.columns(self.update), meta)
         return self.folder
 
 
@@ -166,8 +166,5 @@ def log_log_slope(sweep: list[dict[str, float]]) -> float | None:
     rows = rows if len(rows) > 1 else sweep
     if len(rows) < 2 or any(row["measured"] == 0 for row in rows):
         return None
-    xs = [math.log(row["eta"]) for row in rows]
-    ys = [math.log(abs(row["measured"])) for row in rows]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    top = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return top / sum((x - mean_x) ** 2 for x in xs)
+    pairs = [(math.log(row["eta"]), math.log(abs(row["measured"]))) for row in rows]
+    return statistics.linear_regression(*zip(*pairs, strict=True)).slope

@@ -3,63 +3,83 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.config_loader import to_yaml
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.estimates import Tokens
-from gradtrace.instruments.entropy_probe.passes import (
-    TokenBatch,
-    evaluation_batch,
-    update_batch,
-)
+from gradtrace.instruments.entropy_probe.passes import TokenBatch, evaluation_batch, update_batch
 from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Progress, Shares, Update
+from gradtrace.integrations.verl.launch.checkpoints import opened
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.rollouts import judge
 from gradtrace.probe import preflight
 from gradtrace.probe.config import ProbeConfig
 from gradtrace.probe.results import Fresh, ProbeResults
-from gradtrace.probe.source import ProbeSource
 from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
+from gradtrace.terminal import progress_bar, say
 from gradtrace.trace.atomic import DamagedError, atomic_write, seal, unseal
-from gradtrace.trace.phases import PhaseStore, load_batch
+from gradtrace.trace.phases import PhaseStore, belongs_to, load_batch
 from gradtrace.trace.run_log import RunLog
-from gradtrace.training.source import Loaded
+from gradtrace.training.source import Loaded, Source
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FACTS = "clip_factor, grad_norm"
 OFF_POLICY = 0.01
 """Mean difference of log-probs, in nats per token, above which E was not sampled from this policy."""
 
 
-class PhaseDisplay(Protocol):
-    def phase(self, name: str) -> AbstractContextManager[Progress]:
-        """Shows that a phase runs; the value is called with (done, all)."""
+@dataclasses.dataclass(frozen=True)
+class ProbeSource(Source):
+    """A checkpoint with its run's settings, and the settings of the probe."""
 
-    def message(self, text: str) -> None: ...
+    config: ProbeConfig
+
+    @staticmethod
+    def to_probe(checkpoint: Path, config: ProbeConfig, overrides: list[str]) -> ProbeSource:
+        found = Source.of(opened(checkpoint), overrides)
+        return ProbeSource(found.checkpoint, found.run, found.is_plain, found.seal, config)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a folder with results is about: with any other identity it belongs to another probe."""
+        return {
+            "checkpoint": str(self.checkpoint),
+            "seal": self.seal,
+            "probe": dataclasses.asdict(self.config),
+            "run": to_yaml(dataclasses.replace(self.run, resume="")),
+        }
+
+    def default_output(self) -> Path:
+        return self.output("probes", lambda folder: belongs_to(folder, "probe", self.identity))
+
+    def check(self) -> None:
+        """Refuse, before the model is loaded, sampling that is not the policy's and an optimizer that is not there."""
+        self.check_optimizer(self.config.optimizer, "probe")
+        rollout = self.run.rollout
+        preflight.check_sampling(
+            rollout.temperature, rollout.top_p, rollout.top_k, "rollout", rollout.temperature
+        )
 
 
-class SilentPhases:
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[Progress]:
-        yield lambda done, total: None
+class Phases:
+    """Shows the phase that runs, if there is a console, and keeps how long each took, over all attempts, in the
+    probe's folder and its run.log."""
 
-    def message(self, text: str) -> None: ...
-
-
-class TimedPhases:
-    """A display that keeps how long each phase took, over all attempts, in the probe's folder and its run.log."""
-
-    def __init__(self, display: PhaseDisplay, folder: Path) -> None:
-        self.display = display
+    def __init__(self, console: Console | None, folder: Path) -> None:
+        self.console = console
         self.file = folder / "seconds.json"
         self.log = RunLog(folder)
         self.seconds: dict[str, float] = {}
@@ -69,16 +89,19 @@ class TimedPhases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Progress]:
+        """The value is called with (done, all)."""
         began = time.monotonic()
-        with self.display.phase(name) as progress:
+        with progress_bar(self.console, name) as progress:
             yield progress
         passed = time.monotonic() - began
         self.seconds[name] = round(self.seconds.get(name, 0.0) + passed, 3)
         atomic_write(self.file, seal(self.seconds))
-        self.log.tell(f"{name}: {passed:.2f} s")
+        self.message(f"{name}: {passed:.2f} s")
 
     def message(self, text: str) -> None:
-        self.log.telling(self.display.message)(text)
+        self.log.tell(text)
+        if self.console is not None:
+            say(self.console, text)
 
 
 def run_probe(
@@ -86,24 +109,24 @@ def run_probe(
     config: ProbeConfig,
     run_overrides: list[str] | None = None,
     output: Path | None = None,
-    display: PhaseDisplay | None = None,
+    console: Console | None = None,
 ) -> ProbeResults:
     """Probe a checkpoint of a run (RUN/checkpoints/step_N) or a plain transformers folder. `output`: where results go;
     a folder with an interrupted probe of the same settings is continued."""
     source = ProbeSource.to_probe(checkpoint, config, run_overrides or [])
     source.check()
     store = PhaseStore(output or source.default_output(), "probe", source.identity)
-    timed = TimedPhases(display or SilentPhases(), store.folder)
+    phases = Phases(console, store.folder)
     try:
-        with timed.phase("loading the model"):
+        with phases.phase("loading the model"):
             loaded = source.load(config.optimizer, config.lr, config.precision)
-        return _Session(source, loaded, store, timed).run()
+        return _Session(source, loaded, store, phases).run()
     finally:
-        timed.log.close()
+        phases.log.close()
 
 
 class _Session:
-    def __init__(self, source: ProbeSource, loaded: Loaded, store: PhaseStore, display: TimedPhases) -> None:
+    def __init__(self, source: ProbeSource, loaded: Loaded, store: PhaseStore, display: Phases) -> None:
         self.source = source
         self.config = source.config
         self.parts, self.policy = loaded.parts, loaded.policy

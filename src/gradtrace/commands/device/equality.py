@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class SmallCase:
         places = torch.arange(PROMPT + LENGTH)
         self.tokens = (places >= PROMPT) & (places < PROMPT + lengths[:, None])
         self.accepted = torch.arange(rows) % 2 == 0
+        self.advantages = torch.where(self.accepted, 1.0, -1.0)
         self.group = torch.arange(GROUPS).repeat_interleave(EACH)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         for _ in range(3):
@@ -83,6 +85,22 @@ class SmallCase:
         optimizer.load_state_dict(copy.deepcopy(self.state))
         return model, optimizer
 
+    def terms(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        responses: list[int],
+        dtype: torch.dtype = torch.float32,
+        half: bool = False,
+    ) -> Tensor:
+        """A · log-prob of the tokens of these responses."""
+        rows = torch.tensor(responses)
+        ids, mask = self.ids[rows].to(device), self.tokens[rows].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            logits = model(input_ids=ids, use_cache=False).logits
+        found = logits[:, :-1].to(dtype).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return found[mask[:, 1:]] * self.advantages[rows].to(device, dtype).repeat_interleave(mask.sum(1))
+
     def scores(
         self,
         config: InfluenceConfig,
@@ -92,19 +110,7 @@ class SmallCase:
     ) -> Tensor:
         """Scores of all response tokens, one after the other, on the CPU. `half`: passes under bf16 autocast."""
         model, optimizer = self.on(device, dtype)
-        advantages = torch.where(self.accepted, 1.0, -1.0).to(device, dtype)
-
-        def log_probs(rows: Tensor) -> Tensor:
-            ids, mask = self.ids[rows].to(device), self.tokens[rows].to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                logits = model(input_ids=ids, use_cache=False).logits
-            found = logits[:, :-1].to(dtype).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-            return found[mask[:, 1:]]
-
-        def terms(responses: list[int]) -> Tensor:
-            rows = torch.tensor(responses)
-            return log_probs(rows) * advantages[rows].repeat_interleave(self.tokens[rows].sum(1).to(device))
-
+        terms = partial(self.terms, model, device, dtype=dtype, half=half)
         everything = torch.arange(len(self.ids))
         with InfluenceTracer(model, config, optimizer=optimizer) as tracer:
             with tracer.capture(
@@ -112,7 +118,7 @@ class SmallCase:
                 tokens=self.tokens,
                 accepted=self.accepted,
                 group=self.group,
-                target_scale=1 / advantages.cpu().float(),
+                target_scale=1 / self.advantages,
             ):
                 terms(everything.tolist()).sum().backward()
             trace = tracer.score(terms=terms if config.wants_loss_term else None)

@@ -15,10 +15,6 @@ from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.commands.device.equality import SmallCase
 
 
-def config() -> InfluenceConfig:
-    return InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0)
-
-
 def worker(rank: int, port: int, device_type: str, folder: str) -> None:
     """One of two processes: shards the model with the other, scores its own groups, and saves them in `folder`."""
     from torch.distributed.fsdp import fully_shard
@@ -45,27 +41,24 @@ def worker(rank: int, port: int, device_type: str, folder: str) -> None:
 def traced(case: SmallCase, model: nn.Module, device: torch.device, own: list[int]) -> dict[int, Tensor]:
     """Scores of the groups that are dealt to this rank, by response; at the first step, so that the batch's own
     gradient is the geometry."""
-    advantages = torch.where(case.accepted, 1.0, -1.0)
 
     def terms(responses: list[int]) -> Tensor:
-        rows = torch.tensor(responses or own[:1])  # a rank that has none keeps the others company
-        ids, mask = case.ids[rows].to(device), case.tokens[rows].to(device)
-        logits = model(input_ids=ids, use_cache=False).logits
-        found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        signs = advantages[rows].to(device).repeat_interleave(mask.sum(1))
-        return (found[mask[:, 1:]] * signs)[: None if responses else 0]
+        # A rank that has none keeps the others company.
+        found = case.terms(model, device, responses or own[:1])
+        return found[: None if responses else 0]
 
     group = dist.group.WORLD if dist.is_initialized() else None
     size = dist.get_world_size() if group else 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with InfluenceTracer(model, config(), process_group=group, optimizer=optimizer) as tracer:
+    config = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0)
+    with InfluenceTracer(model, config, process_group=group, optimizer=optimizer) as tracer:
         with tracer.capture(
             response=torch.tensor(own),
             tokens=case.tokens[own],
             accepted=case.accepted,
             group=case.group,
             scale=1 / size,
-            target_scale=1 / (size * advantages),
+            target_scale=1 / (size * case.advantages),
         ):
             (terms(own).sum() * size).backward()  # FSDP takes the mean over ranks, and a step follows the sum
         trace = tracer.score(terms=terms, method="finite_difference" if group else "jvp", coming=True)

@@ -7,8 +7,8 @@ import functools
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,25 +112,20 @@ def attribute(
         new_run(run, settings.output)
     ends = time.monotonic() + settings.budget if settings.budget else float("inf")
     about = {"attributed": identity, "model": settings.model, "optimizer_state": scorer.optimizer_said}
-    with RunFiles(target) as files, Writers(files, message) as writers:
+    writing: dict[str, Any] = {"on_error": "raise", "on_report": message}
+    with RunFiles(target) as files, TraceWriter(files.traces, INFLUENCE_TRACE, **writing) as influence:
         files.messages.tell(f"attribute: {settings.model}; {scorer.optimizer_said}")
         for place, step in enumerate(remaining):
             if result.done and time.monotonic() > ends:
                 result.left = remaining[place:]
                 break
-            source = source_of(run, step)
+            source = run.step(next(kind for kind in SOURCES if step in run.steps(kind)), step)
             groups = groups_of(source, target, step, settings.groups)
-            own = nullcontext() if entropies_stay(source, settings) else writers.of(ENTROPY_TRACE)
-            with own as entropy_writer:
-                found = scorer.score(
-                    source,
-                    groups,
-                    writers.influence,
-                    entropy_writer,
-                    about,
-                    functools.partial(progress, f"step {step}"),
-                )
-            writers.influence.flush()
+            stays = entropies_stay(source, settings)
+            tell = functools.partial(progress, f"step {step}")
+            with nullcontext() if stays else TraceWriter(files.traces, ENTROPY_TRACE, **writing) as entropies:
+                found = scorer.score(source, groups, influence, entropies, about, tell)
+            influence.flush()
             result.done.append(step)
             result.responses += int(found["influence_trace/rows_emitted"])
             result.tokens += int(found["influence_trace/tokens_emitted"])
@@ -145,11 +140,8 @@ def config_of(run: Run, folder: Path, overrides: list[str]) -> Config:
     given = override_keys(overrides)
     own = [f"model.path={folder}", *overrides]
     if (run.path / "config.yaml").is_file():
-        judge = (
-            []
-            if "reward.path" in given
-            else ["reward.path=''", "reward.name=task", "reward.options={}", "reward.extra={}"]
-        )
+        no_judge = ["reward.path=''", "reward.name=task", "reward.options={}", "reward.extra={}"]
+        judge = [] if "reward.path" in given else no_judge
         config = load_config([f"resume={run.path}", *judge, *own])
     else:
         defaults: Any = OmegaConf.structured(Config)
@@ -173,10 +165,6 @@ def chosen_steps(run: Run, wanted: list[int]) -> list[int]:
             f"no rollouts of step {missing[0]}; {run.path} has steps {there[0]} to {there[-1]}"
         )
     return sorted(wanted) if wanted else there
-
-
-def source_of(run: Run, step: int) -> Step:
-    return run.step(next(kind for kind in SOURCES if step in run.steps(kind)), step)
 
 
 def written_before(target: Path, steps: list[int], identity: str, settings: AttributeSettings) -> list[int]:
@@ -225,25 +213,6 @@ def new_run(run: Run, folder: Path) -> None:
     for name in ("config.yaml", "token_bytes.npz", PROMPTS):
         if (run.path / name).is_file() and not (folder / name).exists():
             shutil.copy(run.path / name, folder / name)
-
-
-class Writers:
-    """The writers of a run's traces, closed together."""
-
-    def __init__(self, files: RunFiles, message: Message) -> None:
-        self.files, self.message = files, message
-        self.influence = TraceWriter(files.traces, INFLUENCE_TRACE, on_error="raise", on_report=message)
-
-    @contextmanager
-    def of(self, kind: str) -> Iterator[TraceWriter]:
-        with TraceWriter(self.files.traces, kind, on_error="raise", on_report=self.message) as writer:
-            yield writer
-
-    def __enter__(self) -> Writers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.influence.close()
 
 
 # ---------------------------------------------------------------- the scores

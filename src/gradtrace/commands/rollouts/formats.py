@@ -162,14 +162,9 @@ def trl_row(row: JsonRow, where: str, encoder: Encoder) -> Rollout:
         for name, value in row.items()
         if name not in TRL_OWN and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    found = [
-        (weight, float(row[name]))
-        for name, weight in weights.items()
-        if isinstance(row.get(name), int | float)
-    ]
-    given = [
-        weight * value for weight, value in found if not math.isnan(value)
-    ]  # a function may pass over a row
+    numbers = {name: float(row[name]) for name in weights if isinstance(row.get(name), int | float)}
+    # A function may pass over a row.
+    given = [weights[name] * value for name, value in numbers.items() if not math.isnan(value)]
     if not given:
         raise BadRowError(f"no reward among its columns: {', '.join(row)}; name them with --reward-columns")
     return Rollout(

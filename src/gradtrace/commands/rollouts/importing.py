@@ -28,7 +28,7 @@ from gradtrace.config.keys import check_fields
 from gradtrace.config_loader import check_reward, to_yaml
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import turn_columns
-from gradtrace.tasks.datasets import encode, is_conversation
+from gradtrace.tasks.datasets import encode, messages_of
 from gradtrace.tasks.sources import read_source
 from gradtrace.tasks.tokenizer import load_tokenizer
 from gradtrace.trace.atomic import atomic_directory
@@ -190,9 +190,8 @@ def restored_prompts(source: str, tokenizer: Any) -> dict[str, list[int]]:
     """Prompt ids by the text that is left of them when special tokens are skipped in decoding."""
     found = {}
     for number, row in enumerate(read_source(source, "--prompts")):
-        messages: Any = row.get("prompt")
-        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        if not is_conversation(messages):
+        messages = messages_of(row.get("prompt"))
+        if messages is None:
             raise GradtraceError(f"--prompts {source}, row {number}: it needs `prompt`, a text or messages")
         ids = encode(tokenizer, messages)
         found[tokenizer.decode(ids, skip_special_tokens=True)] = ids

@@ -30,68 +30,47 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
+from gradtrace.terminal import say, seconds, settings_from
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 EXIT = {True: 0, False: 1, None: 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "checkpoint",
         type=Path,
         metavar="RUN|CHECKPOINT",
         help="a run, a checkpoint, or a transformers folder",
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run; optimizer, lr"
-    )
-    parser.add_argument(
-        "--budget", default="120s", help="time to spend: 90, 120s, 10m, 1h, none (default: 120s)"
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="sample and score anew, even if scores are stored"
-    )
-    parser.add_argument("--groups", type=int, default=8, help="groups to measure at most (default: 8)")
-    parser.add_argument(
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run; optimizer, lr")
+    add("--budget", default="120s", help="time to spend: 90, 120s, 10m, 1h, none (default: 120s)")
+    add("--fresh", action="store_true", help="sample and score anew, even if scores are stored")
+    add("--groups", type=int, default=8, help="groups to measure at most (default: 8)")
+    add(
         "--tokens",
         type=int,
         default=24,
         help="single tokens per group, drawn at random; 0 = all (default: 24)",
     )
-    parser.add_argument(
+    add(
         "--halves", type=int, default=12, help="random halves per group; 0 = single tokens only (default: 12)"
     )
-    parser.add_argument(
+    add(
         "--precision",
         choices=("auto", "float32", "float64"),
         default="auto",
         help="auto: float64 below 50 million parameters. Weights in bf16 are measured in float32",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of sampling and of the random choices (default: 0)"
-    )
-    parser.add_argument(
+    add("--seed", type=int, default=0, help="of sampling and of the random choices (default: 0)")
+    add(
         "--model",
         default="",
         help="takes the steps, on stored rollouts of RUN: a transformers folder or a checkpoint",
     )
-    parser.add_argument(
-        "--step", type=int, help="with --model: of these rollouts (default: the latest with scores)"
-    )
-    parser.add_argument("--output", type=Path, help="where results go (default: RUN/verify/step_N)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the table")
-
-
-def seconds(text: str) -> float:
-    """The seconds of "90", "120s", "10m" or "1h"; infinite for "none"."""
-    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
-    try:
-        value = math.inf if text == "none" else float(number) * UNITS[unit]
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise GradtraceError(f"--budget {text}: a time is needed, e.g. 120s, 10m, 1h, or none")
-    return value
+    add("--step", type=int, help="with --model: of these rollouts (default: the latest with scores)")
+    add("--output", type=Path, help="where results go (default: RUN/verify/step_N)")
+    add("--json", action="store_true", help="print the report as JSON instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,15 +104,12 @@ def run(args: argparse.Namespace) -> int:
     left = record["steps_planned"] - record["steps_taken"]
     if left or record["left_out"]:
         scores = f" and {len(record['left_out'])} scores" if record["left_out"] else ""
-        console.print(
-            f"The budget is spent: {left} steps{scores} are left. The same command goes on.", highlight=False
-        )
+        say(console, f"The budget is spent: {left} steps{scores} are left. The same command goes on.")
     colour = {True: "green", False: "red", None: "yellow"}[record["trustworthy"]]
-    console.print(f"[{colour}]verdict[/{colour}]  ", end="")
-    console.print(record["verdict"], markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Scores: {record['scores']}. Pictures: {outcome.folder / 'report.html'}", soft_wrap=True)
+    say(console, record["verdict"], mark=f"[{colour}]verdict[/{colour}]")
+    say(console, f"Scores: {record['scores']}. Pictures: {outcome.folder / 'report.html'}")
     if better := better_score(record):
-        console.print(better, soft_wrap=True, highlight=False)
+        say(console, better)
     return EXIT[record["trustworthy"]]
 
 
@@ -167,18 +143,8 @@ def settings_of(args: argparse.Namespace) -> Any:
         raise GradtraceError(f"lr={own['lr']}: a learning rate is a number, e.g. 1e-5") from None
     if not 0 <= lr < math.inf:
         raise GradtraceError(f"lr={own['lr']}: a learning rate is positive, e.g. 1e-5")
-    return Settings(
-        Size(args.groups, args.tokens, args.halves),
-        args.seed,
-        seconds(args.budget),
-        args.fresh,
-        optimizer,
-        lr,
-        args.precision,
-        args.output,
-        args.model,
-        args.step,
-    )
+    size = Size(args.groups, args.tokens, args.halves)
+    return settings_from(args, Settings, size=size, budget=seconds(args.budget), optimizer=optimizer, lr=lr)
 
 
 class Display:
@@ -217,4 +183,4 @@ class Display:
         self.progress.update(self.task, description=what, completed=done, total=total, left=left)
 
     def message(self, text: str) -> None:
-        self.progress.console.print(text, highlight=False, soft_wrap=True)
+        say(self.progress.console, text)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import math
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from gradtrace.compare.picture import Curve, line_picture
+from gradtrace.compare.page import html_page, html_table
+from gradtrace.compare.picture import Curve, escape, line_picture
 from gradtrace.instruments.verify.agreement import ranks
 from gradtrace.instruments.verify.measure import KINDS
 from gradtrace.instruments.verify.verification import CLEAR, in_brackets, number, usual_scores
@@ -45,7 +45,8 @@ def cells(record: dict[str, Any]) -> tuple[list[str], Rows]:
     """Column titles, and for each score its name and its cells; the best on single tokens first."""
     table = record["table"]
     kinds = [kind for kind in KINDS if any(kind in found for found in table.values())]
-    order = sorted(table, key=lambda name: _sortable(table[name]["single_token"][0]))
+    single = {name: found["single_token"][0] for name, found in table.items()}
+    order = sorted(table, key=lambda name: 2.0 if single[name] is None else -single[name])
     rows = [(name, [_cell(table[name].get(kind)) for kind in kinds]) for name in order]
     return [KINDS[kind] for kind in kinds], rows
 
@@ -55,10 +56,6 @@ def _cell(value: list[float | None] | None) -> str:
         return "–"
     mean, low, high, count = (math.nan if number is None else number for number in value)
     return in_brackets(Interval(mean, low, high, int(count)))
-
-
-def _sortable(value: float | None) -> float:
-    return 2.0 if value is None else -value
 
 
 def better_score(record: dict[str, Any]) -> str:
@@ -98,15 +95,8 @@ def terminal_table(record: dict[str, Any]) -> Table:
 
 
 def page(record: dict[str, Any]) -> str:
-    """One file with the verdict, the pictures and the table; no script, nothing to fetch."""
+    """The verdict, the pictures and the table."""
     titles, rows = cells(record)
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in ("score", *titles))
-    body = "".join(
-        f"<tr{' class=judged' if name == record['judged'] else ''}><th>{html.escape(name)}</th>"
-        + "".join(f"<td>{html.escape(value)}</td>" for value in values)
-        + "</tr>"
-        for name, values in rows
-    )
     pictures = "".join(
         f"<div>{rank_picture(record, key, kind)}</div>"
         for kind in ("single_token", "half_tokens")
@@ -114,29 +104,18 @@ def page(record: dict[str, Any]) -> str:
         for key in ("predicted", "baseline")
     )
     word = {True: "yes", False: "no", None: "undecided"}[record["trustworthy"]]
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Can the scores of {html.escape(record["checkpoint"])} be trusted?</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }}
-svg {{ max-width: 100%; height: auto; }}
-.pictures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }}
-td, th {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; font-weight: normal; }}
-td, th {{ border-bottom: 1px solid #8884; }}
-th:first-child {{ text-align: left; }}
-.judged {{ font-weight: bold; }} .judged th {{ font-weight: bold; }}
-.verdict {{ font-size: 1.15rem; }}
-</style></head><body>
-<h1>Can these scores be trusted? {word}</h1>
-<p class="verdict">{html.escape(record["verdict"])}.</p>
-<p>{html.escape(record["checkpoint"])}, scores: {html.escape(record["scores"])}. {record["steps_taken"]} of
-{record["steps_planned"]} planned steps of the real optimizer (learning rate {record["learning_rate"]:.3g}) were taken
-on parts of {record["groups"]} groups, each from the same state, in {html.escape(record["precision"])}. What a step does
-to the contrast of accepted and rejected responses, minus what momentum does by itself, is compared with the sum of the
-scores of the tokens it was taken on: Spearman's rank correlation, mean over groups, 95 % interval (Student's t).</p>
-<div class="pictures">{pictures}</div>
-<table><tr>{head}</tr>{body}</table>
-</body></html>
-"""
+    about = (
+        f"Scores: {record['scores']}. {record['steps_taken']} of {record['steps_planned']} planned "
+        f"steps of the real optimizer (learning rate {record['learning_rate']:.3g}) were taken on parts of "
+        f"{record['groups']} groups, each from the same state, in {record['precision']}. What a step does to the "
+        "contrast of accepted and rejected responses, minus what momentum does by itself, is compared with the sum of "
+        "the scores of the tokens it was taken on: Spearman's rank correlation, mean over groups, 95 % interval "
+        "(Student's t)."
+    )
+    return html_page(
+        f"Can the scores of {record['checkpoint']} be trusted? {word}",
+        f'<p class="verdict">{escape(record["verdict"])}.</p>',
+        f"<p>{escape(about)}</p>",
+        f'<div class="pictures">{pictures}</div>',
+        html_table(("score", *titles), [(name, *values) for name, values in rows], marked=record["judged"]),
+    )

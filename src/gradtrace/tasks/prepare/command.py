@@ -21,43 +21,36 @@ import shlex
 import sys
 from pathlib import Path
 
+from gradtrace.terminal import say, settings_from, titled_table
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="data_command", metavar="COMMAND", required=True)
     prepare = commands.add_parser("prepare", help="clean, split and write a data set", description=__doc__)
     prepare.formatter_class = argparse.RawDescriptionHelpFormatter
     names = ["gsm8k", "dapo_math", "countdown", "mbpp", "math500", "aime24", "aime25"]
-    prepare.add_argument("name", choices=names, help="which data set")
-    prepare.add_argument("--source", help="file, folder or hf:… (default: its place on the hub)")
-    prepare.add_argument(
-        "--test", nargs="*", default=[], help="test data: may not be trained on, written as test.parquet"
-    )
-    prepare.add_argument("--output", type=Path, help="folder to write (default: data/NAME)")
-    prepare.add_argument(
-        "--validation", type=float, default=0.02, help="problems to set aside: a share below 1, or how many"
-    )
-    prepare.add_argument("--tokenizer", help="model whose tokens are counted (default: characters are)")
-    prepare.add_argument(
+    add = prepare.add_argument
+    add("name", choices=names, help="which data set")
+    add("--source", help="file, folder or hf:… (default: its place on the hub)")
+    add("--test", nargs="*", default=[], help="test data: may not be trained on, written as test.parquet")
+    add("--output", type=Path, help="folder to write (default: data/NAME)")
+    add("--validation", type=float, default=0.02, help="problems to set aside: a share below 1, or how many")
+    add("--tokenizer", help="model whose tokens are counted (default: characters are)")
+    add(
         "--max-prompt-length",
         type=int,
         help="drop longer prompts; in tokens with --tokenizer (default 1024), else in characters (default 4096)",
     )
-    prepare.add_argument(
-        "--drop-overlap", action="store_true", help="drop training problems that are in the test data"
-    )
-    prepare.add_argument("--instruction", help="text appended to every question instead of the usual one")
-    prepare.add_argument("--system-prompt", help="system message of every prompt")
-    prepare.add_argument(
-        "--shots", type=int, default=0, help="solved examples before every question, for small models (0)"
-    )
+    add("--drop-overlap", action="store_true", help="drop training problems that are in the test data")
+    add("--instruction", help="text appended to every question instead of the usual one")
+    add("--system-prompt", help="system message of every prompt")
+    add("--shots", type=int, default=0, help="solved examples before every question, for small models (0)")
     gsm8k = prepare.add_argument_group("gsm8k")
     gsm8k.add_argument(
         "--max-operations", type=int, help="only problems whose solution has at most so many calculations"
     )
     gsm8k.add_argument(
-        "--max-number",
-        type=int,
-        help="only problems of whole numbers up to this, in question and solution",
+        "--max-number", type=int, help="only problems of whole numbers up to this, in question and solution"
     )
     gsm8k.add_argument(
         "--steps-left",
@@ -85,46 +78,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.table import Table
 
     from gradtrace.tasks.prepare.prepare import Request, prepare
 
-    request = Request(
-        name=args.name,
-        source=args.source or "",
-        test=tuple(args.test),
-        output=args.output or Path("data") / args.name,
-        validation=args.validation,
-        tokenizer=args.tokenizer or "",
-        max_prompt_length=args.max_prompt_length or 0,
-        drop_overlap=args.drop_overlap,
-        instruction=args.instruction,
-        system_prompt=args.system_prompt,
-        shots=args.shots,
-        max_operations=args.max_operations,
-        max_number=args.max_number,
-        steps_left=args.steps_left,
-        calculation_left=args.calculation_left,
-        numbers=tuple(args.numbers),
-        count=args.count,
-        largest=args.largest,
-        operators=args.operators,
-        seed=args.seed,
-        command="gradtrace " + shlex.join(sys.argv[1:]),
-    )
+    output = args.output or Path("data") / args.name
+    request = settings_from(args, Request, output=output, command=f"gradtrace {shlex.join(sys.argv[1:])}")
     console = Console()
     with console.status(f"preparing {args.name}"):
         report = prepare(request)
-    table = Table(title=f"{args.name}: {report['source']}", title_justify="left")
-    table.add_column("step")
-    table.add_column("problems left", justify="right")
+    table = titled_table(f"{args.name}: {report['source']}", "step", "problems left")
     for entry in report["funnel"]:
         table.add_row(entry["step"], f"{entry['left']:,}")
     for split, count in report["splits"].items():
         if count:
             table.add_row(f"→ {split}", f"{count:,}", style="bold")
     console.print(table)
-    console.print(
-        f"Written to {request.output}; {request.output / 'README.md'} describes it.", highlight=False
-    )
+    say(console, f"Written to {request.output}; {request.output / 'README.md'} describes it.")
     return 0

@@ -28,7 +28,7 @@ class Request:
     name: str
     output: Path
     source: str = ""
-    test: tuple[str, ...] = ()
+    test: Sequence[str] = ()
     validation: float = 0.02
     tokenizer: str = ""
     max_prompt_length: int = 0
@@ -40,7 +40,7 @@ class Request:
     max_number: int | None = None
     steps_left: int = 0
     calculation_left: bool = False
-    numbers: tuple[int, ...] = (3, 4)
+    numbers: Sequence[int] = (3, 4)
     count: int = 10_000
     largest: int = 100
     operators: str = "+-*/"
@@ -65,15 +65,9 @@ def prepare(request: Request) -> dict[str, Any]:
     choices = easy_problems(request)
     if examples:
         wanted = [example for example in examples if all(is_wanted(example) for _, is_wanted in choices)]
-        cleaned = clean(
-            examples,
-            test,
-            length,
-            longest,
-            count_of(request.validation, wanted),
-            request.drop_overlap,
-            choices,
-        )
+        share = request.validation  # or how many, from 1 on
+        held_out = round(share * len(wanted)) if share < 1 else int(share)
+        cleaned = clean(examples, test, length, longest, held_out, request.drop_overlap, choices)
     else:  # a benchmark: nothing to train on
         cleaned = Cleaned([("rows read", len(test))], test=test)
     return write(
@@ -99,20 +93,13 @@ def with_shots(preparation: Preparation, shots: int) -> Preparation:
 
 def read(source: str, request: Request) -> list[Row]:
     if source == GENERATED:
-        bad = set(request.operators) - set("+-*/")
-        if (
-            bad
-            or not request.operators
-            or min(request.numbers) < 2
-            or request.largest < 1
-            or request.count < 1
-        ):
+        known = request.operators and set(request.operators) <= set("+-*/")
+        if not known or min(request.numbers) < 2 or request.largest < 1 or request.count < 1:
             raise GradtraceError(
                 "countdown: --operators must be some of +-*/, --numbers at least 2, --largest and --count at least 1."
             )
-        return generate(
-            request.count, list(request.numbers), request.largest, request.operators, request.seed
-        )
+        sizes = list(request.numbers)
+        return generate(request.count, sizes, request.largest, request.operators, request.seed)
     return read_source(source, "--source")
 
 
@@ -129,21 +116,21 @@ def with_beginnings(examples: list[Example], request: Request) -> list[Example]:
             f"--calculation-left cuts GSM8K solutions before their last calculation; leave it out with {request.name}"
             " and with --steps-left."
         )
-    if request.calculation_left:
-        return [
-            dataclasses.replace(example, start=up_to_calculation(example.columns["solution"]))
-            for example in examples
-        ]
-    if not request.steps_left:
+    if not request.calculation_left and not request.steps_left:
         return examples
-    if request.name != "gsm8k" or request.steps_left < 0:
+    if not request.calculation_left and (request.name != "gsm8k" or request.steps_left < 0):
         raise GradtraceError(
             f"--steps-left {request.steps_left}: a number of calculations of GSM8K solutions, not of {request.name}'s."
         )
-    return [
-        dataclasses.replace(example, start=beginning(example.columns["solution"], request.steps_left))
-        for example in examples
-    ]
+
+    def start(solution: str) -> str:
+        return (
+            up_to_calculation(solution)
+            if request.calculation_left
+            else beginning(solution, request.steps_left)
+        )
+
+    return [dataclasses.replace(each, start=start(each.columns["solution"])) for each in examples]
 
 
 def easy_problems(request: Request) -> list[Choice]:
@@ -155,18 +142,13 @@ def easy_problems(request: Request) -> list[Choice]:
         )
     choices: list[Choice] = []
     if operations is not None:
-        choices.append(
-            (
-                f"solved in at most {operations} calculations",
-                lambda example: 1 <= example.columns["operations"] <= operations,
-            )
-        )
+        few = f"solved in at most {operations} calculations"
+        choices.append((few, lambda example: 1 <= example.columns["operations"] <= operations))
     if request.calculation_left:
         choices.append(("with words before a last calculation", lambda example: bool(example.start)))
     if number is not None:
-        choices.append(
-            (f"of whole numbers up to {number}", lambda example: largest_number(example) <= number)
-        )
+        small = f"of whole numbers up to {number}"
+        choices.append((small, lambda example: largest_number(example) <= number))
     return choices
 
 
@@ -178,8 +160,3 @@ def length_of(preparation: Preparation, tokenizer_path: str) -> tuple[Length, st
 
     tokenizer = load_tokenizer(tokenizer_path)
     return (lambda example: len(encode(tokenizer, preparation.messages(example)))), "tokens"
-
-
-def count_of(validation: float, examples: Sequence[Example]) -> int:
-    """A share of the examples, or a number of them."""
-    return round(validation * len(examples)) if validation < 1 else int(validation)
