@@ -23,39 +23,21 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradtrace.trace.kinds.blame import BLAME
-from gradtrace.trace.kinds.counterfactual import COUNTERFACTUAL
-from gradtrace.trace.kinds.entropy_probe import ENTROPY_PROBE, ProbeBatch
-from gradtrace.trace.kinds.entropy_trace import ENTROPY_TRACE
-from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE, PAIRWISE
-from gradtrace.trace.kinds.shared import SIGN_STATEMENT, GroupStatus, SegmentRole, Selection
-from gradtrace.trace.kinds.tracin import TRACIN, TracinReason
+# Names that users of the schema look for here.
+from gradtrace.trace.kinds.blame import BLAME as BLAME
+from gradtrace.trace.kinds.counterfactual import COUNTERFACTUAL as COUNTERFACTUAL
+from gradtrace.trace.kinds.entropy_probe import ENTROPY_PROBE as ENTROPY_PROBE
+from gradtrace.trace.kinds.entropy_probe import ProbeBatch as ProbeBatch
+from gradtrace.trace.kinds.entropy_trace import ENTROPY_TRACE as ENTROPY_TRACE
+from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE as INFLUENCE_TRACE
+from gradtrace.trace.kinds.influence_trace import PAIRWISE
+from gradtrace.trace.kinds.shared import SIGN_STATEMENT as SIGN_STATEMENT
+from gradtrace.trace.kinds.shared import GroupStatus as GroupStatus
+from gradtrace.trace.kinds.shared import SegmentRole as SegmentRole
+from gradtrace.trace.kinds.shared import Selection as Selection
+from gradtrace.trace.kinds.tracin import TRACIN as TRACIN
+from gradtrace.trace.kinds.tracin import TracinReason as TracinReason
 from gradtrace.trace.record import COLUMNS, KINDS, Column
-
-__all__ = [
-    "BLAME",
-    "COLUMNS",
-    "COUNTERFACTUAL",
-    "ENTROPY_PROBE",
-    "ENTROPY_TRACE",
-    "FORMAT_VERSION",
-    "INFLUENCE_TRACE",
-    "KINDS",
-    "SIGN_STATEMENT",
-    "TRACIN",
-    "Column",
-    "GroupStatus",
-    "ProbeBatch",
-    "SchemaError",
-    "SegmentRole",
-    "Selection",
-    "TracinReason",
-    "check_layout",
-    "check_values",
-    "conform",
-    "offsets_of",
-    "ragged",
-]
 
 FORMAT_VERSION = 1
 
