@@ -139,6 +139,33 @@ def test_a_jump_of_the_reward_must_exceed_what_drawing_prompts_does(
     assert any(f["detector"] == "reward_jump" for f in open_run(tmp_path).findings()) == jumps
 
 
+def test_few_prompts_of_one_kind_are_no_jump_of_the_reward(tmp_path: Path) -> None:
+    """Four prompts that the policy never gets right say nothing of their own spread; the steps before do."""
+    findings = watched(tmp_path)
+    for step in range(1, 8):
+        rewards = torch.tensor([0.2 + 0.6 * (step % 2), 0.0, 1.0, 0.5]).repeat_interleave(3)
+        findings.see(
+            step, batch(step, rewards=rewards), {**QUIET, "critic/rewards/mean": float(rewards.mean())}
+        )
+    findings.see(8, batch(8, rewards=torch.zeros(12)), {**QUIET, "critic/rewards/mean": 0.0})
+    assert not any(f["detector"] == "reward_jump" for f in open_run(tmp_path).findings())
+
+
+@pytest.mark.parametrize(
+    ("entropies", "tells"),
+    [([0.5] * 5 + [0.4, 0.12, 0.1], True), ([0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.16, 0.13], False)],
+)
+def test_a_reward_that_rises_excuses_a_slow_fall_of_entropy_alone(
+    entropies: list[float], tells: bool, tmp_path: Path
+) -> None:
+    findings = watched(tmp_path)
+    for step, entropy in enumerate(entropies, 1):
+        metrics = {**QUIET, "actor/entropy": entropy, "critic/rewards/mean": 0.3 + 0.05 * step}
+        findings.see(step, batch(step), metrics)
+    told = [f["sentence"] for f in open_run(tmp_path).findings() if f["detector"] == "entropy"]
+    assert len(told) == tells and all("learning rate" in sentence for sentence in told)
+
+
 def test_a_spike_names_the_token_that_made_it(tmp_path: Path) -> None:
     findings = watched(tmp_path, blame=blame_of(row=5, place=2))
     quiet_steps(findings)

@@ -26,7 +26,9 @@ class FindingsConfig:
     entropy_explosion: float = number(2.5, minimum=1)
     """entropy: above this many times the first steps'."""
     reward_gain: float = 0.05
-    """entropy: a reward that rose by this excuses a fall."""
+    """entropy: a reward that rose by this excuses a fall …"""
+    entropy_plunge: float = number(0.4, minimum=0, maximum=1)
+    """entropy: … but not one to below this share of what it was two to five steps ago."""
     length_drift: float = number(0.25, minimum=0)
     """length_drift: relative change of the mean length."""
     length_pays: float = number(0.6, minimum=0, maximum=1)
@@ -60,7 +62,8 @@ class FindingsConfig:
     reward_jump: float = number(0.25, minimum=0)
     """reward_jump: change of the mean reward in one step, as a share of its span …"""
     jump_noise: float = number(3.5, minimum=0)
-    """reward_jump: … and standard errors of the change; few prompts a step make these large."""
+    """reward_jump: … and standard errors of the change, as Student's t counts them where few prompts or steps tell the
+    error."""
     end_untrained: float = number(0.5, minimum=0, maximum=1)
     """end_token: share of finished responses without a trained end token."""
     critic_ratio: float = number(8.0, minimum=1)

@@ -1,4 +1,4 @@
-"""Entropy that collapses without the reward to show for it, or explodes: which tokens, and since when."""
+"""Entropy that collapses at once or without the reward to show for it, or explodes: which tokens, and since when."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def detect(moment: Moment) -> Finding | None:
         since = _since(moment, series, begin * moment.knobs.entropy_explosion**0.5, above=True)
         return Finding(
             f"Entropy explodes: {entropy:.3f} nats per token, {begin:.3f} at first, since step {since}; the "
-            f"policy becomes "
-            f"noise. Least sure: {named(culprits)}.",
+            f"policy becomes noise. Least sure: {named(culprits)}.",
             sure(recent, moment.knobs.entropy_explosion * begin),
             evidence,
             culprits,
@@ -37,15 +36,22 @@ def detect(moment: Moment) -> Finding | None:
         and predicted < 0
         and entropy + 5 * predicted < moment.knobs.entropy_collapse * begin
     )
-    if not (falls or (soon and recent < 0.7 * begin)) or _is_learning(moment):
+    if not (falls or (soon and recent < 0.7 * begin)):
+        return None
+    plunges = recent < moment.knobs.entropy_plunge * float(np.median(series[-6:-2]))
+    if _is_learning(moment) and not plunges:
         return None
     culprits = moment.vocabulary(moment.blame.of_the_step().share) if moment.blame is not None else []
     what = "collapsed" if falls else "is about to collapse, says the probe"
+    but = (
+        "within a few steps, faster than anything is learnt: is the learning rate too high?"
+        if plunges
+        else "and the reward has not risen with it: the policy stops exploring."
+    )
     return Finding(
         f"Entropy {what}: {entropy:.3f} nats per token, {begin:.3f} at first, since step "
-        f"{_since(moment, series, 0.5 * (begin + recent), above=False)}, and the reward has not risen with it: "
-        f"the policy "
-        f"stops exploring. The update is mostly about {named(culprits)}.",
+        f"{_since(moment, series, 0.5 * (begin + recent), above=False)}, {but} "
+        f"The update is mostly about {named(culprits)}.",
         sure(moment.knobs.entropy_collapse * begin, max(recent, 1e-6)),
         evidence,
         culprits,
