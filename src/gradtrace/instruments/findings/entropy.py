@@ -50,8 +50,8 @@ def detect(moment: Moment) -> Finding | None:
     )
     return Finding(
         f"Entropy {what}: {entropy:.3f} nats per token, {begin:.3f} at first, since step "
-        f"{_since(moment, series, 0.5 * (begin + recent), above=False)}, {but} "
-        f"The update is mostly about {named(culprits)}.",
+        f"{_since(moment, series, 0.5 * (begin + recent), above=False)}, {but}"
+        + (f" The update is mostly about {named(culprits)}." if culprits else ""),
         sure(moment.knobs.entropy_collapse * begin, max(recent, 1e-6)),
         evidence,
         culprits,
