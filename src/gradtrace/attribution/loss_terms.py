@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gradtrace.attribution.collectives import Ranks, gathered
+from gradtrace.attribution.collectives import Ranks, gathered, is_sharded
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.geometry import Geometry, Source
@@ -38,12 +39,19 @@ class LossTerms:
         self.config = config
         self.geometry = geometry
         self.ranks = ranks
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
         self.sums: dict[int, Directions] = {}
         """By id of a scope: this rank's part of Σ_r c_r g_r. Not used by `inverse`, which is not linear in g."""
         self._pending: dict[int, Directions] = {}
         self.sources: set[Source] = set()
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Looked up when they are needed: a walk through all modules takes a small model's trace some time."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def sharded(self) -> bool:
+        return is_sharded(self.model)
 
     def weights(self, scope: Scope, factors: Mapping[int, float]) -> dict[int, Tensor]:
         """Member → [m]: how its gradient counts in the scope's directions; `factors` turn a gradient into a

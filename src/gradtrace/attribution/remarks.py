@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.scopes import Scope
 
 
-def remarks(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    scopes: Iterable[Scope],
-    captured: Collection[int],
-    ranks: Ranks,
-) -> list[str]:
-    """`parameters`: those of the model."""
-    # A walk through all modules takes time, and few models have experts.
-    experts = fused_experts(model) if any(p.dim() == 3 for p in parameters.values()) else ""
+def remarks(experts: str, scopes: Iterable[Scope], captured: Collection[int], ranks: Ranks) -> list[str]:
+    """`experts`: what `fused_experts` says of the model."""
     return [said for said in (_split_groups(scopes, captured, ranks), experts) if said]
 
 
