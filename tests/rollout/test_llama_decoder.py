@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradtrace.rollout import Sampler, SamplingParams
+from gradtrace.rollout import Sampler, SamplingParams, llama_weights
 from gradtrace.rollout.decoder import ModelDecoder, Prompts
 from gradtrace.rollout.llama_decoder import LlamaDecoder, supports
-from gradtrace.rollout.llama_weights import WEIGHT_FIRST_ROWS
 
 CPU = torch.device("cpu")
 
@@ -29,7 +28,7 @@ def lora(model: Any, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def assert_decoders_agree(model: Any, prompts: list[list[int]], rows: int) -> None:
+def assert_decoders_agree(model: Any, prompts: list[list[int]], rows: int) -> LlamaDecoder:
     """Logits of both decoders through steps and departures."""
     row_prompts = torch.arange(rows) % len(prompts)
     rectangle = Prompts(prompts, CPU)
@@ -46,21 +45,51 @@ def assert_decoders_agree(model: Any, prompts: list[list[int]], rows: int) -> No
             plain.keep(kept)
         tokens = torch.randint(24, (rows,), generator=generator)
         torch.testing.assert_close(fast.step(tokens), plain.step(tokens), atol=2e-5, rtol=1e-4)
+    return fast
 
 
-@pytest.mark.parametrize(
-    "rows", [5, 8, WEIGHT_FIRST_ROWS.stop + 2], ids=["to_few_rows", "some_rows", "to_some_rows"]
-)
-def test_logits_equal_those_of_the_model(llama_like: Any, prompts: list[list[int]], rows: int) -> None:
+@pytest.fixture(params=["plain", "weights_first", "packed"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every order of weights and products, whatever this machine and the models' sizes would choose."""
+    first = range(4, 49) if request.param == "weights_first" else range(0)
+    monkeypatch.setattr(llama_weights, "WEIGHT_FIRST_ROWS", first)
+    if request.param == "packed":
+        if not torch.backends.mkldnn.is_available():
+            pytest.skip("torch was built without oneDNN")
+        monkeypatch.setattr(llama_weights, "PACKED_STEPS", 1)
+        monkeypatch.setattr(llama_weights, "PACKED_WEIGHTS", range(1, 2**40))
+    return str(request.param)
+
+
+@pytest.mark.parametrize("rows", [5, 8, 51], ids=["to_few_rows", "some_rows", "to_some_rows"])
+def test_logits_equal_those_of_the_model(
+    llama_like: Any, prompts: list[list[int]], rows: int, order: str
+) -> None:
     assert supports(llama_like)
-    assert_decoders_agree(llama_like, prompts, rows)
+    decoder = assert_decoders_agree(llama_like, prompts, rows)
+    linears = [
+        decoder.head,
+        *(layer.qkv for layer in decoder.layers),
+        *(layer.up for layer in decoder.layers),
+    ]
+    assert all(linear.is_packed == (order == "packed") for linear in linears)
+
+
+def test_packed_weights_are_those_of_the_moment(
+    llama_like: Any, prompts: list[list[int]], order: str
+) -> None:
+    assert_decoders_agree(llama_like, prompts, 5)
+    with torch.no_grad():
+        for parameter in llama_like.parameters():
+            parameter.mul_(1.1)
+    assert_decoders_agree(llama_like, prompts, 5)
 
 
 def test_logits_equal_without_padding(llama_like: Any) -> None:
     assert_decoders_agree(llama_like, [[3, 7, 4], [5, 1, 2]], 6)
 
 
-def test_lora_adapters_are_part_of_the_weights(llama_like: Any, prompts: list[list[int]]) -> None:
+def test_lora_adapters_are_part_of_the_weights(llama_like: Any, prompts: list[list[int]], order: str) -> None:
     adapted = lora(llama_like)
     assert supports(adapted)
     assert_decoders_agree(adapted, prompts, 6)

@@ -1,7 +1,7 @@
 """A faster decoder for the Llama family on the CPU; everything else takes `ModelDecoder`.
 
 The same mathematics as the model's own forward, from the same parameters. What it saves, at one token per row:
-- matrix products are taken as W·xᵀ rather than x·Wᵀ: see `Linear`;
+- matrix products read weights in an order that suits few rows: see `Linear`;
 - keys and values go into one preallocated tensor, in place, instead of a growing concatenation;
 - query heads that share a key head are treated as query positions, so keys are never repeated;
 - a prompt that is the beginning of another one in the batch is not read again;
@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from gradtrace.rollout.decoder import Prompts, without_adapters
-from gradtrace.rollout.llama_weights import WEIGHT_FIRST_ROWS, Layer, Linear, Norm, rotary_table
+from gradtrace.rollout.llama_weights import (
+    Layer,
+    Linear,
+    Norm,
+    packing_pays,
+    rotary_table,
+    weights_first,
+)
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 FIXED_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
@@ -85,9 +92,12 @@ class LlamaDecoder:
         """`row_prompts` long[B]: the prompt of each row."""
         inner: Any = without_adapters(model)
         self.embedding = inner.model.embed_tokens.weight
-        self.layers = [Layer.of(layer) for layer in inner.model.layers[: inner.config.num_hidden_layers]]
+        self.packs = packing_pays(inner, max_new_tokens)
+        layers = inner.model.layers[: inner.config.num_hidden_layers]
+        self.layers = [Layer.of(layer, self.packs) for layer in layers]
         self.final_norm = Norm.of(inner.model.norm)
-        self.head = Linear.of(inner.lm_head)
+        head = Linear.of(inner.lm_head)
+        self.head = head.packed() if self.packs else head
         self.query_heads, self.kv_heads = inner.config.num_attention_heads, inner.config.num_key_value_heads
         self.head_dim = inner.model.layers[0].self_attn.head_dim
 
@@ -178,7 +188,7 @@ class LlamaDecoder:
         heads: [N, query_heads + 2 · kv_heads, head_dim], rotated; the result is [N, query_heads · head_dim].
         """
         x = F.embedding(ids, self.embedding)
-        if len(ids) in WEIGHT_FIRST_ROWS:
+        if weights_first(len(ids)) and not self.packs:
             x = x.t().contiguous().t()  # the layout that `Linear` leaves
         for layer, cache in zip(self.layers, self.cache, strict=True):
             heads = self._rotated_heads(layer, layer.attention_norm(x), rotation)
