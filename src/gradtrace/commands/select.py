@@ -96,24 +96,19 @@ def run(args: argparse.Namespace) -> int:
     model = load_with_adapters(folder, ModelConfig(device=args.device), trainable=True)
     policy = Policy(model, next(model.parameters()).device, args.temperature)
     chat = not args.no_chat_template
-    data = to_batch(read_rows(args.data, tokenizer, chat), "DATA")
+    rows = read_rows(args.data, tokenizer, chat)
+    data = to_batch(rows, "DATA")
     validation = to_batch(read_rows(args.validation, tokenizer, chat), "--validation")
     warn_overlap(data, validation, console)
     try:
         selector = TracInSelector(model, args.method, args.parameters)
-        result = score(policy, selector, data.batch, validation.batch, args.token_budget)
+        scores, remarks = score(policy, selector, data, validation, args.token_budget)
     except AttributionError as error:
         raise GradtraceError(f"gradtrace select: {error}") from error
-    table = ranked(data, result.scores)
-    about = {
-        "model": folder,
-        "validation": args.validation,
-        "method": selector.method,
-        "sign": SIGN,
-        "unit": UNIT,
-    }
-    write(Path(args.output), table, about)
-    show(console, table, result, Path(args.output))
+    table = ranked(rows, data, scores)
+    about = {"model": folder, "validation": args.validation, "method": selector.method}
+    write(Path(args.output), table, {**about, "sign": SIGN, "unit": UNIT})
+    show(console, table, remarks, Path(args.output))
     return 0
 
 
@@ -171,13 +166,7 @@ def file_row(row: dict[str, Any], where: str, tokenizer: Any, chat: bool) -> Row
     return Row(prompt_ids, ids, text, response, None if reward is None else float(reward))
 
 
-@dataclass(frozen=True, eq=False)
-class Data:
-    rows: list[Row]
-    batch: RolloutBatch
-
-
-def to_batch(rows: list[Row], name: str) -> Data:
+def to_batch(rows: list[Row], name: str) -> RolloutBatch:
     """The batch with advantages: those of the rewards where there are any, else 1."""
     if not rows:
         raise GradtraceError(f"{name} is empty: there is nothing to score.")
@@ -196,7 +185,7 @@ def to_batch(rows: list[Row], name: str) -> Data:
     group = torch.tensor([index[tuple(row.prompt_ids)] for row in rows])
     rewards = torch.tensor([0.0 if row.reward is None else row.reward for row in rows])
     weights = advantages(rewards, group, mask) if all(rewarded) else mask.float()
-    batch = RolloutBatch(
+    return RolloutBatch(
         prompts=[list(prompt) for prompt in index],
         group=group,
         responses=responses,
@@ -206,7 +195,6 @@ def to_batch(rows: list[Row], name: str) -> Data:
         rewards=rewards,
         advantages=weights,
     )
-    return Data(rows, batch)
 
 
 def advantages(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
@@ -220,8 +208,8 @@ def advantages(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     return values
 
 
-def warn_overlap(data: Data, validation: Data, console: Console) -> None:
-    shared = {tuple(prompt) for prompt in data.batch.prompts} & {tuple(p) for p in validation.batch.prompts}
+def warn_overlap(data: RolloutBatch, validation: RolloutBatch, console: Console) -> None:
+    shared = {tuple(prompt) for prompt in data.prompts} & {tuple(prompt) for prompt in validation.prompts}
     if shared:
         console.print(
             f"[yellow]{len(shared)} prompts are in DATA and in --validation: responses to them score high because they "
@@ -232,17 +220,10 @@ def warn_overlap(data: Data, validation: Data, console: Console) -> None:
 # ---------------------------------------------------------------- scores
 
 
-@dataclass(frozen=True, eq=False)
-class Scored:
-    scores: Tensor
-    """Scores float64[R] of the responses."""
-    diagnosis: list[str]
-
-
 def score(
     policy: Policy, selector: TracInSelector, data: RolloutBatch, validation: RolloutBatch, budget: int
-) -> Scored:
-    """Every response of `data` against the validation set, with progress bars."""
+) -> tuple[Tensor, list[str]]:
+    """(scores float64[R] of the responses of `data` against the validation set, what is notable about them)."""
     if not has_signal(validation):
         raise GradtraceError(
             "--validation says nothing: no prompt of it has responses with different rewards."
@@ -252,8 +233,7 @@ def score(
     found, measures = score_parts(host, train, [validation_losses(validation)], measure=False)
     scores = torch.zeros(len(data), dtype=torch.float64)
     scores[train.rows] = found[0]
-    sentences = diagnose(scores.numpy(), measures.val_norm, val_prompts=len(validation.prompts))
-    return Scored(scores, sentences)
+    return scores, diagnose(scores.numpy(), measures.val_norm, val_prompts=len(validation.prompts))
 
 
 def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
@@ -265,10 +245,10 @@ def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
 # ---------------------------------------------------------------- the result
 
 
-def ranked(data: Data, scores: Tensor) -> pyarrow.Table:
+def ranked(rows: list[Row], data: RolloutBatch, scores: Tensor) -> pyarrow.Table:
     """Order the responses, best first; those that could not be scored come last."""
     order = torch.argsort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True).tolist()
-    chosen = [data.rows[index] for index in order]
+    chosen = [rows[index] for index in order]
     columns: dict[str, Any] = {
         "rank": list(range(1, len(order) + 1)),
         "score": [float(scores[index]) for index in order],
@@ -276,7 +256,7 @@ def ranked(data: Data, scores: Tensor) -> pyarrow.Table:
         "prompt": [row.prompt for row in chosen],
         "response": [row.response for row in chosen],
         "reward": [row.reward for row in chosen],
-        "advantage": [float(data.batch.need("advantages")[index, 0]) for index in order],
+        "advantage": [float(data.need("advantages")[index, 0]) for index in order],
     }
     return pyarrow.table(columns)
 
@@ -291,7 +271,7 @@ def write(path: Path, table: pyarrow.Table, about: dict[str, str]) -> None:
         raise GradtraceError(f"-o {path}: it cannot be written: {error}") from error
 
 
-def show(console: Console, table: pyarrow.Table, result: Scored, path: Path) -> None:
+def show(console: Console, table: pyarrow.Table, remarks: list[str], path: Path) -> None:
     rows = table.to_pylist()
     positive = sum(row["score"] > 0 for row in rows)
     console.print(f"{len(rows)} responses, {positive} with a positive score ({SIGN}).")
@@ -302,6 +282,6 @@ def show(console: Console, table: pyarrow.Table, result: Scored, path: Path) -> 
         texts = [shorten(row[name], 40) for name in ("prompt", "response")]
         out.add_row(str(row["rank"]), f"{row['score']:.3g}", reward, f"{row['advantage']:+.2f}", *texts)
     console.print(out)
-    for sentence in result.diagnosis:
+    for sentence in remarks:
         console.print(f"[yellow]{sentence}[/]")
     console.print(f"Written: {path}")

@@ -96,18 +96,18 @@ def _print(comparisons: list[Comparison]) -> None:
 
     console = Console()
     for comparison in comparisons:
-        cells = table_cells(comparison)
+        head, rows, caption = table_cells(comparison)
         title = Text(f"{comparison.metric} against {AXES[comparison.against]}")
         table = Table(title=title, title_justify="left")
-        for name in cells.head[:-1]:
+        for name in head[:-1]:
             table.add_column(Text(name), overflow="fold")
-        for row in cells.rows:
+        for row in rows:
             table.add_row(*map(Text, row[:-1]))
         console.print(table)
-        for label, *_, differs in cells.rows:  # too wide for a column
+        for label, *_, differs in rows:  # too wide for a column
             if differs:
                 say(console, f"{label}: {differs}", style="dim")
-        console.print(cells.caption, style="dim", highlight=False, markup=False)
+        console.print(caption, style="dim", highlight=False, markup=False)
     for remark in remarks_of(comparisons):
         say(console, f"note: {remark}")
 

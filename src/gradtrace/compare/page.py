@@ -70,6 +70,6 @@ def comparison_page(comparisons: list[Comparison], title: str) -> str:
 
 
 def _section(comparison: Comparison) -> str:
-    cells = table_cells(comparison)
-    table = html_table(cells.head, cells.rows, "last-wide")
-    return f"<section>\n{comparison.picture()}{table}\n<p>{escape(cells.caption)}</p>\n</section>"
+    head, rows, caption = table_cells(comparison)
+    table = html_table(head, rows, "last-wide")
+    return f"<section>\n{comparison.picture()}{table}\n<p>{escape(caption)}</p>\n</section>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from gradtrace.compare.comparison import Comparison, GroupCurve
 from gradtrace.intervals import Interval, mean_interval
@@ -11,14 +10,8 @@ from gradtrace.intervals import Interval, mean_interval
 _UNITS = {"steps": "steps", "trained": "trained responses", "generated": "generated responses", "time": "s"}
 
 
-@dataclass(frozen=True)
-class Cells:
-    head: list[str]
-    rows: list[list[str]]
-    caption: str
-
-
-def table_cells(comparison: Comparison) -> Cells:
+def table_cells(comparison: Comparison) -> tuple[list[str], list[list[str]], str]:
+    """(headings, rows, caption); the last column, in what a group differs, may be long."""
     unit = _UNITS[comparison.against]
     head = ["group", "seeds", f"at {_number(comparison.at)} {unit}"]
     has_difference = len(comparison.groups) > 1
@@ -32,7 +25,7 @@ def table_cells(comparison: Comparison) -> Cells:
         if has_difference:
             row.append("" if group.difference is None else interval_text(group.difference, signed=True))
         rows.append([*row, _reach_text(group), group.differs])
-    return Cells(head, rows, _caption(comparison))
+    return head, rows, _caption(comparison)
 
 
 def _caption(comparison: Comparison) -> str:

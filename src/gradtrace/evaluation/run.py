@@ -84,7 +84,7 @@ def evaluate(
     reward: RewardFunction,
     settings: Settings,
     source: str = "",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     max_batch_tokens: int = 32_768,
 ) -> Result:
     """Same prompts and settings: same random numbers, so that two models meet the same luck.
@@ -98,24 +98,17 @@ def evaluate(
     params = SamplingParams.of(settings, stop_token_ids(tokenizer))
     at_once = max(1, VALUES_AT_ONCE // (params.n * params.max_new_tokens))
     lines: list[dict[str, Any]] = []
+
+    def tell(ended: int, _: int) -> None:
+        progress(len(lines) + ended, len(prompts) * params.n)
+
     for start in range(0, len(prompts), at_once):
         part = list(prompts[start : start + at_once])
         generator = torch.Generator().manual_seed(1_000_003 * settings.seed + start)
-        batch = sampler.generate(
-            [prompt.ids for prompt in part],
-            params,
-            generator=generator,
-            progress=counting(progress, len(lines), len(prompts) * params.n),
-        )
+        ids = [prompt.ids for prompt in part]
+        batch = sampler.generate(ids, params, generator=generator, progress=tell)
         lines += judged(batch, part, tokenizer, reward)
     return Result(settings, loaded.path, source, lines)
-
-
-def counting(
-    progress: Callable[[int, int], None] | None, before: int, total: int
-) -> Callable[[int, int], None] | None:
-    """The sampler's progress, with the responses before and after its own counted too."""
-    return None if progress is None else lambda ended, _: progress(before + ended, total)
 
 
 def judged(

@@ -8,7 +8,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,9 +23,7 @@ from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import ENTROPY_PROBE
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
-
-if TYPE_CHECKING:
-    from gradtrace.probe.session import ProbeSource
+from gradtrace.training.source import Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +38,9 @@ class Fresh:
 
 @dataclass(frozen=True, eq=False)
 class ProbeResults:
-    source: ProbeSource
+    source: Source
+    optimizer: str
+    """Whose update it is: checkpoint, adamw or sgd."""
     step: int
     """Training steps behind the checkpoint."""
     rate: float
@@ -103,7 +103,7 @@ class ProbeResults:
         return {
             "checkpoint": str(self.source.checkpoint),
             "step": self.step,
-            "optimizer": self.source.config.optimizer,
+            "optimizer": self.optimizer,
             "learning_rate": self.rate,
             "grad_norm": self.grad_norm,
             "clip_factor": self.clip_factor,

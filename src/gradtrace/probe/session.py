@@ -41,39 +41,6 @@ OFF_POLICY = 0.01
 """Mean difference of log-probs, in nats per token, above which E was not sampled from this policy."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ProbeSource(Source):
-    """A checkpoint with its run's settings, and the settings of the probe."""
-
-    config: ProbeConfig
-
-    @staticmethod
-    def to_probe(checkpoint: Path, config: ProbeConfig, overrides: list[str]) -> ProbeSource:
-        found = Source.of(opened(checkpoint), overrides)
-        return ProbeSource(found.checkpoint, found.run, found.is_plain, found.seal, config)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a folder with results is about: with any other identity it belongs to another probe."""
-        return {
-            "checkpoint": str(self.checkpoint),
-            "seal": self.seal,
-            "probe": dataclasses.asdict(self.config),
-            "run": to_yaml(dataclasses.replace(self.run, resume="")),
-        }
-
-    def default_output(self) -> Path:
-        return self.output("probes", lambda folder: belongs_to(folder, "probe", self.identity))
-
-    def check(self) -> None:
-        """Refuse, before the model is loaded, sampling that is not the policy's and an optimizer that is not there."""
-        self.check_optimizer(self.config.optimizer, "probe")
-        rollout = self.run.rollout
-        preflight.check_sampling(
-            rollout.temperature, rollout.top_p, rollout.top_k, "rollout", rollout.temperature
-        )
-
-
 class Phases:
     """Shows the phase that runs, if there is a console, and keeps how long each took, over all attempts, in the
     probe's folder and its run.log."""
@@ -113,22 +80,35 @@ def run_probe(
 ) -> ProbeResults:
     """Probe a checkpoint of a run (RUN/checkpoints/step_N) or a plain transformers folder. `output`: where results go;
     a folder with an interrupted probe of the same settings is continued."""
-    source = ProbeSource.to_probe(checkpoint, config, run_overrides or [])
-    source.check()
-    store = PhaseStore(output or source.default_output(), "probe", source.identity)
+    source = Source.of(opened(checkpoint), run_overrides or [])
+    source.check_optimizer(config.optimizer, "probe")
+    rollout = source.run.rollout
+    preflight.check_sampling(
+        rollout.temperature, rollout.top_p, rollout.top_k, "rollout", wanted=rollout.temperature
+    )
+    identity = {
+        "checkpoint": str(source.checkpoint),
+        "seal": source.seal,
+        "probe": dataclasses.asdict(config),
+        "run": to_yaml(dataclasses.replace(source.run, resume="")),
+    }
+    folder = output or source.output("probes", lambda found: belongs_to(found, "probe", identity))
+    store = PhaseStore(folder, "probe", identity)
     phases = Phases(console, store.folder)
     try:
         with phases.phase("loading the model"):
             loaded = source.load(config.optimizer, config.lr, config.precision)
-        return _Session(source, loaded, store, phases).run()
+        return _Session(source, config, loaded, store, phases).run()
     finally:
         phases.log.close()
 
 
 class _Session:
-    def __init__(self, source: ProbeSource, loaded: Loaded, store: PhaseStore, display: Phases) -> None:
+    def __init__(
+        self, source: Source, config: ProbeConfig, loaded: Loaded, store: PhaseStore, display: Phases
+    ) -> None:
         self.source = source
-        self.config = source.config
+        self.config = config
         self.parts, self.policy = loaded.parts, loaded.policy
         self.loaded = loaded
         self.store = store
@@ -143,6 +123,7 @@ class _Session:
         shares = self._shares(prediction)
         results = ProbeResults(
             source=self.source,
+            optimizer=self.config.optimizer,
             step=self.loaded.step,
             rate=self.loaded.rate,
             folder=self.store.folder,

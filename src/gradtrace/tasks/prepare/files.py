@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,8 @@ from gradtrace.tasks.prepare.pipeline import Cleaned
 from gradtrace.trace.atomic import atomic_write
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What was asked for: enough to make the data set again."""
-
-    source: str
-    test_source: str
-    command: str
-    unit: str
-    """The unit of the length limit: tokens or characters."""
-
-
-def write(folder: Path, preparation: Preparation, cleaned: Cleaned, origin: Origin) -> dict[str, Any]:
-    """Write the data set; returns its report."""
+def write(folder: Path, preparation: Preparation, cleaned: Cleaned, origin: dict[str, str]) -> dict[str, Any]:
+    """Write the data set; returns its report. `origin`: what was asked for, enough to make it again."""
     folder.mkdir(parents=True, exist_ok=True)
     report = make_report(preparation, cleaned, origin)
     for split in ("train", "validation", "test"):
@@ -51,14 +39,11 @@ def parquet(preparation: Preparation, examples: list[Example], split: str) -> by
     return buffer.getvalue()
 
 
-def make_report(preparation: Preparation, cleaned: Cleaned, origin: Origin) -> dict[str, Any]:
+def make_report(preparation: Preparation, cleaned: Cleaned, origin: dict[str, str]) -> dict[str, Any]:
     return {
         "data_set": preparation.name,
         "gradtrace": __version__,
-        "source": origin.source,
-        "test_source": origin.test_source,
-        "command": origin.command,
-        "length_unit": origin.unit,
+        **origin,
         "funnel": [{"step": step, "left": left} for step, left in cleaned.funnel],
         "splits": {split: len(getattr(cleaned, split)) for split in ("train", "validation", "test")},
         "reward": preparation.reward,

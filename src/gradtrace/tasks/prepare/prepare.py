@@ -12,7 +12,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.tasks.prepare import PREPARATIONS
 from gradtrace.tasks.prepare.base import Example, Preparation
 from gradtrace.tasks.prepare.countdown import GENERATED, generate
-from gradtrace.tasks.prepare.files import Origin, write
+from gradtrace.tasks.prepare.files import write
 from gradtrace.tasks.prepare.gsm8k import beginning, largest_number, up_to_calculation
 from gradtrace.tasks.prepare.pipeline import Choice, Cleaned, Length, clean, read_examples
 from gradtrace.tasks.sources import HUB, Row, read_source
@@ -70,9 +70,13 @@ def prepare(request: Request) -> dict[str, Any]:
         cleaned = clean(examples, test, length, longest, held_out, request.drop_overlap, choices)
     else:  # a benchmark: nothing to train on
         cleaned = Cleaned([("rows read", len(test))], test=test)
-    return write(
-        request.output, preparation, cleaned, Origin(source, ", ".join(tests), request.command, unit)
-    )
+    asked = {
+        "source": source,
+        "test_source": ", ".join(tests),
+        "command": request.command,
+        "length_unit": unit,
+    }
+    return write(request.output, preparation, cleaned, asked)
 
 
 def with_prompts(preparation: Preparation, instruction: str | None, system_prompt: str | None) -> Preparation:

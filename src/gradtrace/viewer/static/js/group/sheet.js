@@ -20,7 +20,10 @@ const MOST_SETTLING = 5;
 const BUILD_AHEAD = "1200px";
 const ORDER_KEYS = {
   reward: () => (response) => -response.reward,
-  influence: (values) => (response) => (values ? -sumOver(values.map(Math.abs), response) : 0),
+  influence: (values) => {
+    const sizes = values?.map(Math.abs);
+    return (response) => (sizes ? -sumOver(sizes, response) : 0);
+  },
   length: () => (response) => -response.length,
 };
 export const ORDERS = Object.keys(ORDER_KEYS);
