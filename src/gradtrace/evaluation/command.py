@@ -17,15 +17,16 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.terminal import progress_bar, say, settings_from
+from gradtrace.terminal import progress_bar, say, settings_from, titled_table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from gradtrace.evaluation.run import Result
+    from gradtrace.intervals import Interval
     from gradtrace.tasks.rewards import RewardFunction
 
 TASKS = ("gsm8k", "math500", "aime24", "aime25", "dapo_math", "mbpp", "countdown")
@@ -56,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from gradtrace.evaluation.run import load_result
-    from gradtrace.evaluation.show import show_comparison
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights", before our own
     console = Console()
@@ -89,7 +89,6 @@ def ks_of(args: argparse.Namespace, n: int) -> list[int]:
 
 def evaluate_and_save(console: Console, args: argparse.Namespace, model: str, output: Path | None) -> Result:
     from gradtrace.evaluation.run import Settings, evaluate, load, save, summarise
-    from gradtrace.evaluation.show import show_scores
     from gradtrace.evaluation.tasks import find_source, load_prompts
     from gradtrace.tasks.prepare import PREPARATIONS
 
@@ -111,6 +110,31 @@ def evaluate_and_save(console: Console, args: argparse.Namespace, model: str, ou
     show_scores(console, f"{args.task}, {summary['problems']} problems × {args.n}: {model}", found, summary)
     say(console, f"Responses and summary are in {folder}.")
     return result
+
+
+def show_scores(console: Console, title: str, found: dict[str, Interval], summary: dict[str, Any]) -> None:
+    table = titled_table(title, "score", "value", "95 % interval")
+    for name, value in found.items():
+        table.add_row(name, f"{value.mean:.3f}", f"{value.low:.3f} … {value.high:.3f}")
+    table.add_row("finished", f"{summary['finished']:.3f}", "")
+    table.add_row("mean length, tokens", f"{summary['mean_length']:.1f}", "")
+    console.print(table)
+
+
+def show_comparison(console: Console, first: Result, second: Result, ks: list[int]) -> None:
+    from gradtrace.evaluation.run import compare
+
+    found = compare(first, second, ks)
+    problems = len(first.rewards())
+    say(console, f"A: {first.model}\nB: {second.model}")
+    title = f"{first.settings.task}, B − A on the same {problems} problems: positive = B is better"
+    table = titled_table(title, "score", "B − A", "95 % interval", "better", "worse", "equal")
+    for name, pair in found.items():
+        change = pair.difference
+        ends = f"{change.low:+.3f} … {change.high:+.3f}" + ("" if change.excludes_zero else "  (holds 0)")
+        counts = map(str, (pair.better, pair.worse, pair.equal))
+        table.add_row(name, f"{change.mean:+.3f}", ends, *counts)
+    console.print(table)
 
 
 def find_reward(name: str) -> RewardFunction:
