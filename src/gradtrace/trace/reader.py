@@ -237,7 +237,8 @@ class Run:
         for attempt in (1, 2):  # a writer may replace a step between our look at the manifest and at the file
             entry = self.entries(kind).get(step)
             if entry is None:
-                has = _range(self.steps(kind))
+                steps = self.steps(kind)
+                has = f"{len(steps)}, from {steps[0]} to {steps[-1]}" if steps else "none"
                 raise StepUnreadableError(f"{kind} has no step {step} in {self.path}: it has {has}")
             try:
                 return self._load(kind, entry)
