@@ -109,7 +109,11 @@ def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_c
 
 
 def alternate(
-    theirs: Callable[[], object], ours: Callable[[], object], rounds: int = 5, warmup: int = 1
+    theirs: Callable[[], object],
+    ours: Callable[[], object],
+    rounds: int = 5,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """Time both sides `rounds` times, in turns, swapping who goes first.
 
@@ -122,7 +126,7 @@ def alternate(
     pair = [("theirs", theirs), ("ours", ours)]
     for _ in range(rounds):
         for name, work in pair:
-            times[name].append(seconds(work))
+            times[name].append(seconds(work, clock))
         pair.reverse()
     return Timing(**times)
 

@@ -156,7 +156,7 @@ def compare(
     generating: list[tuple[float, float]], steps: dict[str, list[Step]], detail: dict[str, Any]
 ) -> dict[str, Timing]:
     """Each tier over no trace, in CPU seconds; `detail` gets the seconds, and the ratios by the clock on the wall."""
-    ratios = {}
+    ratios: dict[str, Timing] = {}
     for clock, unit in enumerate(("cpu", "wall")):
         plain = steps["without"]
         detail[f"update_{unit}_s_without"] = round(median(step.update[clock] for step in plain), 4)

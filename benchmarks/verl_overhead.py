@@ -97,6 +97,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     import verl  # noqa: F401  (registers platform and engine)
     from verl.utils.distributed import initialize_global_process_group_ray
 
+    from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
     from gradtrace.integrations.verl.step_labels import StepLabels
     from tests.integrations.verl import harness
@@ -106,7 +107,6 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     rank = dist.get_rank()
     engine = harness.make_engine(str(folder / "model"))
     rollout = batch(response_tokens)
-    everyone = torch.ones(len(rollout), dtype=torch.bool)
     traffic = Traffic()
     step = 0
 
@@ -115,7 +115,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
         step += 1
         labels = None
         if loss.influence is not None:
-            labels = StepLabels.of(rollout, step, everyone, torch.zeros(len(rollout), dtype=torch.long))
+            labels = StepLabels(StepPlan.of(rollout, step), torch.zeros(len(rollout), dtype=torch.long))
         data = harness.tensordict(rollout, rows, labels, sequences=len(rollout), micro_batch=GROUP_SIZE)
         with engine.train_mode():
             engine.train_batch(data, loss)
