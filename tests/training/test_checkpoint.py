@@ -80,6 +80,17 @@ def test_failed_save_leaves_the_previous_checkpoint_and_no_rest(tmp_path: Path) 
     assert checkpoints.latest() is not None
 
 
+def test_a_full_disk_after_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (checkpoints.save(1, fill) / "inner/file.txt").unlink()
+
+    def cannot(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(GradtraceError, match=r"the disk is full\. There is no earlier checkpoint"):
+        checkpoints.save(2, cannot)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "delete", "marker"])
 def test_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)

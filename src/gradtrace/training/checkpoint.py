@@ -106,13 +106,12 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _cannot_save(self, target: Path, error: Exception) -> GradtraceError:
+        previous = None
         with contextlib.suppress(GradtraceError):
             previous = self.latest()
-        kept = (
-            f"The previous checkpoint, {previous}, is untouched."
-            if previous
-            else "There is no earlier checkpoint."
-        )
+        kept = "There is no earlier checkpoint."
+        if previous:
+            kept = f"The previous checkpoint, {previous}, is untouched."
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         reason = "the disk is full" if full else str(error)
         return GradtraceError(
