@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradtrace.errors import GradtraceError
 from gradtrace.metrics import Timer
-from gradtrace.tasks.rewards import RewardFunction, named_reward
+from gradtrace.tasks.rewards import RewardFunction, add_rewards, named_reward
 from gradtrace.training.loop import Trainer
 from gradtrace.training.validation import pass_at_k, validate
 from tests.training.small import trainer
@@ -41,6 +41,21 @@ def test_dynamic_sampling_refills_until_the_batch_is_full_of_mixed_groups(tmp_pa
     assert (rewards.amax(-1) > rewards.amin(-1)).all()
     assert metrics["rollout/batches"] > 1
     assert metrics["rollout/groups_sampled"] > metrics["rollout/groups_kept"] == 6
+
+
+def test_parts_of_rewards_are_means_over_all_that_was_sampled(tmp_path: Path) -> None:
+    run = dapo(tmp_path, some_prompts_mixed, "data.train_batch_size=6")
+    lengths: list[float] = []
+
+    def judged(response: str, item: dict[str, Any]) -> float:
+        lengths.append(float(len(response)))
+        return some_prompts_mixed(response, item)
+
+    run.experience.reward = add_rewards(RewardFunction("main", judged), {"think_format": 0.0})
+    main = run.experience.reward.parts
+    _, metrics = collect(run)
+    assert metrics["rollout/batches"] > 1 and len(main["main"]) < len(lengths)
+    assert metrics["reward_part/main"] == pytest.approx(metrics["critic/score/mean"])
 
 
 def test_kept_groups_keep_their_own_prompts_items_and_texts(tmp_path: Path) -> None:
@@ -125,9 +140,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(case: tuple[int
 
 def test_validation_is_repeatable_and_draws_nothing_from_training(tmp_path: Path) -> None:
     run = trainer(tmp_path)
-    parts, settings = run.parts, run.config.trainer.validation
+    parts = run.parts
     state = parts.generators["rollout"].get_state()
     position = parts.task.state_dict()
-    first, second = (validate(settings, parts.task, parts.reward, parts.sampler, 8, 0) for _ in range(2))
+    first, second = (validate(parts) for _ in range(2))
     assert first == second and "val-core/arithmetic/reward/mean@4" in first
     assert torch.equal(state, parts.generators["rollout"].get_state()) and position == parts.task.state_dict()

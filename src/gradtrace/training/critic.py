@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,12 @@ class ValueModel(nn.Module):
         return self.head(at_states).squeeze(-1)
 
 
+@dataclass(eq=False)
 class Critic:
-    def __init__(
-        self, model: ValueModel, optimizer: Optimizer, config: CriticConfig, device: torch.device
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.config = config
-        self.device = device
+    model: ValueModel
+    optimizer: Optimizer
+    config: CriticConfig
+    device: torch.device
 
     def values(self, micro: MicroBatch) -> Tensor:
         """float32[r, T]: the value of the state before each response token."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,33 +26,24 @@ from gradtrace.tasks.base import Prompt, Task
 from gradtrace.tasks.rewards import RewardFunction
 
 
+@dataclass(eq=False)
 class Experience:
     """Makes the batch that a training step learns from."""
 
-    def __init__(
-        self,
-        task: Task,
-        reward: RewardFunction,
-        sampler: Sampler,
-        params: SamplingParams,
-        algorithm: AlgorithmConfig,
-        prompts_per_step: int,
-        flip_probability: float = 0.0,
-    ) -> None:
-        self.task = task
-        self.reward = reward
-        self.sampler = sampler
-        self.params = params
-        self.algorithm = algorithm
-        self.prompts_per_step = prompts_per_step
-        self.flip_probability = flip_probability
+    task: Task
+    reward: RewardFunction
+    sampler: Sampler
+    params: SamplingParams
+    algorithm: AlgorithmConfig
+    prompts_per_step: int
+    flip_probability: float = 0.0
 
     def collect(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
         """A batch with rewards, and metrics of how it came about."""
         if self.algorithm.dynamic_sampling.enable:
             return self._collect_mixed(generator, timer)
         batch, scores = self._rollout(self.task.next_prompts(self.prompts_per_step), generator, timer)
-        return batch, self._metrics(batch, scores, batches=1)
+        return batch, self._metrics(batch, scores, batch.reward_parts or [], batches=1)
 
     def _rollout(
         self, prompts: list[Prompt], generator: torch.Generator, timer: Timer
@@ -88,6 +81,7 @@ class Experience:
         wanted = self.prompts_per_step
         parts: list[RolloutBatch] = []
         all_scores: list[Tensor] = []
+        all_parts: list[dict[str, float]] = []
         found = sampled = rollouts = 0
         while found < wanted and rollouts < self.algorithm.dynamic_sampling.max_batches:
             # As many prompts as the share of mixed groups so far says are needed, and never more than a batch.
@@ -95,6 +89,7 @@ class Experience:
             count = min(wanted, math.ceil((wanted - found) / share))
             batch, scores = self._rollout(self.task.next_prompts(count), generator, timer)
             all_scores.append(scores)
+            all_parts += batch.reward_parts or []
             mixed = batch.group[~constant_groups(scores, batch.group)].unique()[: wanted - found]
             parts.append(keep_groups(batch, mixed))
             found, sampled, rollouts = found + len(mixed), sampled + count, rollouts + 1
@@ -107,14 +102,17 @@ class Experience:
                 "algorithm.dynamic_sampling.enable off to look at the responses."
             )
         batch = RolloutBatch.concat([part for part in parts if len(part)], self.sampler.pad_token_id)
-        metrics = self._metrics(batch, torch.cat(all_scores), rollouts)
+        metrics = self._metrics(batch, torch.cat(all_scores), all_parts, rollouts)
         return batch, {
             **metrics,
             "rollout/groups_sampled": float(sampled),
             "rollout/groups_kept": float(found),
         }
 
-    def _metrics(self, batch: RolloutBatch, scores: Tensor, batches: int) -> dict[str, float]:
+    def _metrics(
+        self, batch: RolloutBatch, scores: Tensor, parts: list[dict[str, float]], batches: int
+    ) -> dict[str, float]:
+        """Of a step's batch; `scores` and `parts` of rewards are those of all responses that were sampled for it."""
         counts = count_groups(batch.need("rewards"), batch.group)
         return {
             GENERATED: float(len(scores)),
@@ -122,7 +120,10 @@ class Experience:
             "rollout/groups_mixed": counts.mixed / counts.total,
             "rollout/groups_constant": counts.constant / counts.total,
             "rollout/batches": float(batches),
-            **{f"reward_part/{name}": sum(own) / max(1, len(own)) for name, own in self.reward.parts.items()},
+            **{
+                f"reward_part/{name}": sum(own[name] for own in parts) / len(parts)
+                for name in chain(*parts[:1])
+            },
         }
 
 

@@ -229,14 +229,7 @@ class Trainer:
 
     def _validate(self, timer: Timer) -> dict[str, float]:
         with timer("testing"):
-            return validate(
-                self.config.trainer.validation,
-                self.parts.task,
-                self.parts.reward,
-                self.parts.sampler,
-                self.config.rollout.max_new_tokens,
-                self.config.trainer.seed,
-            )
+            return validate(self.parts)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.files.log(step, metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,12 +41,12 @@ def plan_updates(
     return updates
 
 
+@dataclass(eq=False)
 class PolicyUpdate:
-    def __init__(self, loss: PolicyLoss, optimizer: Optimizer, moves: bool = True) -> None:
-        """Without `moves` the optimizer makes no step: for debugging a trace."""
-        self.moves = moves
-        self.loss = loss
-        self.optimizer = optimizer
+    loss: PolicyLoss
+    optimizer: Optimizer
+    moves: bool = True
+    """False: the optimizer makes no step, for debugging a trace."""
 
     def run(
         self,

@@ -7,31 +7,24 @@ from collections import defaultdict
 
 import torch
 
-from gradtrace.config import ValidationConfig
 from gradtrace.policy.rollouts import judge, rollout
-from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.tasks.base import Task
-from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.rollout import SamplingParams
+from gradtrace.training.parts import Parts
 
 
-def validate(
-    config: ValidationConfig,
-    task: Task,
-    reward: RewardFunction,
-    sampler: Sampler,
-    max_new_tokens: int,
-    seed: int,
-) -> dict[str, float]:
+def validate(parts: Parts) -> dict[str, float]:
     """`val-core/SOURCE/reward/mean@n` and `…/pass@k`, one pair for each source of prompts.
 
     Always the same prompts and the same random numbers, so that differences come from the policy.
     """
-    params = SamplingParams.of(config, task.stop_token_ids, max_new_tokens=max_new_tokens)
-    generator = torch.Generator().manual_seed(seed)
+    run, task = parts.config, parts.task
+    config = run.trainer.validation
+    params = SamplingParams.of(config, task.stop_token_ids, max_new_tokens=run.rollout.max_new_tokens)
+    generator = torch.Generator().manual_seed(run.trainer.seed)
     prompts = task.validation_prompts(config.prompts)
     if not prompts:
         return {}
-    batch = judge(rollout(sampler, prompts, params, generator), task.tokenizer, reward)
+    batch = judge(rollout(parts.sampler, prompts, params, generator), task.tokenizer, parts.reward)
     rewards = batch.need("rewards").view(len(prompts), config.n)
     rows: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
