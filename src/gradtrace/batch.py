@@ -223,17 +223,14 @@ class RolloutBatch:
         if rows.dtype == torch.bool:
             rows = rows.nonzero().squeeze(-1)
         longest = int(self.response_lengths[rows].max()) if len(rows) else 0
-        columns: dict[str, Any] = {}
-        for name in TOKEN_COLUMNS + ("responses", "response_mask"):
+        chosen: dict[str, Any] = {}
+        for name in (*COLUMNS, *LISTS):
             column = getattr(self, name)
-            columns[name] = None if column is None else column[rows, :longest]
-        for name in RESPONSE_COLUMNS + ("group",):
-            column = getattr(self, name)
-            columns[name] = None if column is None else column[rows]
-        for name in LISTS:
-            listed = getattr(self, name)
-            columns[name] = None if listed is None else [listed[i] for i in rows.tolist()]
-        return dataclasses.replace(self, **columns)
+            if name in LISTS and column is not None:
+                chosen[name] = [column[row] for row in rows.tolist()]
+            elif column is not None:
+                chosen[name] = column[rows, :longest] if column.dim() == 2 else column[rows]
+        return dataclasses.replace(self, **chosen)
 
     @staticmethod
     def concat(batches: list[RolloutBatch], pad_id: int = 0) -> RolloutBatch:

@@ -41,7 +41,7 @@ def load_config(overrides: list[str]) -> Config:
         check_run_key(key, valid, f"override '{key}'")
     recipe_file = find_recipe(keys)
     check_file_keys(recipe_file, valid)
-    recipe = composed_recipe(recipe_file)
+    recipe = (packaged_recipe if recipe_file.parent == CONF else compose)(recipe_file)
     config = finished(with_overrides(recipe, overrides), recipe, keys)
     if config.trainer.traces:  # what is said of one of them counts
         for name in ("entropy_trace", "influence_trace", "blame"):
@@ -134,17 +134,8 @@ def check_file_keys(recipe: Path, valid: set[str]) -> None:
         check_run_key(path, valid, f"{recipe}, key '{path}'")
 
 
-def composed_recipe(recipe: Path) -> DictConfig:
-    """The recipe with Hydra's `defaults`, merged into the schema (which checks types). Packaged ones are kept."""
-    return packaged_recipe(recipe) if recipe.parent == CONF else compose(recipe)
-
-
-@functools.lru_cache
-def packaged_recipe(recipe: Path) -> DictConfig:
-    return compose(recipe)
-
-
 def compose(recipe: Path) -> DictConfig:
+    """The recipe with Hydra's `defaults`, merged into the schema (which checks types)."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -163,6 +154,10 @@ def compose(recipe: Path) -> DictConfig:
             f"{recipe}: its `defaults` lead back to itself. A recipe that builds on a packaged one needs a name of its "
             "own: rename the file."
         ) from None
+
+
+packaged_recipe = functools.lru_cache(compose)
+"""Those of the package do not change."""
 
 
 def with_overrides(recipe: DictConfig, overrides: list[str]) -> DictConfig:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gradtrace.training.plot import draw_curve
 from gradtrace.training.run import train
-from gradtrace.training.terminal import PlainDisplay, RichDisplay, samples_table
+from gradtrace.training.terminal import PlainDisplay, RichDisplay, draw_curve, samples_table
 from tests.training.small import config, random_batch
 
 

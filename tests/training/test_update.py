@@ -18,8 +18,8 @@ from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, S
 from gradtrace.metrics import Timer
 from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.optimizer import learning_rate
 from gradtrace.policy.rollouts import add_advantages
-from gradtrace.policy.schedule import learning_rate
 from gradtrace.training.update import plan_updates
 from tests.training.small import random_batch, trainer
 

@@ -16,14 +16,13 @@ from gradtrace.algorithms.aggregation import AGGREGATIONS, Denominator, aggregat
 from gradtrace.algorithms.entropy import entropy_bonus
 from gradtrace.algorithms.groups import GroupCounts, accepted, constant_groups, count_groups, rejected
 from gradtrace.algorithms.kl import KL_ESTIMATORS, kl_estimate
-from gradtrace.algorithms.length_shaping import cosine_shaping, shortest_shaping
+from gradtrace.algorithms.length_shaping import cosine_shaping, shortest_shaping, soft_overlong_penalty
 from gradtrace.algorithms.logits import entropy_from_logits, log_probs_and_entropies, log_probs_from_logits
 from gradtrace.algorithms.losses.archer import archer, aspo_weights, high_entropy_tokens
 from gradtrace.algorithms.losses.cispo import cispo
 from gradtrace.algorithms.losses.gspo import gspo
 from gradtrace.algorithms.losses.ppo import ppo
 from gradtrace.algorithms.losses.value import value_loss
-from gradtrace.algorithms.overlong import soft_overlong_penalty
 from gradtrace.algorithms.registry import (
     Algorithm,
     advantage,

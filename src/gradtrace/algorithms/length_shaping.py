@@ -1,4 +1,5 @@
-"""Length shaping: among right responses the short ones earn more. Added to the rewards before advantages.
+"""Rewards by length: among right responses the short ones earn more, and responses near the limit lose. Added to the
+rewards before advantages.
 
 Lengths count response tokens, a response is right if its score is at least `threshold`, and `strength` is the most
 that a reward changes, in units of reward: below 1 no right response falls to the reward 0 of a wrong one.
@@ -10,6 +11,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from gradtrace.errors import GradtraceError
 
 
 def cosine_shaping(lengths: Tensor, right: Tensor, max_length: int, strength: float) -> Tensor:
@@ -37,3 +40,17 @@ def shortest_shaping(lengths: Tensor, right: Tensor, group: Tensor, strength: fl
     position = 0.5 - (lengths - shortest) / spread.clamp(min=1.0)
     shaping = torch.where(right, position, position.clamp(max=0.0))
     return strength * torch.where(spread > 0, shaping, torch.zeros_like(shaping))
+
+
+def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: float = 1.0) -> Tensor:
+    """float[R] ≤ 0: DAPO's penalty for responses near the length limit. lengths long[R].
+
+    Zero up to max_length − buffer tokens, then falling linearly to −penalty at max_length, and no further.
+    """
+    if not 0 < buffer <= max_length:
+        raise GradtraceError(
+            f"The overlong buffer is {buffer} tokens and the length limit {max_length}: the buffer is the "
+            "last part of the allowed length, so it must be at least 1 and at most the limit."
+        )
+    excess = lengths - (max_length - buffer)
+    return -penalty * (excess / buffer).clamp(0.0, 1.0)

@@ -83,14 +83,8 @@ class Registry(Generic[Inputs, Outputs]):
         """`needs`: the optional columns the function reads, or a function from its options to them. `own_kl` and
         `plain_at_ratio_one`: see `Algorithm`; leave them out where they do not hold, and traces take a pass of their
         own instead of scoring wrongly."""
-        columns: Needs
-        if callable(needs):
-            columns = needs
-        else:
-            fixed = tuple(needs)
-
-            def columns(options: dict[str, Any]) -> Iterable[str]:
-                return fixed
+        fixed = () if callable(needs) else tuple(needs)
+        columns: Needs = needs if callable(needs) else lambda options: fixed
 
         def decorate(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
             known = self._entries.get(name)

@@ -34,6 +34,11 @@ def required(column: Tensor | None, name: str, by: str) -> Tensor:
     return column
 
 
+def straight_through(weight: Tensor, log_probs: Tensor) -> Tensor:
+    """Value `weight`, gradient weight · ∇log π: what a ratio of that size would have."""
+    return weight.detach() * (log_probs - log_probs.detach()).exp()
+
+
 def check_rewards(rewards: Tensor, group: Tensor) -> None:
     """Rewards float[R] and groups long[R] must align, and every reward must be a number."""
     if rewards.dim() != 1 or rewards.shape != group.shape:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from gradtrace.config import OptimConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.schedule import learning_rate
 
 
 class Optimizer:
@@ -74,3 +73,16 @@ class Optimizer:
             parameter = self.parameters[name]
             device = "cpu" if key == "step" and parameter.device.type == "cpu" else parameter.device
             self.adamw.state[parameter][key] = tensor.to(device)
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The rate of training step `step` (from 1): a linear warm-up, then constant, or down to min_lr_ratio · lr. It
+    depends on the step alone: there is nothing to save and nothing to restore."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    end = config.schedule_steps or total_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    share = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)

@@ -54,6 +54,12 @@ class Policy:
         """bf16 matrix products on a GPU; float32 on a CPU."""
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
 
+    def seen_by_head(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """Name of the output head → the flat positions that it runs on, for hooks: it does not see all."""
+        head = self.model.get_output_embeddings()
+        names = [name for name, module in self.model.named_modules() if module is head]
+        return dict.fromkeys(names, micro.logit_positions)
+
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
@@ -109,14 +115,12 @@ def load_model(path: str | Path, config: ModelConfig, key: str = "model.path") -
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True, **options
         )
-    except (
-        Exception
-    ) as error:  # damaged weights and configurations fail in many libraries, each in its own way
+    # Damaged weights and configurations fail in many libraries, each in its own way.
+    except Exception as error:
         raise GradtraceError(f"{key}={path}: the model cannot be loaded. {error}") from error
     model, info = loaded
-    if missing := sorted(
-        set(info["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", None) or {})
-    ):
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    if missing := sorted(set(info["missing_keys"]) - tied):
         raise GradtraceError(
             f"{key}={path}: {len(missing)} weights are not in its files, the first is {missing[0]}; they would be "
             "random numbers."
@@ -194,13 +198,13 @@ def disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
+@dataclass(eq=False)
 class Reference:
     """The frozen policy that a KL term holds the trained one to."""
 
-    def __init__(self, policy: Policy, own: Policy | None) -> None:
-        """`own`: a model of its own; None: the policy with its LoRA adapters switched off."""
-        self.policy = policy
-        self.own = own
+    policy: Policy
+    own: Policy | None
+    """A model of its own; None: the policy with its LoRA adapters switched off."""
 
     @torch.no_grad()
     def add_log_probs(self, batch: RolloutBatch, micro_batches: Iterable[MicroBatch]) -> RolloutBatch:

@@ -75,9 +75,8 @@ def open_trackers(trainer: TrainerConfig, run_dir: Path, config: dict[str, Any])
                 trackers.append(Wandb(name, run_dir, trainer.wandb, config))
         except GradtraceError:
             raise
-        except (
-            Exception
-        ) as error:  # no key, no network, a project that is not ours: each tracker has its own classes
+        # No key, no network, a project that is not ours: each tracker has its own classes.
+        except Exception as error:
             raise GradtraceError(
                 f"trainer.logger names {name}, which could not start: {error} (`{name} login`, or leave it out)."
             ) from error

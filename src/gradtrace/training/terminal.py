@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,14 +13,16 @@ from rich.text import Text
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.program import command
-from gradtrace.training.plot import draw_curve
 
 SAMPLES = 6
 PLAIN_LINES = 40
 """Without a terminal, about this many step lines for a whole run."""
+EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-class Display(Protocol):
+class Display:
+    """What a run tells as it goes. This one shows nothing: for code that trains without anybody watching."""
+
     def message(self, text: str) -> None: ...
 
     def warm_start(self, stage: str, step: int, accuracy: float) -> None: ...
@@ -38,24 +41,11 @@ def open_display() -> Display:
     return RichDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-class SilentDisplay:
-    """Shows nothing, for code that trains without anybody watching."""
-
-    def message(self, text: str) -> None: ...
-
-    def warm_start(self, stage: str, step: int, accuracy: float) -> None: ...
-
-    def begin(self, last_step: int, total_steps: int) -> None: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def samples(self, step: int, batch: RolloutBatch) -> None: ...
-
-    def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None: ...
+SilentDisplay = Display
 
 
-class PlainDisplay:
-    """One line per step, or per few steps of a long run."""
+class PlainDisplay(Display):
+    """One line per step, or per few steps of a long run. Without samples: a table is for eyes, not for a job's log."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -77,15 +67,12 @@ class PlainDisplay:
         if step % every == 0 or step in (1, self.total_steps) or validated:
             self.message(f"step {step}/{self.total_steps}  {step_text(metrics)}{validated}")
 
-    def samples(self, step: int, batch: RolloutBatch) -> None:
-        """A table is for eyes; the log file of a job does not need it."""
-
     def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None:
         for line in closing_lines(run_dir, rewards, finished, width=min(self.console.width, 80)):
             self.message(line)
 
 
-class RichDisplay:
+class RichDisplay(Display):
     """A progress bar with the numbers that matter, and a table of sample responses now and then."""
 
     def __init__(self, console: Console) -> None:
@@ -202,3 +189,26 @@ def closing_lines(run_dir: Path, rewards: list[tuple[int, float]], finished: boo
     else:
         lines += [f"Stopped and saved. Continue with: {command()} train resume={run_dir}"]
     return lines
+
+
+def draw_curve(values: list[float], width: int, height: int = 8) -> list[str]:
+    """Lines of a bar plot with its scale on the left, from the values in order; each bar a mean where they crowd."""
+    low, high = min(values), max(values)
+    if low >= 0 and high <= 1:
+        low, high = 0.0, 1.0  # shares look alike from run to run
+    span = (high - low) or 1.0
+    columns = _resample(values, max(1, min(width - 8, 2 * len(values))))
+    levels = [round((value - low) / span * height * 8) for value in columns]
+    lines = []
+    for row in reversed(range(height)):
+        label = f"{low + span * (row + 1) / height:6.2f} " if row % 2 else " " * 7
+        cells = "".join(EIGHTHS[max(0, min(8, level - 8 * row))] for level in levels)
+        lines.append(f"{label}│{cells}")
+    return lines
+
+
+def _resample(values: list[float], count: int) -> list[float]:
+    """`count` values: means of neighbours, or repeats."""
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    parts = [values[a : max(b, a + 1)] for a, b in itertools.pairwise(edges)]
+    return [sum(part) / len(part) for part in parts if part]

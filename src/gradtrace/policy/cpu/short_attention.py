@@ -45,9 +45,7 @@ class ShortAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, prompt_keys, prompt_values, weights = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled()
-        ):  # this pass will be differentiated, and the weights move with queries and keys
+        if torch.is_grad_enabled():  # this pass will be differentiated: weights move with queries and keys
             weights = attention_weights(queries, keys, prompt_keys, ctx.biases, ctx.scale)
         prompts = len(prompt_keys)
         to_prompt, to_own = parts(weights, prompt_keys)
@@ -126,10 +124,10 @@ class ShortLayout:
         causal = torch.full((length, length), -torch.inf, dtype=query.dtype).triu(1)
         shared_bias = query.new_zeros(1, 1, 1)
         if self.hidden is not None:
-            shared_bias = torch.zeros(self.hidden.shape, dtype=query.dtype).masked_fill(
-                self.hidden, -torch.inf
+            visible = torch.zeros(self.hidden.shape, dtype=query.dtype)
+            shared_bias = visible.masked_fill(self.hidden, -torch.inf)[:, None].repeat_interleave(
+                key_heads, 0
             )
-            shared_bias = shared_bias[:, None].repeat_interleave(key_heads, 0)
         output = ShortAttention.apply(
             queries.view(-1, length * heads // key_heads, size),
             keys.view(-1, length, size),
