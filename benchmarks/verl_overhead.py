@@ -99,7 +99,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
 
     from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.step_labels import StepLabels
+    from gradtrace.integrations.verl.told import StepLabels
     from tests.integrations.verl import harness
 
     torch.set_num_threads(1)

@@ -6,13 +6,15 @@ in this process; verl implements them on every rank of its engine, where weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from gradtrace.attribution import AttributionError
 from gradtrace.attribution.collectives import Ranks
+from gradtrace.errors import GradtraceError
 
 if TYPE_CHECKING:
     from gradtrace.instruments.entropy_probe.passes import TokenBatch
@@ -64,3 +66,12 @@ class ProbeHost(DerivativeHost, Protocol):
         self, batch: TokenBatch, weights: Tensor, progress: Callable[[int, int], None] | None = None
     ) -> Gradient:
         """The gradient of Σ_k (H_k + w ℓ_k) over the tokens of all ranks, w being `weights[i]` of their sequence i."""
+
+
+@contextmanager
+def asked_by(setting: str) -> Iterator[None]:
+    """What attribution refuses inside is told to the user as an error of this setting."""
+    try:
+        yield
+    except AttributionError as error:
+        raise GradtraceError(f"{setting}: {error}") from error

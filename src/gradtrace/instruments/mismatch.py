@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,26 +34,20 @@ NOTABLE = 1e-3
 STATE = "mismatch/largest"
 
 
+@dataclass(eq=False)
 class MismatchShare(StepObserver):
     """Measures every `every` steps, where sampler and trainer disagreed in the step before; else it costs nothing."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        loss: Callable[[LossInputs], LossOutputs],
-        every: int,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """On several `ranks`, each of which has the whole model, gradients are added up over them."""
-        self.policy = policy
-        self.loss = loss
-        self.every = every
-        self.ranks = ranks or Ranks()
-        self.batch: RolloutBatch | None = None
-        """Of the step that is measured."""
-        self.largest = 0.0
-        self._due: list[Tensor] = []
-        self._whole: list[Tensor] = []
+    policy: Policy
+    loss: Callable[[LossInputs], LossOutputs]
+    every: int
+    ranks: Ranks = field(default_factory=Ranks)
+    """Each has the whole model; gradients are added up over them."""
+    batch: RolloutBatch | None = field(default=None, init=False)
+    """Of the step that is measured."""
+    largest: float = field(default=0.0, init=False)
+    _due: list[Tensor] = field(default_factory=list, init=False)
+    _whole: list[Tensor] = field(default_factory=list, init=False)
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         known = bool(batch.sampler_log_probs.any())
@@ -72,8 +67,7 @@ class MismatchShare(StepObserver):
         device = log_probs.device
         mask, weights = micro.mask.to(device), token_weights.to(device)
 
-        def slopes(old: Tensor) -> Tensor:
-            leaf = log_probs.detach().requires_grad_()
+        def loss(leaf: Tensor, old: Tensor) -> Tensor:
             inputs = LossInputs(
                 log_probs=leaf,
                 old_log_probs=old,
@@ -82,10 +76,10 @@ class MismatchShare(StepObserver):
                 ref_log_probs=micro.column(batch, "ref_log_probs", device),
                 entropies=entropies.detach(),
             )
-            return torch.autograd.grad((self.loss(inputs).loss * weights)[mask].sum(), leaf)[0]
+            return (self.loss(inputs).loss * weights)[mask].sum()
 
-        with_ratio = slopes(micro.column(batch, "sampler_log_probs", device))
-        difference = with_ratio - slopes(log_probs.detach())
+        sampled = micro.column(batch, "sampler_log_probs", device)
+        with_ratio, difference = slopes(loss, log_probs, sampled)
         parameters = list(self.policy.trainable().values())
         for slope, total, keep in ((difference, self._due, True), (with_ratio, self._whole, False)):
             found = torch.autograd.grad(log_probs, parameters, slope, retain_graph=keep, allow_unused=True)
@@ -111,6 +105,19 @@ class MismatchShare(StepObserver):
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self.largest = float(tensors.get(STATE, 0.0))
+
+
+def slopes(
+    loss: Callable[[Tensor, Tensor], Tensor], log_probs: Tensor, sampled: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[r, T]: derivatives of `loss(log_probs, old log-probs)` by the log-probs, whose products with ∇ℓ make g_ρ and
+    g_ρ − g_1. `sampled`: the sampler's log-probs."""
+    leaf = log_probs.detach().requires_grad_()
+    with torch.enable_grad():
+        with_ratio, plain = (
+            torch.autograd.grad(loss(leaf, old), leaf)[0] for old in (sampled, log_probs.detach())
+        )
+    return with_ratio, with_ratio - plain
 
 
 def share_metrics(due: float, dot: float, whole: float) -> dict[str, float]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.metrics import GENERATED
 from gradtrace.policy.microbatch import MicroBatch
+from gradtrace.trace.writer import TraceWriter
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,18 @@ class StepObserver:
         """The run ends, for whatever reason."""
 
 
+class WritingObserver(StepObserver):
+    """One that writes a trace."""
+
+    writer: TraceWriter
+
+    def start(self, last_step: int) -> None:
+        self.writer.truncate_after(last_step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
 class Observers(StepObserver):
     """Composite: forwards each hook to several observers, in order."""
 
@@ -120,19 +133,11 @@ class Observers(StepObserver):
             batch = observer.before_update(batch, step)
         return batch
 
-    @contextlib.contextmanager
-    def around_backward(self, backward: Backward) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for observer in self.observers:
-                stack.enter_context(observer.around_backward(backward))
-            yield
+    def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
+        return _inside(observer.around_backward(backward) for observer in self.observers)
 
-    @contextlib.contextmanager
-    def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for observer in self.observers:
-                stack.enter_context(observer.around_optimizer_step(update))
-            yield
+    def around_optimizer_step(self, update: OptimizerStep) -> AbstractContextManager[Any]:
+        return _inside(observer.around_optimizer_step(update) for observer in self.observers)
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -154,3 +159,12 @@ class Observers(StepObserver):
     def close(self) -> None:
         for observer in self.observers:
             observer.close()
+
+
+@contextlib.contextmanager
+def _inside(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """All of them entered, each made when those before it have been."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -6,8 +6,8 @@ true derivative of entropy, and the gradient that the optimizer saw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,31 +32,28 @@ def padding_row_counts(model: nn.Module) -> Iterator[None]:
             module.padding_idx = row
 
 
-@contextmanager
-def padding_row_is_constant(model: nn.Module) -> Iterator[None]:
+def padding_row_is_constant(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, forward mode leaves the padding row out as a backward pass does."""
-
-    def hook(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return torch.where((inputs[0] == module.padding_idx)[..., None], output.detach(), output)
-
-    with ExitStack() as stack:
-        for module in padded_embeddings(model):
-            stack.callback(module.register_forward_hook(hook).remove)
-        yield
+    return _padding_replaced(model, [lambda output: output.detach()] * len(padded_embeddings(model)))
 
 
-@contextmanager
-def padding_row_stays(model: nn.Module, rows: list[Tensor]) -> Iterator[None]:
+def padding_row_stays(model: nn.Module, rows: list[Tensor]) -> AbstractContextManager[None]:
     """Like `padding_row_is_constant`, for weights that are moved and not differentiated: `rows` are the padding rows
     (each [D]) at the weights as they were, in the order of `padded_embeddings`."""
+    return _padding_replaced(model, [row.to for row in rows])
 
-    def hook_for(row: Tensor) -> Any:
+
+@contextmanager
+def _padding_replaced(model: nn.Module, by: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Inside, each embedding gives the padding token what its function makes of the embedding's output."""
+
+    def hook_for(made: Callable[[Tensor], Tensor]) -> Any:
         def hook(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            return torch.where((inputs[0] == module.padding_idx)[..., None], row.to(output), output)
+            return torch.where((inputs[0] == module.padding_idx)[..., None], made(output), output)
 
         return hook
 
     with ExitStack() as stack:
-        for module, row in zip(padded_embeddings(model), rows, strict=True):
-            stack.callback(module.register_forward_hook(hook_for(row)).remove)
+        for module, made in zip(padded_embeddings(model), by, strict=True):
+            stack.callback(module.register_forward_hook(hook_for(made)).remove)
         yield

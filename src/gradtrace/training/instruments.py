@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import policy_loss
-from gradtrace.attribution import AttributionError, InfluenceTracer, TrainingPass
+from gradtrace.attribution import InfluenceTracer, TrainingPass
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.instrument import BlameInstrument
+from gradtrace.instruments.blame.record import BlameRecord
 from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
+from gradtrace.instruments.entropy_probe.record import ProbeRecord
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
+from gradtrace.instruments.host import asked_by
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.mismatch import MismatchShare
@@ -52,18 +55,16 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
         files.write_token_bytes(TokenBytes.from_tokenizer(parts.task.tokenizer))
     if trainer.tracin.enable:  # first: what it leaves out, the others do not see
         writer = open_writer(files, TRACIN, trainer.tracin, report)
-        try:
+        with asked_by("trainer.tracin"):
             observers.append(tracin_instrument(parts, writer, meta, truth, report))
-        except AttributionError as error:
-            raise GradtraceError(f"trainer.tracin: {error}") from error
     if trainer.entropy_trace.enable:
         writer = open_writer(files, ENTROPY_TRACE, trainer.entropy_trace, report)
         observers.append(EntropyTrace(writer, trainer.entropy_trace.write_every, meta, truth))
     if trainer.influence_trace.enable:
         writer = open_writer(files, INFLUENCE_TRACE, trainer.influence_trace, report)
-        try:
-            record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
-            record.say_scope(parts.config.data.train_batch_size, parts.config.actor.mini_batch_size)
+        record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
+        record.say_scope(parts.config.data.train_batch_size, parts.config.actor.mini_batch_size)
+        with asked_by("trainer.influence_trace"):
             instrument = InfluenceTraceInstrument(
                 parts.policy,
                 record,
@@ -73,17 +74,15 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
             )
             observers.append(instrument)
             check_memory(parts, instrument.tracer, report)
-        except AttributionError as error:
-            raise GradtraceError(f"trainer.influence_trace: {error}") from error
     if trainer.blame.enable:
         writer = open_writer(files, BLAME, trainer.blame, report)
-        try:
-            observers.append(blame_instrument(parts, writer, meta, truth, report))
-        except AttributionError as error:
-            raise GradtraceError(f"trainer.blame: {error}") from error
+        with asked_by("trainer.blame"):
+            blame_record = BlameRecord(trainer.blame, writer, meta, truth, report)
+            observers.append(blame_instrument(parts, blame_record))
     if trainer.entropy_probe.every:
         writer = open_writer(files, ENTROPY_PROBE, trainer.entropy_probe, report)
-        observers.append(entropy_probe(parts, writer, meta, report))
+        probe_record = ProbeRecord(trainer.entropy_probe, writer, meta, truth, report)
+        observers.append(entropy_probe(parts, probe_record))
     return Observers(observers)
 
 
@@ -101,17 +100,14 @@ def build_findings(
     )
 
 
-def blame_instrument(
-    parts: Parts, writer: TraceWriter, meta: dict[str, Any], truth: Truth, report: Callable[[str], None]
-) -> BlameInstrument:
+def blame_instrument(parts: Parts, record: BlameRecord) -> BlameInstrument:
     optimizer = parts.optimizer
 
     def coming() -> tuple[dict[str, Tensor], float]:
         gradient = {name: p.grad for name, p in optimizer.parameters.items() if p.grad is not None}
         return gradient, optimizer.clip_factor
 
-    config = parts.config.trainer.blame
-    return BlameInstrument(parts.policy, config, writer, optimizer.adamw, coming, meta, report, truth)
+    return BlameInstrument(parts.policy, record, optimizer.adamw, coming)
 
 
 def check_memory(parts: Parts, tracer: InfluenceTracer, report: Callable[[str], None]) -> None:
@@ -142,9 +138,7 @@ def available_memory() -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def entropy_probe(
-    parts: Parts, writer: TraceWriter, meta: dict[str, Any], report: Callable[[str], None]
-) -> EntropyProbeInstrument:
+def entropy_probe(parts: Parts, record: ProbeRecord) -> EntropyProbeInstrument:
     config = parts.config
     settings = config.trainer.entropy_probe
     if config.model.lora.dropout:
@@ -156,14 +150,11 @@ def entropy_probe(
         parts.policy,
         parts.optimizer,
         parts.sampler,
-        parts.task.held_out(settings.prompts, "trainer.entropy_probe.prompts", report),
+        parts.task.held_out(settings.prompts, "trainer.entropy_probe.prompts", record.report),
         SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=settings.n, **EVERY_TOKEN),
-        settings,
         config.trainer.seed,
         config.actor.token_budget,
-        writer,
-        meta,
-        report,
+        record,
     )
 
 
@@ -189,7 +180,8 @@ def tracin_instrument(
             "tracin: validation rollouts are trained on, too. Prompts that must stay held out: "
             "trainer.tracin.train_on_validation=false."
         )
-    source = ValidationSource(settings, pool, validation_advantage(config), config.trainer.seed, sample)
+    estimator = validation_advantage(config.algorithm.advantage, config.algorithm.advantage_options)
+    source = ValidationSource(settings, pool, estimator, config.trainer.seed, sample)
     host = ModelScorer(
         parts.policy,
         TracInSelector(parts.policy.model, settings.method, settings.parameters),

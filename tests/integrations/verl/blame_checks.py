@@ -20,11 +20,11 @@ SAME = [(world, name) for world, name in ALL if name not in ("blame_flash", "bla
 
 def of_ranks(folder: Path, name: str, world: int) -> StepBlame:
     """As the driver joins it from the ranks' parts."""
-    from gradtrace.integrations.verl.blame_parts import join_blame_parts, joined_blame
+    from gradtrace.integrations.verl.parts import BlamePart, joined_blame
 
     with tempfile.TemporaryDirectory() as copy:  # joining removes the parts, and other tests want them, too
         shutil.copytree(folder / f"{name}.{world}", copy, dirs_exist_ok=True)
-        part = join_blame_parts(Path(copy), 1, world)
+        part = BlamePart.joined(Path(copy), 1, world)
     assert not part.failure and part.largest_norm > 0
     return joined_blame(part, blame_ranks.batch_of(folder, name), torch.tensor(cases.PLAN))
 
@@ -125,7 +125,7 @@ def test_training_does_not_notice_blame(folder: Path, name: str, world: int) -> 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_mismatchs_share_of_the_update_on_ranks_equals_brute_force(folder: Path, world: int) -> None:
     """‖g_ρ − g_1‖/‖g_ρ‖, by autograd over the clipped loss in float64; training does not notice that it is measured."""
-    from gradtrace.integrations.verl.driver.mismatch_record import MismatchRecorder
+    from gradtrace.integrations.verl.driver.recorder import MismatchRecorder
 
     batch = blame_ranks.batch_of(folder, "blame_packed")
     model, found = log_probs_of(folder, "blame_packed")

@@ -44,8 +44,8 @@ def run(name: str, folder: Path) -> None:
     """Two mini-batches and a later epoch, with blame and without; what they made of weights and moments."""
     from verl.utils import tensordict_utils as tu
 
-    from gradtrace.integrations.verl.blame_parts import BLAME_STEP, BlameInputs
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
+    from gradtrace.integrations.verl.told import BLAME_STEP, BlameInputs
 
     case, rank, world = BLAMED[name], dist.get_rank(), dist.get_world_size()
     parts_dir = folder / f"{name}.{world}"
@@ -72,7 +72,7 @@ def measure_mismatch(folder: Path) -> None:
     from verl.utils import tensordict_utils as tu
 
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.step_labels import MISMATCH, MismatchInputs
+    from gradtrace.integrations.verl.told import MISMATCH, MismatchInputs
 
     rank, world = dist.get_rank(), dist.get_world_size()
     parts_dir = folder / f"mismatch.{world}"

@@ -40,7 +40,7 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
 def run_case(name: str, folder: Path) -> Any:
     from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.step_labels import StepLabels
+    from gradtrace.integrations.verl.told import StepLabels
     from gradtrace.trace.schema import GroupStatus
 
     case = cases.CASES[name]
@@ -97,8 +97,8 @@ def run_probe(name: str, folder: Path) -> None:
     """One optimizer step with the probe and one without; what they made of weights and moments."""
     from verl.utils import tensordict_utils as tu
 
-    from gradtrace.integrations.verl.probe_parts import PROBE, ProbeInputs
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
+    from gradtrace.integrations.verl.told import PROBE, ProbeInputs
 
     case = cases.PROBES[name]
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -218,7 +218,7 @@ def tensordict(
     """The mini-batch `rows` of one rank; `sequences` counts those of all ranks."""
     from verl.utils import tensordict_utils as tu
 
-    from gradtrace.integrations.verl.step_labels import LABELS, ROW
+    from gradtrace.integrations.verl.told import LABELS, ROW
 
     def nested(values: list[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(values, layout=torch.jagged)

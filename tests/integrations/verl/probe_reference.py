@@ -50,15 +50,15 @@ def prepare(folder: Path, model: torch.nn.Module) -> None:
 
 def of_ranks(folder: Path, name: str, world: int) -> tuple[Prediction, Shares, Measured, Tokens]:
     """As the driver joins it from the ranks' parts."""
-    from gradtrace.integrations.verl.probe_parts import join_probe_parts, joined
+    from gradtrace.integrations.verl.parts import ProbePart, joined_probe
 
     evaluation: RolloutBatch = torch.load(folder / "evaluation.pt", weights_only=False)
     with tempfile.TemporaryDirectory() as copy:  # joining removes the parts, and other tests want them, too
         shutil.copytree(folder / f"{name}.{world}", copy, dirs_exist_ok=True)
-        part = join_probe_parts(Path(copy), 1, world)
+        part = ProbePart.joined(Path(copy), 1, world)
     assert not part.failure
     rows = (torch.tensor(cases.PLAN) == 0).nonzero().squeeze(-1)
-    probed = joined(part, evaluation, rows)
+    probed = joined_probe(part, evaluation, rows)
     return probed.prediction, probed.shares, probed.measured, probed.after
 
 

@@ -115,7 +115,7 @@ def embedded(folder: Path, name: str) -> dict[str, np.ndarray]:
 
 def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
     """The columns that the driver makes of the ranks' parts."""
-    from gradtrace.integrations.verl.influence_parts import join_parts
+    from gradtrace.integrations.verl.parts import join_parts
 
     batch = batch_of(folder, name)
     plan = torch.tensor(cases.PLAN)
@@ -224,7 +224,7 @@ def test_loss_terms_of_a_bf16_run_are_close_to_those_in_float32(folder: Path) ->
 
 def test_a_last_mini_batch_without_scores_does_not_cost_the_others(folder: Path) -> None:
     """All its groups have equal rewards, say."""
-    from gradtrace.integrations.verl.influence_parts import join_parts
+    from gradtrace.integrations.verl.parts import join_parts
 
     plan = torch.tensor(cases.PLAN)
     rows = [(plan == 0).nonzero().squeeze(-1), torch.empty(0, dtype=torch.long)]

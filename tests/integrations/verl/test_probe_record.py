@@ -11,8 +11,9 @@ import torch
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.entropy_probe.record import ProbeRecord
 from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder, without_prompts
-from gradtrace.integrations.verl.probe_parts import ProbePart, write_probe_part
+from gradtrace.integrations.verl.parts import ProbePart
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.schema import ENTROPY_PROBE
 from gradtrace.trace.writer import TraceWriter
@@ -33,7 +34,8 @@ def recorder(folder: Path, sampler: Any, on_error: str = "warn") -> tuple[ProbeR
     said: list[str] = []
     settings = EntropyProbeConfig(every=2, on_error=on_error)
     writer = TraceWriter(folder, ENTROPY_PROBE)
-    found = ProbeRecorder(settings, writer, folder / ENTROPY_PROBE / "parts", 2, {"task": "x"}, said.append)
+    record = ProbeRecord(settings, writer, {"task": "x"}, report=said.append)
+    found = ProbeRecorder(record, folder / ENTROPY_PROBE / "parts", 2)
     found.sampler = sampler
     return found, said
 
@@ -76,9 +78,9 @@ def test_parts_of_all_ranks_make_one_file(tmp_path: Path) -> None:
             momentum=0.5,
             seconds=1.0 + rank,
         )
-        write_probe_part(Path(inputs.parts_dir), 2, rank, part)
+        part.write(Path(inputs.parts_dir), 2, rank)
     metrics = probe.record(batch, rows, 2)
-    probe.writer.close()
+    probe.on_disk.writer.close()
     step = open_run(tmp_path).step(ENTROPY_PROBE, 2)
     lengths = batch.response_lengths[rows]
     assert step["share"][:3].tolist() == (lengths * rows).tolist() and step["row"][:3].tolist() == [0, 1, 3]
@@ -100,7 +102,7 @@ def test_a_failure_costs_one_probe_or_with_raise_the_run(tmp_path: Path, cause: 
         inputs = probe.inputs(batch, 2)
         if inputs is not None:
             for rank in range(2):
-                write_probe_part(Path(inputs.parts_dir), 2, rank, ProbePart(failure="not finite" * rank))
+                ProbePart(failure="not finite" * rank).write(Path(inputs.parts_dir), 2, rank)
         return probe.record(batch, torch.tensor([0]), 2)
 
     probe, said = recorder(tmp_path, Sampler(answer))

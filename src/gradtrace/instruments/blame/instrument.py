@@ -19,41 +19,35 @@ from torch import Tensor
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.response_gradients import ResponseGradients
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import BlameConfig
 from gradtrace.instruments.blame.record import BlameRecord
 from gradtrace.instruments.blame.shares import StepBlame
-from gradtrace.instruments.blame.sharing import SharedOut, Sharing, UsualNorms
-from gradtrace.instruments.columns import Truth, no_truth
+from gradtrace.instruments.blame.sharing import Sharing, UsualNorms
 from gradtrace.instruments.entropy_probe.model_host import ModelProbeHost
-from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.instruments.observer import Backward, OptimizerStep, WritingObserver
 from gradtrace.policy.policy import Policy
-from gradtrace.trace.writer import TraceWriter
 
 Coming = Callable[[], tuple[Mapping[str, Tensor], float] | None]
 """(the gradient that the optimizer is about to be given, what clipping multiplied it by); None: a host cannot say."""
 
 
-class BlameInstrument(StepObserver):
+class BlameInstrument(WritingObserver):
     def __init__(
         self,
         policy: Policy,
-        config: BlameConfig,
-        writer: TraceWriter,
+        record: BlameRecord,
         optimizer: torch.optim.Optimizer,
         coming: Coming,
-        meta: dict[str, Any],
-        report: Callable[[str], None],
-        truth: Truth = no_truth,
         ranks: Ranks | None = None,
     ) -> None:
-        self.record = BlameRecord(config, writer, meta, report, truth)
+        self.record = record
+        self.writer = record.writer
         self.coming = coming
         self.ranks = ranks or Ranks()
-        self.gradients = ResponseGradients(policy.model, config.sketch_dim)
+        self.gradients = ResponseGradients(policy.model, record.config.sketch_dim)
         self.gradients.close()  # hooks are on the model during updates only: the sampler's fast path wants it bare
         measured = [block.parameter_name for block in self.gradients.blocks]
         self.sharing = Sharing(ModelProbeHost(policy.model, self.ranks), policy.model, optimizer, measured)
-        self.usual = UsualNorms(config.unusual_ratio)
+        self.usual = UsualNorms(record.config.unusual_ratio)
         self._now: StepBlame | None = None
         self._mask = torch.empty(0, dtype=torch.bool)
         self._weights = torch.empty(0)
@@ -70,12 +64,9 @@ class BlameInstrument(StepObserver):
         """Of the step that `after_update` was last called for; None if it was not taken."""
         return self.record.last
 
-    def start(self, last_step: int) -> None:
-        self.record.writer.truncate_after(last_step)
-
     def close(self) -> None:
         self.gradients.close()
-        self.record.writer.close()
+        super().close()
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         self._now, self._seconds, self._largest = StepBlame.of(batch), 0.0, 0.0
@@ -131,20 +122,12 @@ class BlameInstrument(StepObserver):
             losses, log_probs = terms(own)
             return torch.stack([losses * weights.to(losses), log_probs])
 
-        found = self.sharing.share_out(weighted, gradient, clip_factor, update.number)
-        whole = torch.zeros(3, *self._mask.shape, dtype=torch.float64)
-        parts = self.ranks.gather((own, torch.stack([found.share, found.push, found.log_probs])))
-        for theirs, values in parts:
-            whole[:, self._tokens_of(theirs)] = values
-        mask = self._tokens_of(rows)
-        share, push, log_probs = whole[:, mask]
-        blame.put(mask, SharedOut(share, push, log_probs, found.update))
-
-    def _tokens_of(self, rows: Tensor) -> Tensor:
-        """bool[R, T]: the tokens that the policy wrote of these responses."""
-        mask = torch.zeros_like(self._mask)
-        mask[rows] = self._mask[rows]
-        return mask
+        found, about = self.sharing.share_out(weighted, gradient, clip_factor, update.number)
+        for theirs, values in self.ranks.gather((own, found)):
+            tokens = torch.zeros_like(self._mask)  # that the policy wrote of their responses
+            tokens[theirs] = self._mask[theirs]
+            blame.put(tokens, values)
+        blame.updates.append(about)
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         blame, self._now = self._now, None

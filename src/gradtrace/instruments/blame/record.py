@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import BlameConfig
 from gradtrace.instruments.blame.shares import StepBlame, blame_columns, blame_metrics
-from gradtrace.instruments.columns import Truth, no_truth
-from gradtrace.trace.writer import TraceWriter
+from gradtrace.instruments.record import TraceRecord
 
 
-class BlameRecord:
-    def __init__(
-        self,
-        config: BlameConfig,
-        writer: TraceWriter,
-        meta: dict[str, Any],
-        report: Callable[[str], None],
-        truth: Truth = no_truth,
-    ) -> None:
-        self.config = config
-        self.writer = writer
-        self.meta = meta
-        self.report = report
-        self.truth = truth
-        self.errors = 0
-        self.last: StepBlame | None = None
-        """Of the step that was written last; None if the one after it was not taken."""
+class BlameRecord(TraceRecord):
+    """`config` is a `BlameConfig`."""
+
+    label = "blame"
+    last: StepBlame | None = None
+    """Of the step that was written last; None if the one after it was not taken."""
 
     def is_due(self, step: int) -> bool:
         """Whether this step is shared out whatever its gradient is like, with the gradients of its responses."""
-        return step % self.config.write_every == 0
+        return bool(step % self.config.write_every == 0)
 
     def failed(self, error: Exception) -> None:
         """An error costs a step's blame, not the run, unless `on_error=raise`."""

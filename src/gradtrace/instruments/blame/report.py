@@ -92,11 +92,9 @@ def _most_eventful(run: Run, what: str) -> int:
         kind = _kinds_with(what)[0]
         traces = [run.step(ENTROPY_TRACE, step) for step in run.steps(ENTROPY_TRACE)[:1]]
         imported = any("imported_from" in trace.meta for trace in traces)
-        advice = (
-            "it was imported, and only a training step has one; reward and length can be asked about"
-            if imported
-            else "train with trainer.traces=true"
-        )
+        advice = "train with trainer.traces=true"
+        if imported:
+            advice = "it was imported, and only a training step has one; reward and length can be asked about"
         raise GradtraceError(f"{run.path} has no {kind} of any step, which --what {what} reads: {advice}")
     metric = METRIC.get(what, "")
     rows = [row for row in run.metrics()[0] if isinstance(row.get(metric), int | float)]
@@ -160,6 +158,15 @@ class _Batch:
     def tokens(self, shares: np.ndarray, top: int) -> list[Part]:
         return [self.token(int(t), float(shares[t])) for t in _largest(shares, top)]
 
+    def lists(
+        self, responses: np.ndarray, tokens: np.ndarray | None, top: int, notes: Sequence[str] = ()
+    ) -> dict[str, list[Part]]:
+        """All that a report lists, from the shares of responses and, where an event has them, of tokens."""
+        found = {"prompts": self.prompts(responses, top), "responses": self.responses(responses, top, notes)}
+        if tokens is not None:
+            found |= {"tokens": self.tokens(tokens, top), "vocabulary": self.vocabulary(tokens, top)}
+        return found
+
     def vocabulary(self, shares: np.ndarray, top: int) -> list[Part]:
         ids, where = np.unique(self.step["token_id"], return_inverse=True)
         sums, counts = np.bincount(where, shares), np.bincount(where)
@@ -190,24 +197,18 @@ def gradient_report(step: Step, token_bytes: TokenBytes | None, top: int) -> Rep
         f"‖g_r‖ {norm:.3g}, reward {reward:g}"
         for norm, reward in zip(step["grad_norm"], step["reward"], strict=True)
     ]
-    first = batch.responses(shares, 1)[0] if len(shares) else None
-    who = (
-        ""
-        if first is None
-        else f"; {first.share:.0%} of it by response {first.response} to prompt {first.group}"
-    )
+    who = ""
+    for first in batch.responses(shares, 1):
+        who = f"; {first.share:.0%} of it by response {first.response} to prompt {first.group}"
     most = max(float(update["grad_norm"]) for update in updates)
     return Report(
         "grad_norm",
         step.step,
         f"Step {step.step}: the gradient of {len(updates)} optimizer step(s), the largest of norm {most:.3g}{who}.",
         "share of ‖g‖²",
-        batch.prompts(shares, top),
-        batch.responses(shares, top, norms),
-        batch.tokens(tokens, top),
-        batch.vocabulary(tokens, top),
-        _rest(updates),
-        _cancelled(batch, top),
+        **batch.lists(shares, tokens, top, norms),
+        rest=_rest(updates),
+        cancelled=_cancelled(batch, top),
     )
 
 
@@ -282,7 +283,8 @@ def _probe(run: Run, step: Step, top: int) -> Report:
     shares = np.where(is_update, step["share"], 0.0)
     predicted = float(step.meta.get("delta_h_predicted", shares.sum()))
     tokens = step["token_share"] if "token_share" in step else np.zeros(step.n_tokens)
-    rest = [("momentum", "momentum_share"), ("weight decay", "decay_share")]
+    known = {"momentum": step.meta.get("momentum_share"), "weight decay": step.meta.get("decay_share")}
+    rest = [Part(float(value), name) for name, value in known.items() if isinstance(value, int | float)]
     measured = step.meta.get("delta_h_measured")
     beside = f", measured {measured:+.4f}" if isinstance(measured, int | float) else ""
     return Report(
@@ -290,15 +292,8 @@ def _probe(run: Run, step: Step, top: int) -> Report:
         step.step,
         f"Step {step.step}: its first update changes entropy by {predicted:+.4f} nats per token (predicted{beside}).",
         "nats per token",
-        batch.prompts(shares, top),
-        batch.responses(shares, top),
-        batch.tokens(tokens, top),
-        batch.vocabulary(tokens, top),
-        [
-            Part(float(step.meta[key]), name)
-            for name, key in rest
-            if isinstance(step.meta.get(key), int | float)
-        ],
+        **batch.lists(shares, tokens, top),
+        rest=rest,
     )
 
 
@@ -321,21 +316,17 @@ def _difference(run: Run, what: str, number: int, top: int) -> Report:
     shares = (values - before) / max(1, len(values))
     is_token = what in ("entropy", "kl")
     responses = np.bincount(batch.owner, shares, step.n_responses) if is_token else shares
+    notes = [] if is_token else [f"{float(v):.3g}" for v in values]
     than = f"{before:.4g} in step {earlier[-1]}" if earlier else "0, there being no step before it"
-    note = (
-        " No probe was stored for it: this says who was sampled, not what the update did."
-        if what == "entropy"
-        else ""
-    )
+    note = ""
+    if what == "entropy":
+        note = " No probe was stored for it: this says who was sampled, not what the update did."
     return Report(
         what,
         number,
         f"Step {number}: the mean is {values.mean():.4g}, against {than}.{note}",
         {"reward": "reward", "length": "tokens"}.get(what, "nats per token"),
-        batch.prompts(responses, top),
-        batch.responses(responses, top, [f"{float(v):.3g}" for v in values] if not is_token else ()),
-        batch.tokens(shares, top) if is_token else [],
-        batch.vocabulary(shares, top) if is_token else [],
+        **batch.lists(responses, shares if is_token else None, top, notes),
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.blame.sharing import SharedOut
 from gradtrace.instruments.columns import Truth, group_columns, response_columns, token_column
 
 
@@ -47,10 +46,9 @@ class StepBlame:
             torch.full((rows,), -1),
         )
 
-    def put(self, mask: Tensor, found: SharedOut) -> None:
-        """What was found of an optimizer step, whose tokens `mask` bool[R, T] has."""
-        self.share[mask], self.push[mask], self.log_probs[mask] = found.share, found.push, found.log_probs
-        self.updates.append(found.update)
+    def put(self, where: Any, values: Tensor) -> None:
+        """Share, push and log-prob [3, N] of the tokens at `where` of [R, T]."""
+        self.share[where], self.push[where], self.log_probs[where] = values
 
     @property
     def rows(self) -> Tensor:
@@ -69,10 +67,10 @@ class StepBlame:
         weight = [square.get(number, 0.0) / total for number in self.optimizer_step.tolist()]
         return replace(self, share=self.share * torch.tensor(weight, dtype=torch.float64)[:, None])
 
-    def group_share(self, group: Tensor) -> Tensor:
-        """float64[G]: of its optimizer step, by each prompt's responses together."""
-        total = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.float64)
-        return total.index_add(0, group, self.response_share)
+    def group_share(self, batch: RolloutBatch) -> Tensor:
+        """float64[G]: by each prompt's responses together."""
+        total = torch.zeros(len(batch.prompts), dtype=torch.float64)
+        return total.index_add(0, batch.group, self.response_share)
 
     def kernel(self) -> Tensor:
         """float64[r, r] of `rows`: ⟨g_r, g_s⟩/‖g‖² by sketches, within an optimizer step; zero between two of them."""
@@ -135,7 +133,7 @@ def blame_metrics(batch: RolloutBatch, blame: StepBlame) -> dict[str, float]:
     against = (push[rows] < 0) & trained
     return {
         "blame/top_response": float(blame.response_share[rows].max()),
-        "blame/top_prompt": float(blame.group_share(batch.group).max()),
+        "blame/top_prompt": float(blame.group_share(batch).max()),
         "blame/cancelled_tokens": float(against.sum() / trained.sum().clamp(min=1)),
         "blame/residual": max(abs(update["residual"]) for update in blame.updates),
     }

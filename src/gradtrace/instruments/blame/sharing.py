@@ -40,20 +40,6 @@ class UsualNorms:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedOut:
-    """An optimizer step's blame, for the N tokens of this process."""
-
-    share: Tensor
-    """float64[N]: of ‖g‖² of all ranks."""
-    push: Tensor
-    """float64[N]: −⟨∇ℓ_t, g⟩."""
-    log_probs: Tensor
-    """float64[N]: at the weights before the step."""
-    update: dict[str, float]
-    """What the file's meta says of the step, the same on all ranks."""
-
-
-@dataclass(frozen=True, eq=False)
 class Sharing:
     host: DerivativeHost
     model: nn.Module
@@ -68,8 +54,11 @@ class Sharing:
 
     def share_out(
         self, terms: Callable[[], Tensor], gradient: Mapping[str, Tensor], clip_factor: float, number: int
-    ) -> SharedOut:
-        """`terms` runs the model: [2, N], every token's own term of the whole loss and its log-prob. `gradient` is
+    ) -> tuple[Tensor, dict[str, float]]:
+        """float64[3, N]: of each token of this process its share of ‖g‖² of all ranks, its push −⟨∇ℓ_t, g⟩, and its
+        log-prob at the weights before the step; and what the file's meta says of the step, the same on all ranks.
+
+        `terms` runs the model: [2, N], every token's own term of the whole loss and its log-prob. `gradient` is
         what the optimizer is about to be given, `clip_factor` what clipping has multiplied it by."""
         ranks, values = self.host.ranks, []
 
@@ -92,7 +81,7 @@ class Sharing:
             **move_parts(self.optimizer, dict(self.model.named_parameters()), gradient, ranks),
         }
         # Small steps go as far forth as back: their mean is the value in between.
-        return SharedOut(share, -changes[1] / clip_factor, torch.stack(values).mean(0), update)
+        return torch.stack([share, -changes[1] / clip_factor, torch.stack(values).mean(0)]), update
 
 
 def move_parts(

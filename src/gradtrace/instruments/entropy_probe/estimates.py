@@ -157,17 +157,12 @@ def _measured(s: dict[str, Tensor]) -> Tensor:
     return s["w·h'"] / s["w·T"] - s["h"] / s["T"]
 
 
-def log_weights(base: Tokens, after: Tokens) -> Tensor:
-    """[R]: log of the importance weight of each sequence, before it is cut."""
-    return after.sums["S"] - base.sums["S"]
-
-
 def measured_change(
     base: Tokens, after: Tokens, d_log_probs: Tensor, d_entropies: Tensor, scale: float
 ) -> Measured:
     """The change found on the same sequences at the moved weights, by self-normalised importance weights. `scale`: how
     many updates far they were moved."""
-    raw = log_weights(base, after)
+    raw = after.sums["S"] - base.sums["S"]  # log of the importance weight of each sequence, before it is cut
     weights = raw.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
     columns = _predicted_columns(base, d_log_probs, d_entropies)
     columns["w·h'"] = weights * after.sums["h"]

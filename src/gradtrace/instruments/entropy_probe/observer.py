@@ -11,7 +11,6 @@ notice: weights and random numbers are bit-identical with the probe on and off.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,20 +20,17 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.columns import Probed
 from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch
 from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Shares
-from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.instruments.entropy_probe.record import ProbeRecord
+from gradtrace.instruments.observer import Backward, OptimizerStep, WritingObserver
 from gradtrace.metrics import GENERATED, Timer
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import Policy
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt
-from gradtrace.trace.writer import TraceWriter
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -53,52 +49,33 @@ class _Step:
     timer: Timer = field(default_factory=Timer)
 
 
-class EntropyProbeInstrument(StepObserver):
-    def __init__(
-        self,
-        policy: Policy,
-        optimizer: Optimizer,
-        sampler: Sampler,
-        prompts: list[Prompt],
-        params: SamplingParams,
-        settings: EntropyProbeConfig,
-        seed: int,
-        token_budget: int,
-        writer: TraceWriter,
-        meta: dict[str, Any] | None = None,
-        report: Callable[[str], None] = logger.warning,
-    ) -> None:
-        """`prompts`: of E, held out of training; `params`: n, length and stop tokens of its responses."""
-        if len(prompts) < 2:
+@dataclass(eq=False)
+class EntropyProbeInstrument(WritingObserver):
+    policy: Policy
+    optimizer: Optimizer
+    sampler: Sampler
+    prompts: list[Prompt]
+    """Of E, held out of training."""
+    params: SamplingParams
+    """n, length and stop tokens of its responses."""
+    seed: int
+    token_budget: int
+    record: ProbeRecord
+    _step: _Step | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) < 2:
             raise GradtraceError(
-                f"trainer.entropy_probe needs at least 2 held-out prompts, the task has {len(prompts)}: give "
+                f"trainer.entropy_probe needs at least 2 held-out prompts, the task has {len(self.prompts)}: give "
                 "data.validation files, or a larger data.validation_fraction"
             )
-        self.probe = EntropyProbe(policy.model, optimizer.adamw)
-        self.policy = policy
-        self.optimizer = optimizer
-        self.sampler = sampler
-        self.prompts = prompts
-        self.params = params
-        self.settings = settings
-        self.seed = seed
-        self.token_budget = token_budget
-        self.writer = writer
-        self.meta = meta or {}
-        self.report = report
-        self.errors = 0
-        self._step: _Step | None = None
-
-    def start(self, last_step: int) -> None:
-        self.writer.truncate_after(last_step)
-
-    def close(self) -> None:
-        self.writer.close()
+        self.probe = EntropyProbe(self.policy.model, self.optimizer.adamw)
+        self.writer = self.record.writer
 
     # ------------------------------------------------------------ the step
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        self._step = _Step(batch, step % self.settings.every == 0, torch.zeros(len(batch)))
+        self._step = _Step(batch, self.record.is_due(step), torch.zeros(len(batch)))
         return batch
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
@@ -114,11 +91,11 @@ class EntropyProbeInstrument(StepObserver):
         if step is None or not step.active or update.number:
             yield
             return
-        with self._guarded(), step.timer("entropy_probe"):
+        with self._guarded(update.step), step.timer("entropy_probe"):
             self._predict(step, update)
         yield
         if step.predicted is not None:
-            with self._guarded(), step.timer("entropy_probe"):
+            with self._guarded(update.step), step.timer("entropy_probe"):
                 self._measure(step)
 
     def _predict(self, step: _Step, update: OptimizerStep) -> None:
@@ -164,15 +141,11 @@ class EntropyProbeInstrument(StepObserver):
         return TokenBatch(lengths, step.batch.group[rows], lambda: [one])
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """A failing probe is shown and counted, and costs this step's probe; it does not cost the run."""
+    def _guarded(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if self.settings.on_error == "raise":
-                raise
-            self.errors += 1
-            self.report(f"entropy probe: this step is not probed: {error}")
+            self.record.failed(step, error)
 
     # ------------------------------------------------------------ the file
 
@@ -180,16 +153,7 @@ class EntropyProbeInstrument(StepObserver):
         own, self._step = self._step, None
         if own is None or not own.active:
             return {}
-        metrics = {"entropy_probe/errors": float(self.errors)}
-        probed = own.probed
-        if probed is None:
-            return metrics
-        with self._guarded():
-            self.writer.write(step, probed.columns(batch), self.meta | probed.meta(batch))
-        return {
-            **metrics,
-            **probed.metrics(),
-            "entropy_probe/write_errors": float(self.writer.stats.failed),
-            "timing_s/entropy_probe": own.timer.seconds["entropy_probe"],
-            GENERATED: float(len(probed.evaluation)),
-        }
+        metrics = self.record.write(batch, step, own.probed, own.timer.seconds["entropy_probe"])
+        if own.probed is not None:
+            metrics[GENERATED] = float(len(own.probed.evaluation))
+        return metrics

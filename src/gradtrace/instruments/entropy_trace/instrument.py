@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +16,18 @@ from gradtrace.instruments.columns import (
     response_columns,
     reward_part_columns,
 )
-from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.observer import WritingObserver
 from gradtrace.trace.writer import TraceWriter
 
 
-class EntropyTrace(StepObserver):
+@dataclass(eq=False)
+class EntropyTrace(WritingObserver):
     """Writes every `write_every` steps; asks the loop for entropies in those steps only."""
 
-    def __init__(
-        self, writer: TraceWriter, write_every: int, meta: dict[str, Any], truth: Truth = no_truth
-    ) -> None:
-        self.writer = writer
-        self.write_every = write_every
-        self.meta = meta
-        self.truth = truth
-
-    def start(self, last_step: int) -> None:
-        self.writer.truncate_after(last_step)
+    writer: TraceWriter
+    write_every: int
+    meta: dict[str, Any]
+    truth: Truth = no_truth
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         self.needs_entropies = step % self.write_every == 0
@@ -41,9 +37,6 @@ class EntropyTrace(StepObserver):
         if step % self.write_every == 0:
             self.writer.write(step, entropy_columns(batch, self.truth), self.meta)
         return {"entropy_trace/write_errors": float(self.writer.stats.failed)}
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def entropy_columns(batch: RolloutBatch, truth: Truth = no_truth) -> dict[str, Any]:

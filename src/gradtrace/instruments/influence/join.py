@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +13,9 @@ from gradtrace.attribution import InfluenceTrace
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.instruments.influence.capture import Scored
 
-Entry = dict[str, Any]
-"""What a rank has of one response: `position`, `terms`, `likelier` and `pairs` (flat) in float32, the `members` (rows
-of the batch) that the pairs are with, `rest` and `optimizer_step`."""
+Entry = dict[str, Tensor]
+"""What a rank has of one response, in float32: `position`, `terms`, `likelier` [T_r or 0], `rest` []; `pairs` [t, m]
+with the `members` long[m] (rows of the batch) that they are with; `optimizer_step` long[]."""
 REASONS = ("not_captured", "non_finite")
 """Why a group has no scores on any rank; that another rank has them is no reason."""
 LARGEST = (
@@ -26,104 +27,108 @@ LARGEST = (
 )
 """Metrics that are the same on all ranks, or run side by side: the largest counts."""
 MEANS = ("influence_trace/effective_dof", "influence_trace/label_r2")
-"""Metrics that are averaged over the ranks that have them. The others are added up."""
+"""Metrics that are averaged. The others are added up."""
 
 
-def own_entries(part: Scored) -> dict[int, Entry]:
-    """Row → the scores of a response that this rank trained on."""
-    return {
-        int(row): _entry(part, local)
-        for local, row in enumerate(part.rows)
-        if len(part.trace.position_scores[local])
-    }
+@dataclass(eq=False)
+class RankScores:
+    """What one rank has of a mini-batch, as plain data that can travel."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)
+    """Row → the scores of a response that it trained on."""
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Groups that have no scores on any rank."""
+    warnings: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    credit: str = ""
+
+    @staticmethod
+    def of(part: Scored) -> RankScores:
+        trace = part.trace
+        return RankScores(
+            {
+                int(row): _entry(part, local)
+                for local, row in enumerate(part.rows)
+                if len(trace.position_scores[local])
+            },
+            {group: reason for group, reason in trace.skipped.items() if reason in REASONS},
+            trace.warnings,
+            trace.metrics,
+            trace.meta,
+            trace.credit,
+        )
 
 
 def _entry(part: Scored, local: int) -> Entry:
     trace = part.trace
-    members, block = trace.pairwise_of(local)
-    terms, likelier = (
-        _numpy(scores[local]) if scores else np.empty(0, np.float32)
-        for scores in (trace.loss_term_scores, trace.likelier_scores)
-    )
-    return {
-        "position": _numpy(trace.position_scores[local]),
-        "terms": terms,
-        "likelier": likelier,
-        "members": part.rows[torch.tensor(members, dtype=torch.long)].numpy(),
-        "pairs": _numpy(block).reshape(-1),
-        "rest": float(trace.rest_scores[local]),
-        "optimizer_step": int(part.optimizer_step[local]),
+    members, pairs = trace.pairwise_of(local)
+    scores = {
+        "position": trace.position_scores[local],
+        "terms": trace.loss_term_scores[local] if trace.loss_term_scores else torch.empty(0),
+        "likelier": trace.likelier_scores[local] if trace.likelier_scores else torch.empty(0),
+        "rest": trace.rest_scores[local],
+        "pairs": pairs,
     }
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().float().cpu().numpy()
-
-
-def own_skipped(part: Scored) -> dict[int, str]:
-    """Groups that have no scores on any rank."""
-    return {group: reason for group, reason in part.trace.skipped.items() if reason in REASONS}
+    return {name: values.detach().float().cpu() for name, values in scores.items()} | {
+        "members": part.rows[torch.tensor(members, dtype=torch.long)],
+        "optimizer_step": part.optimizer_step[local],
+    }
 
 
 def joined_over(ranks: Ranks, part: Scored) -> Scored:
     """The same on every rank: the scores of the mini-batch's responses from whoever has them. Collective."""
     if ranks.size == 1:
         return part
-    found: dict[int, Entry] = {}
-    skipped: dict[int, str] = {}
-    warnings: list[str] = []
-    metrics: list[dict[str, float]] = []
-    own = own_entries(part), own_skipped(part), part.trace.warnings, part.trace.metrics
-    for entries, theirs, said, numbers in ranks.gather(own):
-        found |= entries
-        skipped |= theirs
-        warnings += [warning for warning in said if warning not in warnings]
-        metrics.append(numbers)
-    trace = joined_trace(
-        part.rows,
-        found,
-        skipped=skipped,
-        warnings=warnings,
-        metrics=joined_metrics(metrics),
-        meta=part.trace.meta,
-        credit=part.trace.credit,
-        config=part.trace.config,
-    )
-    steps = [found[row]["optimizer_step"] if row in found else 0 for row in part.rows.tolist()]
-    return Scored(part.rows, torch.tensor(steps, dtype=torch.long), trace)
+    return joined(part.rows, ranks.gather(RankScores.of(part)), config=part.trace.config)
 
 
-def joined_trace(rows: Tensor, found: dict[int, Entry], **shared: Any) -> InfluenceTrace:
-    """One trace of a mini-batch, as a single rank would have made it."""
+def joined(rows: Tensor, of_ranks: Sequence[RankScores], **shared: Any) -> Scored:
+    """The scores of a mini-batch's `rows` as a single rank would have made them."""
     local_of = {row: local for local, row in enumerate(rows.tolist())}
     lists = {name: [torch.empty(0) for _ in local_of] for name in ("position", "terms", "likelier")}
-    rest = torch.zeros(len(local_of))
+    rest, steps = torch.zeros(len(local_of)), torch.zeros(len(local_of), dtype=torch.long)
     pairwise: dict[int, tuple[list[int], Tensor]] = {}
-    for row, entry in found.items():
-        local = local_of[row]
-        for name, values in lists.items():
-            values[local] = torch.from_numpy(entry[name].copy())
-        rest[local] = entry["rest"]
-        if members := entry["members"].tolist():
-            block = torch.from_numpy(entry["pairs"].copy()).view(-1, len(members))
-            pairwise[local] = ([local_of[member] for member in members], block)
-    return InfluenceTrace(
+    whole = RankScores()
+    for part in of_ranks:
+        whole.skipped |= part.skipped
+        whole.warnings += [warning for warning in part.warnings if warning not in whole.warnings]
+        whole.meta |= part.meta
+        whole.credit = whole.credit or part.credit
+        for row, entry in part.entries.items():
+            local = local_of[row]
+            for name, values in lists.items():
+                values[local] = entry[name]
+            rest[local], steps[local] = entry["rest"], entry["optimizer_step"]
+            if len(entry["members"]):
+                pairwise[local] = [local_of[row] for row in entry["members"].tolist()], entry["pairs"]
+    terms, likelier = (
+        lists[name] if any(len(own) for own in lists[name]) else None for name in ("terms", "likelier")
+    )
+    trace = InfluenceTrace(
         position_scores=lists["position"],
-        loss_term_scores=lists["terms"] if any(len(values) for values in lists["terms"]) else None,
-        likelier_scores=lists["likelier"] if any(len(values) for values in lists["likelier"]) else None,
+        loss_term_scores=terms,
+        likelier_scores=likelier,
         rest_scores=rest,
         response_kernel=torch.empty(0, 0),
+        skipped=whole.skipped,
+        metrics=combined([part.metrics for part in of_ranks], LARGEST),
+        meta=whole.meta,
+        warnings=whole.warnings,
+        credit=whole.credit,
         _pairwise=pairwise,
         **shared,
     )
+    return Scored(rows, steps, trace)
 
 
-def joined_metrics(of_ranks: list[dict[str, float]]) -> dict[str, float]:
-    """The numbers of a mini-batch from those that each rank has."""
+def combined(of_parts: Sequence[dict[str, float]], largest: tuple[str, ...]) -> dict[str, float]:
+    """The numbers of a whole from those that each of its parts has: of names that begin like `largest` the largest,
+    `MEANS` averaged over the parts that have them, the others added up."""
     total: dict[str, float] = {}
-    for name in dict.fromkeys(name for own in of_ranks for name in own):
-        values = [own[name] for own in of_ranks if name in own]
-        if name.startswith(LARGEST):
+    for name in dict.fromkeys(name for own in of_parts for name in own):
+        values = [own[name] for own in of_parts if name in own]
+        if name.startswith(largest):
             total[name] = max(values)
         else:
             total[name] = sum(values) / (len(values) if name in MEANS else 1)

@@ -45,10 +45,6 @@ class TracedRollout:
         self.log_prob_weight = torch.zeros(shape, dtype=torch.float64)
         self.entropy_weight = torch.zeros(shape, dtype=torch.float64)
 
-    def see_slice(self, micro: LeftPadded, weights: Tensor) -> None:
-        """The slice that is about to run, and its token weights [b, C]."""
-        self.token_weight[micro.rows] = weights.amax(1)
-
     def see_statistics(self, micro: LeftPadded, log_probs: Tensor, entropies: Tensor, terms: bool) -> None:
         """Take log-probs and entropies [b, C] of a slice's forward pass; with `terms`, listen to its backward pass as
         well."""

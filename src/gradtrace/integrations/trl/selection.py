@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import advantage
-from gradtrace.attribution import AttributionError
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
+from gradtrace.instruments.host import asked_by
 from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import aggregated
 from gradtrace.instruments.tracin.model_scorer import ModelScorer
@@ -74,10 +74,8 @@ def tracin_instrument(
     if settings.preconditioner == "adam":
         # Until its first step the optimizer has nothing to weigh by.
         optimizer = adam_geometry(trainer.optimizer, "selection.preconditioner").optimizer
-    try:
+    with asked_by("selection"):
         selector = TracInSelector(policy.model, settings.method, settings.parameters)
-    except AttributionError as error:
-        raise GradtraceError(f"selection: {error}") from error
     host = ModelScorer(policy, selector, TOKENS_PER_PASS, optimizer, ranks=ranks)
     weigh = aggregated(AGGREGATION.get(trainer.loss_type, "token_mean"), trainer.max_completion_length)
     source = validation_source(trainer, settings, policy, ranks)

@@ -29,8 +29,10 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import BlameConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.instrument import BlameInstrument
+from gradtrace.instruments.blame.record import BlameRecord
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
+from gradtrace.instruments.host import asked_by
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.mismatch import MismatchShare
@@ -160,35 +162,28 @@ class TraceSession:
             writer = self._writer(ENTROPY_TRACE)
             observers.append(EntropyTrace(writer, settings.write_every, meta, settings.truth))
         if settings.influence is not None:
-            record = InfluenceRecord(
-                settings.influence_trace, self._writer(INFLUENCE_TRACE), meta, settings.truth
-            )
-            loss = training_pass(trainer)
-            try:
-                observers.append(
-                    InfluenceTraceInstrument(
-                        self._policy,
-                        record,
-                        loss,
-                        trainer.optimizer,
-                        self._coming,
-                        trainer.args.max_grad_norm or 0.0,
-                        self.ranks,
-                    )
+            writer = self._writer(INFLUENCE_TRACE)
+            record = InfluenceRecord(settings.influence_trace, writer, meta, settings.truth)
+            with asked_by("influence trace"):
+                instrument = InfluenceTraceInstrument(
+                    self._policy,
+                    record,
+                    training_pass(trainer),
+                    trainer.optimizer,
+                    self._coming,
+                    trainer.args.max_grad_norm or 0.0,
+                    self.ranks,
                 )
-            except AttributionError as error:
-                raise GradtraceError(f"influence trace: {error}") from error
+            observers.append(instrument)
         no_blame = self._why_no_blame() if settings.blame else ""
         if no_blame and self.ranks.place == 0:
             self._telling(print)(f"gradtrace: no blame trace: {no_blame}.")
         if settings.blame and not no_blame:
             config = BlameConfig(enable=True, write_every=settings.blame_every, on_error=settings.on_error)
             told = self._telling(logger.warning)
-            writer, optimizer = self._writer(BLAME), unwrapped(trainer.optimizer)
-            coming = self._coming_and_factor
-            self._blame = BlameInstrument(
-                self._policy, config, writer, optimizer, coming, meta, told, settings.truth, self.ranks
-            )
+            blame_record = BlameRecord(config, self._writer(BLAME), meta, settings.truth, told)
+            optimizer, coming = unwrapped(trainer.optimizer), self._coming_and_factor
+            self._blame = BlameInstrument(self._policy, blame_record, optimizer, coming, self.ranks)
             observers.append(self._blame)
         return Observers(observers)
 
@@ -306,9 +301,8 @@ class TraceSession:
         assert self._rewards is not None
         rewards = self._rewards
         judged = ~rewards.isnan()
-        if not bool(
-            judged.all()
-        ):  # unjudged completions take no part; their group's mean keeps them out of the top
+        if not bool(judged.all()):
+            # Unjudged completions take no part; their group's mean keeps them out of the top.
             means = rewards.view(-1, trainer.num_generations).nanmean(1).nan_to_num(0.0)
             rewards = torch.where(judged, rewards, means.repeat_interleave(trainer.num_generations))
         batch = rollout_batch(inputs, output, rewards, trainer.num_generations, trainer.eos_token_ids)
@@ -372,7 +366,7 @@ class TraceSession:
         with self._guarded():
             micro = left_padded(inputs)
             weights = token_weights(self.trainer, inputs)
-            rollout.see_slice(micro, weights)
+            rollout.token_weight[micro.rows] = weights.amax(1)
             backward = Backward(
                 rollout.update,
                 micro,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import sys
+import types
+from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl import cpu
-from gradtrace.integrations.verl.compatibility import stand_in_for_trl_value_head
 from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.refusals import NOT_TRACED, check_main
 
@@ -34,6 +37,23 @@ def register() -> None:
             EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device, VENDOR)(TracedFSDPEngine)
     if "cpu" not in backends:  # verl has none of its own
         EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(TracedFSDPEngine)
+
+
+def stand_in_for_trl_value_head() -> None:
+    """verl 0.9.1, where it finds TRL installed, mends a class of it that TRL 1.x no longer has, and fails at that
+    before any model is built. An empty class under the name satisfies it; nothing else uses the name."""
+    name = "trl.experimental.ppo"
+    spec = importlib.util.find_spec("trl")
+    if name in sys.modules or spec is None or not spec.submodule_search_locations:
+        return
+    folder = Path(spec.submodule_search_locations[0]) / "experimental" / "ppo"
+    has_it = folder.is_dir() or folder.with_suffix(".py").is_file()
+    if has_it or int(importlib.metadata.version("trl").split(".")[0]) < 1:
+        return
+    module = types.ModuleType(name)
+    head = type("AutoModelForCausalLMWithValueHead", (), {})
+    module.AutoModelForCausalLMWithValueHead = head  # type: ignore[attr-defined]
+    sys.modules[name] = module
 
 
 def take_over() -> None:

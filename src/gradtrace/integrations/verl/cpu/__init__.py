@@ -13,6 +13,8 @@ What else a configuration needs on CPU (sdpa attention, float32, no torch.compil
 command of your own: `python -m gradtrace.integrations.verl.cpu WORKERS`.
 """
 
+import functools
+
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "RAY_worker_niceness": "0",  # Ray makes its workers nice (15): they are the training itself here
@@ -50,15 +52,9 @@ def settings(workers: int, cpus: int = 16) -> dict[str, object]:
     }
 
 
-_loaded = False
-
-
+@functools.cache
 def load() -> None:
     """Put it in place, in a process that has verl."""
-    global _loaded
-    if _loaded:
-        return
-    _loaded = True
     from gradtrace.integrations.verl.cpu import platform
 
     platform.register()  # before anything of verl is imported that asks for the platform

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.step_labels import SAMPLED
+from gradtrace.integrations.verl.told import SAMPLED
 
 VALIDATION_FIELDS = ["prompts", "responses", "response_mask", "rm_scores"]
 """Fields of responses that are not trained on."""

@@ -107,9 +107,8 @@ class EvaluationSampler:
             "logprobs": False,
             "max_tokens": self.response_length,
         }
-        if (
-            self.rollout.name == "vllm"
-        ):  # random numbers of its own: the engine's go on as they would without E
+        if self.rollout.name == "vllm":
+            # Random numbers of its own: the engine's go on as they would without E.
             seed = int(self.rollout.get("seed", 0) or 0)
             params["seed"] = (1_000_003 * seed + 100_003 * step + number) % 2**31
         return params

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,21 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.record import BlameRecord
 from gradtrace.instruments.columns import Truth
+from gradtrace.instruments.entropy_probe.record import ProbeRecord
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.record import InfluenceRecord
-from gradtrace.integrations.verl.driver.blame_record import BlameRecorder
-from gradtrace.integrations.verl.driver.mismatch_record import MismatchRecorder
+from gradtrace.instruments.mismatch import NOTABLE, sampler_gap
 from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
-from gradtrace.integrations.verl.influence_parts import join_parts
 from gradtrace.integrations.verl.options import VerlOptions
-from gradtrace.integrations.verl.rank_files import clear_rank_files
-from gradtrace.integrations.verl.step_labels import StepLabels
+from gradtrace.integrations.verl.parts import (
+    BlamePart,
+    clear_rank_files,
+    join_parts,
+    joined_blame,
+    read_rank_files,
+)
+from gradtrace.integrations.verl.told import BlameInputs, MismatchInputs, StepLabels
 from gradtrace.trace import lock
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
@@ -33,6 +39,57 @@ from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.instruments import open_writer
 
 PENDING = "pending_metrics.json"
+
+
+@dataclass(eq=False)
+class BlameRecorder:
+    """What the driver tells the ranks before an update, and the file that it makes of their parts after it."""
+
+    on_disk: BlameRecord
+    parts_dir: Path
+    ranks: int
+
+    def __post_init__(self) -> None:
+        clear_rank_files(self.parts_dir)
+
+    def inputs(self, step: int, mini_batch: Tensor) -> BlameInputs:
+        """`mini_batch`: long[R], −1 for rows that do not train."""
+        return BlameInputs(step, int(mini_batch.max()) + 1, self.on_disk.is_due(step), str(self.parts_dir))
+
+    def record(self, batch: RolloutBatch, step: int, mini_batch: Tensor) -> dict[str, float]:
+        """Join the ranks' parts after the update, and write the file. Returns metrics."""
+        part = BlamePart.joined(self.parts_dir, step, self.ranks)
+        if part.failure:
+            self.on_disk.failed(GradtraceError(f"step {step}: {part.failure}"))
+        blame = None if part.failure else joined_blame(part, batch, mini_batch)
+        return self.on_disk.write(batch, step, blame, part.largest_norm, part.seconds)
+
+
+@dataclass(eq=False)
+class MismatchRecorder:
+    """Which steps measure what sampler and trainer make of the update by disagreeing, and what ranks found."""
+
+    every: int
+    parts_dir: Path
+    ranks: int
+    last: MismatchInputs | None = None
+
+    def inputs(self, batch: RolloutBatch, step: int) -> MismatchInputs | None:
+        """None: this step is not measured, since it is not its turn or there is nothing to measure."""
+        self.last = None
+        gap = sampler_gap(batch) if self.every and step % self.every == 0 else None
+        if gap is not None and float(gap.abs().max()) >= NOTABLE:
+            self.parts_dir.mkdir(parents=True, exist_ok=True)
+            self.last = MismatchInputs(step, str(self.parts_dir))
+        return self.last
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step that `inputs` was last called for, after its update."""
+        if self.last is None:
+            return {}
+        found = read_rank_files(self.parts_dir, self.last.step, range(self.ranks), "mismatch")
+        metrics: dict[str, float] = found[0][1]["metrics"]  # the same on all ranks
+        return metrics
 
 
 class Recorder:
@@ -65,13 +122,13 @@ class Recorder:
         self.probe: ProbeRecorder | None = None
         if options.entropy_probe.every:
             writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
-            folder = self.files.traces.absolute() / ENTROPY_PROBE / "parts"
-            self.probe = ProbeRecorder(options.entropy_probe, writer, folder, ranks, meta, report)
+            probe_record = ProbeRecord(options.entropy_probe, writer, meta, truth, report)
+            self.probe = ProbeRecorder(probe_record, self._parts_of(ENTROPY_PROBE), ranks)
         self.blame: BlameRecorder | None = None
         if options.blame.enable:
             writer = open_writer(self.files, BLAME, options.blame, report)
-            record = BlameRecord(options.blame, writer, meta, report, truth)
-            self.blame = BlameRecorder(record, self.files.traces.absolute() / BLAME / "parts", ranks)
+            record = BlameRecord(options.blame, writer, meta, truth, report)
+            self.blame = BlameRecorder(record, self._parts_of(BLAME), ranks)
         parts = self.files.traces.absolute() / "mismatch_parts"
         self.mismatch = MismatchRecorder(options.mismatch_every, parts, ranks)
         if self.entropy or self.influence or self.probe or self.blame:
@@ -82,14 +139,18 @@ class Recorder:
             Path(options.run_dir),
             lambda ids: str(tokenizer.decode(ids)),
             report,
-            lambda: self.blame.blame.last if self.blame is not None else None,
+            lambda: self.blame.on_disk.last if self.blame is not None else None,
         )
         self._batch: RolloutBatch | None = None
         """The rollout of the step whose metrics come next."""
 
     @property
     def parts_dir(self) -> Path:
-        return self.files.traces.absolute() / INFLUENCE_TRACE / "parts"
+        """Where ranks put their parts of an influence trace."""
+        return self._parts_of(INFLUENCE_TRACE)
+
+    def _parts_of(self, kind: str) -> Path:
+        return self.files.traces.absolute() / kind / "parts"
 
     def start(self, last_step: int) -> None:
         """The run begins, or goes on from the checkpoint of `last_step`: what is later is void."""
@@ -98,15 +159,13 @@ class Recorder:
         self.findings.start(last_step)
         for writer in self._writers():
             writer.truncate_after(last_step)
-        if self.probe is not None:
-            clear_rank_files(self.probe.parts_dir)
         if self.influence is not None:
             clear_rank_files(self.parts_dir)
 
     def _writers(self) -> list[Any]:
-        blame = None if self.blame is None else self.blame.blame
-        instruments = (self.entropy, self.influence, self.probe, blame)
-        return [*(own.writer for own in instruments if own is not None), *self.more_writers]
+        records = [own.on_disk for own in (self.probe, self.blame) if own is not None]
+        traces = [own for own in (self.entropy, self.influence, *records) if own is not None]
+        return [*(own.writer for own in traces), *self.more_writers]
 
     def close(self, finished: bool = True) -> None:
         for writer in self._writers():

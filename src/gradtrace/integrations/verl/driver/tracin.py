@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtrace.algorithms import Algorithm, advantage, advantage_names
 from gradtrace.instruments.tracin.losses import Weighted
 from gradtrace.instruments.tracin.scores import Measures
+from gradtrace.instruments.tracin.validation import validation_advantage
 from gradtrace.integrations.verl.dealing import PADDING, deal
 from gradtrace.integrations.verl.rank.losses import PREFIX
 from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, Share
@@ -59,11 +60,8 @@ class RankedScores:
 def validation_estimator(algorithm: Any, options: dict[str, Any]) -> Algorithm:
     """The estimator of a verl configuration, where it is ours and needs rewards alone; else GRPO's."""
     name = str(algorithm.adv_estimator)
-    if name.startswith(PREFIX) and name.removeprefix(PREFIX) in advantage_names():
-        own = advantage(name.removeprefix(PREFIX), **options)
-        if not own.needs:
-            return own
-    return advantage("grpo")
+    ours = name.startswith(PREFIX) and name.removeprefix(PREFIX) in advantage_names()
+    return validation_advantage(name.removeprefix(PREFIX), options) if ours else advantage("grpo")
 
 
 def shares(losses: Weighted, ranks: int, multiple: int = 1) -> list[Share]:

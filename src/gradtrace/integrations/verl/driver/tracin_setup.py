@@ -21,10 +21,7 @@ from gradtrace.integrations.verl.aggregation import batch_weights
 from gradtrace.integrations.verl.dealing import plan_selection
 from gradtrace.integrations.verl.driver.recorder import Recorder
 from gradtrace.integrations.verl.driver.selected import mini_batches_of, put_advantages, selected_batch
-from gradtrace.integrations.verl.driver.tracin import (
-    RankedScores,
-    validation_estimator,
-)
+from gradtrace.integrations.verl.driver.tracin import RankedScores, validation_estimator
 from gradtrace.integrations.verl.driver.tracin_rollouts import PARTITION, VerlValidation, open_pool
 from gradtrace.integrations.verl.options import VerlOptions
 from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, score_on_worker
@@ -149,10 +146,8 @@ class TracinDriver:
     @contextmanager
     def updating(self, training: Training) -> Iterator[None]:
         """Around verl's update: the size of its mini-batches, and its time without that of the selection."""
-        timing = self.trainer.timing_raw
-        timing["update_actor"] = (
-            timing.get("update_actor", 0.0) - self._seconds
-        )  # verl's timer began before it
+        timing = self.trainer.timing_raw  # which began before the selection
+        timing["update_actor"] = timing.get("update_actor", 0.0) - self._seconds
         with mini_batches_of(self.config, training.size):
             yield
 

@@ -18,7 +18,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.blame_parts import BLAME_STEP
 from gradtrace.integrations.verl.dealing import Plan, plan_update
 from gradtrace.integrations.verl.driver import status
 from gradtrace.integrations.verl.driver.batches import group_of_key, read_batch, with_versions
@@ -32,7 +31,6 @@ from gradtrace.integrations.verl.driver.tracin_setup import TracinDriver, Traini
 from gradtrace.integrations.verl.driver.watch import Watch, process_id
 from gradtrace.integrations.verl.launch.checkpoints import plain_tensors_only
 from gradtrace.integrations.verl.options import read_options
-from gradtrace.integrations.verl.probe_parts import PROBE
 from gradtrace.integrations.verl.rank import losses
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, knows_token_terms
 from gradtrace.integrations.verl.refusals import (
@@ -41,12 +39,13 @@ from gradtrace.integrations.verl.refusals import (
     check_asynchronous,
     check_selection_settings,
 )
-from gradtrace.integrations.verl.step_labels import LABELS, MISMATCH, ROW
+from gradtrace.integrations.verl.told import BLAME_STEP, LABELS, MISMATCH, PROBE, ROW
 from gradtrace.metrics import batch_metrics
 from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import stop_token_ids
 from gradtrace.tasks.named import TASKS
 from gradtrace.trace.kinds import enabled_kinds
+from gradtrace.trace.schema import ENTROPY_TRACE
 
 CPU_POLL_SECONDS = 0.05
 
@@ -66,19 +65,12 @@ class TracedTrainer(PPOTrainer):
     def _prepare(self, config: Any) -> None:
         """Refuse what cannot be traced before any worker starts, and take over the order of the update."""
         actor = config.actor_rollout_ref.actor
-        probe = self.options.entropy_probe.every > 0
-        needs_engine = {
-            "influence_trace": self.options.influence_trace.enable,
-            "blame": self.options.blame.enable,
-            "entropy_probe": probe,
-            "tracin": self.options.tracin.enable,
-        }
-        if actor.strategy != "fsdp2" and any(needs_engine.values()):
-            what = next(name for name, wanted in needs_engine.items() if wanted)
-            raise GradtraceError(
-                f"gradtrace.{what} needs actor.strategy=fsdp2, not {actor.strategy}: the hooks are in verl's "
-                "FSDP2 engine"
-            )
+        for what in enabled_kinds(self.options):
+            if actor.strategy != "fsdp2" and what != ENTROPY_TRACE:
+                raise GradtraceError(
+                    f"gradtrace.{what} needs actor.strategy=fsdp2, not {actor.strategy}: the hooks are in verl's "
+                    "FSDP2 engine"
+                )
         if config.get("distillation") and config.distillation.get("enabled", False):
             raise GradtraceError("gradtrace does not trace distillation: its loss is not a policy loss")
         mode = actor.policy_loss.get("loss_mode", "vanilla")
@@ -89,7 +81,7 @@ class TracedTrainer(PPOTrainer):
             raise GradtraceError(f"gradtrace.influence_trace.verify_every: {NO_CHECKS}.")
         if self.options.blame.enable:
             check_token_terms(config, "blame")
-        if probe:
+        if self.options.entropy_probe.every:
             check_probe_job(config)
         if self.options.tracin.enable:
             check_selection_settings(self.options.tracin, config.actor_rollout_ref.rollout.n)

@@ -55,9 +55,8 @@ def full_states(folder: Path, kind: str) -> list[Any]:
 
     world = saved_world_size(folder)
     files = [folder / f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
-    logging.getLogger("torch.distributed.device_mesh").setLevel(
-        logging.ERROR
-    )  # no process group is needed to join
+    # No process group is needed to join them.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     with plain_tensors_only():
         try:
             return [torch.load(file, map_location="cpu", weights_only=True) for file in files]

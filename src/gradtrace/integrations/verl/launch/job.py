@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -25,6 +24,7 @@ from gradtrace.integrations.verl.launch.data import write_prompts
 from gradtrace.integrations.verl.launch.translate import TRACIN_PROMPTS, Translation, translate
 from gradtrace.program import command
 from gradtrace.trace import lock
+from gradtrace.trace.reader import open_run
 from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
 from gradtrace.training.logger import tracker_id
 from gradtrace.training.parts import build_task
@@ -166,8 +166,7 @@ def run_once(translation: Translation, run_dir: Path, display: Display) -> int:
         *translation.overrides(),
         *(f"hydra.run.dir={run_dir / 'hydra'}", "hydra.output_subdir=null"),
     ]
-    shown = StepLines(run_dir / "metrics.jsonl", display.step)
-    shown.skip()
+    shown = StepLines(run_dir, display.step)
     start = StartUp(run_dir, display.message)
     with (run_dir / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -212,30 +211,21 @@ class StartUp:
 class StepLines:
     """Reads new lines of metrics.jsonl as they are written."""
 
-    def __init__(self, path: Path, show: Callable[[int, dict[str, Any]], None]) -> None:
-        self.path = path
+    def __init__(self, run_dir: Path, show: Callable[[int, dict[str, Any]], None]) -> None:
+        """Lines that are there were shown in an earlier life of this run."""
+        self.run = open_run(run_dir)
         self.display = show
-        self.last = 0
+        records, self.place = self.run.metrics()
+        self.last = max((record["step"] for record in records), default=0)
         self.has_shown = False
 
-    def skip(self) -> None:
-        """Pass over the lines that are there: they were shown in an earlier life of this run."""
-        for record in self._records():
-            self.last = max(self.last, record["step"])
-
     def show(self) -> None:
-        for record in self._records():
+        records, self.place = self.run.metrics(self.place)
+        for record in records:
             if record["step"] > self.last and "critic/rewards/mean" in record:
                 self.last = record["step"]
                 self.has_shown = True
                 self.display(self.last, record)
-
-    def _records(self) -> list[dict[str, Any]]:
-        if not self.path.is_file():
-            return []
-        data = self.path.read_bytes()
-        lines = data[: data.rfind(b"\n") + 1].splitlines()
-        return [json.loads(line) for line in lines]
 
 
 def tail(path: Path) -> str:

@@ -41,19 +41,17 @@ AGGREGATION = {
     "sequence_mean": "seq-mean-token-mean",
     "fixed_length": "seq-mean-token-sum-norm",
 }
-# Set by the launcher itself, or about the terminal of the embedded loop only.
-LAUNCHER = (
-    "recipe",
-    "engine",
-    "resume",
-    "task.",
-    "data.",
-    "reward.",
-    "cluster.",
-    "verl",
-    "trainer.samples_every",
+LAUNCHER = ("recipe", "engine", "resume", "task.", "data.", "reward.", "cluster.", "verl")
+"""Set by the launcher itself."""
+MAPPED = ("model.", "rollout.", "algorithm.", "actor.", "critic.")
+"""Sections that the functions below map whole."""
+TRAINER = (
+    *("runs_dir", "name", "cpu_threads", "traces", "samples_every"),  # the launcher's, or the terminal's
+    *("total_steps", "seed", "logger", "wandb.", "trace_dir", "mismatch_every", "validation."),
+    *("checkpoint.every", "checkpoint.keep_last"),
+    *("entropy_trace.", "influence_trace.", "entropy_probe.", "blame.", "tracin.", "findings."),
 )
-LAUNCHER_TRAINER = ("trainer.runs_dir", "trainer.name", "trainer.cpu_threads", "trainer.traces")
+"""What is known of the section `trainer`."""
 NOT_NEEDED = {
     "rollout.compile": "a rollout engine compiles its own model",
     "rollout.max_batch_tokens": "bounds the memory of the embedded sampler; a rollout engine bounds its own",
@@ -186,32 +184,7 @@ def leaves() -> Iterator[str]:
 
 
 def is_known(key: str) -> bool:
-    """A section that the functions below map whole, or that is the launcher's own."""
-    mapped = (
-        "model.",
-        "rollout.",
-        "algorithm.",
-        "actor.",
-        "critic.",
-        "trainer.entropy_trace.",
-        "trainer.influence_trace.",
-        "trainer.entropy_probe.",
-        "trainer.blame.",
-        "trainer.tracin.",
-        "trainer.findings.",
-    )
-    trainer = (
-        "total_steps",
-        "seed",
-        "logger",
-        "wandb.",
-        "trace_dir",
-        "mismatch_every",
-        "checkpoint.every",
-        "checkpoint.keep_last",
-        "validation.",
-    )
-    return key.startswith((*mapped, *LAUNCHER, *LAUNCHER_TRAINER, *(f"trainer.{name}" for name in trainer)))
+    return key.startswith((*LAUNCHER, *MAPPED, *(f"trainer.{name}" for name in TRAINER)))
 
 
 def value_at(config: Config, key: str) -> Any:
@@ -436,14 +409,8 @@ def flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def hydra_value(value: Any) -> str:
     """A value written so that Hydra's command line reads it back."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{hydra_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(hydra_value(item) for item in value) + "]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value)
+    return json.dumps(value, ensure_ascii=False)

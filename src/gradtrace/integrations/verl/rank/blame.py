@@ -21,11 +21,13 @@ from gradtrace.attribution.geometry import ClippedGradients
 from gradtrace.attribution.response_gradients import ResponseGradients
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.sharing import Sharing, UsualNorms
-from gradtrace.integrations.verl.blame_parts import BLAME_STEP, BlameInputs, BlamePart, write_blame_part
+from gradtrace.instruments.host import asked_by
+from gradtrace.integrations.verl.parts import BlamePart
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.rank.probe_host import EngineProbeHost
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import layout_of, plain
+from gradtrace.integrations.verl.told import BLAME_STEP, BlameInputs
 
 
 class RankBlame:
@@ -38,10 +40,8 @@ class RankBlame:
         self.loss = loss
         self.rank = dist.get_rank()
         self.host = EngineProbeHost(engine, loss)
-        try:
+        with asked_by("gradtrace.blame"):
             self.gradients = ResponseGradients(engine.module, loss.blame.sketch_dim)
-        except AttributionError as error:
-            raise GradtraceError(f"gradtrace.blame: {error}") from error
         self.gradients.close()  # hooks are on the model during training passes of steps that are due only
         measured = [block.parameter_name for block in self.gradients.blocks]
         self.sharing = Sharing(self.host, engine.module, engine.optimizer, measured)
@@ -104,11 +104,10 @@ class RankBlame:
         begin = time.perf_counter()
         self.meeting.wait(f"step {inputs.step}, blame of mini-batch {self.number}")
         norms, sketches = self.gradients.take()
-        size = (
-            self.host.ranks.size
-        )  # of the mean over ranks that FSDP takes, a rank's passes make so many times
-        self.part.norms |= {row: norm / size for row, norm in norms.items()}
-        self.part.sketches |= {row: sketch / size for row, sketch in sketches.items()}
+        size = self.host.ranks.size  # FSDP takes the mean over ranks
+        for row, norm in norms.items():
+            self.part.norms[row] = torch.tensor(norm / size, dtype=torch.float64)
+            self.part.sketches[row] = sketches[row] / size
         try:
             self._share_out(inputs)
         except (AttributionError, GradtraceError) as error:  # all ranks see it alike; the run goes on
@@ -116,7 +115,7 @@ class RankBlame:
         self.part.seconds += time.perf_counter() - begin
         self.number += 1
         if self.number == inputs.mini_batches:
-            write_blame_part(Path(inputs.parts_dir), inputs.step, self.rank, self.part)
+            self.part.write(Path(inputs.parts_dir), inputs.step, self.rank)
 
     def _share_out(self, inputs: BlameInputs) -> None:
         gradient = ClippedGradients(self.engine.module, self.engine.optimizer_config.clip_grad)
@@ -130,6 +129,6 @@ class RankBlame:
         batch = self.host.update(self._data, with_log_probs=True)
         with self.host.aside():
             (one,) = batch.passes()
-            found = self.sharing.share_out(one.run, gradient, gradient.factor, self.number)
-        self.part.tokens |= batch.by_row(torch.stack([found.share, found.push, found.log_probs]))
-        self.part.updates.append(found.update)
+            found, about = self.sharing.share_out(one.run, gradient, gradient.factor, self.number)
+        self.part.tokens |= batch.by_row(found)
+        self.part.updates.append(about)

@@ -3,8 +3,9 @@ Without a `GradtraceLoss` it is verl's engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -19,7 +20,9 @@ from gradtrace.integrations.verl.rank.probe import RankProbe
 from gradtrace.integrations.verl.rank.process_group import apply_timeout
 from gradtrace.integrations.verl.rank.sequences import plain
 from gradtrace.integrations.verl.rank.tracin import count_real_responses
-from gradtrace.integrations.verl.step_labels import MISMATCH
+from gradtrace.integrations.verl.told import MISMATCH
+
+T = TypeVar("T")
 
 
 class TracedFSDPEngine(FSDPEngineWithLMHead):
@@ -42,19 +45,18 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
         apply_timeout(groups)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        if isinstance(loss_function, GradtraceLoss) and loss_function.selecting:
-            count_real_responses(self, data)
-        if not forward_only:
-            self._measure_mismatch(data, loss_function)
-        self._traced = None if forward_only else self._tracer_for(data, loss_function)
-        self._probed = None if forward_only else self._probe_for(data, loss_function)
-        self._blamed = None if forward_only else self._blame_for(data, loss_function)
+        self._traced = self._blamed = self._probed = None
+        if isinstance(loss_function, GradtraceLoss):
+            if loss_function.selecting:
+                count_real_responses(self, data)
+            if not forward_only:
+                self._begin(data, loss_function)
         tracer = self._traced
-        for role in tracer.roles.own if tracer is not None else ():
-            assert tracer is not None
-            with tracer.capturing(role):
-                super().forward_backward_batch(data, tracer.objective)
-            self.optimizer_zero_grad()  # gradients of the objective are nobody's but the trace's
+        if tracer is not None:
+            for role in tracer.roles.own:
+                with tracer.capturing(role):
+                    super().forward_backward_batch(data, tracer.objective)
+                self.optimizer_zero_grad()  # gradients of the objective are nobody's but the trace's
         with ExitStack() as around:
             if tracer is not None and tracer.roles.riding is not None:
                 around.enter_context(tracer.capturing(tracer.roles.riding))
@@ -62,50 +64,36 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
                 around.enter_context(self._blamed.capturing())
             return super().forward_backward_batch(data, loss_function, forward_only)
 
-    def _tracer_for(self, data: Any, loss_function: Any) -> RankTracer | None:
-        if not isinstance(loss_function, GradtraceLoss):
-            return None
-        loss_function.engine_attached = True
-        if loss_function.influence is None:
-            return None
-        if self.tracer is None or self.tracer.loss is not loss_function:
-            check = (
-                refusals.check_differences
-                if loss_function.influence.wants_loss_term
-                else refusals.check_hooks
-            )
-            check(self, "influence_trace")
-            self.tracer = RankTracer(self, loss_function)
-        return self.tracer if self.tracer.begin(data) else None
+    def _begin(self, data: Any, loss: GradtraceLoss) -> None:
+        """Tell the instruments that `loss` asks for of a mini-batch's training passes, which come next."""
+        loss.engine_attached = True
+        if (inputs := plain(data, MISMATCH)) is not None:
+            self._made("mismatch", RankMismatch, loss).measure(inputs, data)
+        if loss.influence is not None:
+            fine = loss.influence.wants_loss_term
+            check = refusals.check_differences if fine else refusals.check_hooks
+            tracer = self._made("tracer", RankTracer, loss, lambda: check(self, "influence_trace"))
+            self._traced = tracer if tracer.begin(data) else None
+        if loss.probe:
+            probe = self._made("probe", RankProbe, loss, lambda: refusals.check_probe(self))
+            self._probed = probe if probe.begin(data) else None
+        if loss.blame is not None:
+            blame = self._made("blame", RankBlame, loss, lambda: refusals.check_differences(self, "blame"))
+            self._blamed = blame if blame.begin(data) else None
 
-    def _blame_for(self, data: Any, loss_function: Any) -> RankBlame | None:
-        if not isinstance(loss_function, GradtraceLoss) or loss_function.blame is None:
-            return None
-        if self.blame is None or self.blame.loss is not loss_function:
-            refusals.check_differences(self, "blame")
-            self.blame = RankBlame(self, loss_function)
-        return self.blame if self.blame.begin(data) else None
-
-    def _measure_mismatch(self, data: Any, loss_function: Any) -> None:
-        inputs = plain(data, MISMATCH)
-        if not isinstance(loss_function, GradtraceLoss) or inputs is None:
-            return
-        if self.mismatch is None or self.mismatch.loss is not loss_function:
-            self.mismatch = RankMismatch(self, loss_function)
-        self._traced = self._blamed = None
-        self.mismatch.measure(inputs, data)
+    def _made(
+        self, name: str, kind: type[T], loss: GradtraceLoss, check: Callable[[], None] = lambda: None
+    ) -> T:
+        """The instrument under this name, made after a `check` when a loss function first asks for it."""
+        if getattr(self, name) is None or getattr(self, name).loss is not loss:
+            check()
+            setattr(self, name, kind(self, loss))  # type: ignore[call-arg]
+        found: T = getattr(self, name)
+        return found
 
     def plain_passes(self, data: Any, loss_function: Any, forward_only: bool) -> Any:
         """Run verl's own passes over `data`, without a trace or a probe of their own."""
         return super().forward_backward_batch(data, loss_function, forward_only)
-
-    def _probe_for(self, data: Any, loss_function: Any) -> RankProbe | None:
-        if not isinstance(loss_function, GradtraceLoss) or not loss_function.probe:
-            return None
-        if self.probe is None or self.probe.loss is not loss_function:
-            refusals.check_probe(self)
-            self.probe = RankProbe(self, loss_function)
-        return self.probe if self.probe.begin(data) else None
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         if self._traced is not None and self._traced.role is not None:

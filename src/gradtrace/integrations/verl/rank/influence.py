@@ -18,14 +18,15 @@ from gradtrace.attribution import AttributionError, InfluenceTracer
 from gradtrace.attribution.geometry import ClippedGradients
 from gradtrace.attribution.ledger import Role
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.host import asked_by
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
 from gradtrace.integrations.verl.aggregation import micro_batch_weights
-from gradtrace.integrations.verl.influence_parts import write_part
+from gradtrace.integrations.verl.parts import write_part
 from gradtrace.integrations.verl.rank.full_precision import full_precision
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import layout_of, plain, rows_of
-from gradtrace.integrations.verl.step_labels import LABELS, StepLabels
+from gradtrace.integrations.verl.told import LABELS, StepLabels
 
 
 @dataclass(eq=False)
@@ -50,16 +51,11 @@ class RankTracer:
         self.loss = loss
         self.config = loss.influence
         self.rank = dist.get_rank()
-        try:
+        group = engine.get_data_parallel_group()
+        with asked_by("gradtrace.influence_trace"):
             self.tracer = InfluenceTracer(
-                engine.module,
-                self.config,
-                engine.get_data_parallel_group(),
-                defer_errors=True,
-                optimizer=engine.optimizer,
+                engine.module, self.config, group, defer_errors=True, optimizer=engine.optimizer
             )
-        except AttributionError as error:
-            raise GradtraceError(f"gradtrace.influence_trace: {error}") from error
         self.tracer.close()  # hooks are on the model during traced passes only
         self.capture = InfluenceCapture(self.tracer, loss.training_pass)
         self.meeting = Meeting()

@@ -9,18 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.instruments.host import Gradient
-from gradtrace.instruments.mismatch import share_metrics
+from gradtrace.instruments.mismatch import share_metrics, slopes
 from gradtrace.integrations.verl.aggregation import micro_batch_weights
+from gradtrace.integrations.verl.parts import write_rank_file
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
-from gradtrace.integrations.verl.rank_files import write_rank_file
-from gradtrace.integrations.verl.step_labels import SAMPLED, MismatchInputs
+from gradtrace.integrations.verl.told import SAMPLED, MismatchInputs
 
 
 class RankMismatch:
@@ -29,8 +28,7 @@ class RankMismatch:
     def __init__(self, engine: Any, loss: GradtraceLoss) -> None:
         self.engine = engine
         self.loss = loss
-        group = engine.get_data_parallel_group()
-        self.ranks = Ranks(group if dist.get_world_size(group) > 1 else None)
+        self.ranks = Ranks(engine.get_data_parallel_group())
         self.last_step = -1
 
     def measure(self, inputs: MismatchInputs, data: Any) -> None:
@@ -53,15 +51,10 @@ class RankMismatch:
             log_probs = no_padding_2_padding(model_output["log_probs"], data)
             weights = micro_batch_weights(data, self.loss.actor).to(log_probs)[:, None]
 
-            def slopes(old: Tensor) -> Tensor:
-                leaf = log_probs.detach().requires_grad_()
-                terms = self.loss.policy_terms(leaf, old, model_output, data) * weights
-                return torch.autograd.grad(terms.sum(), leaf)[0]
+            def loss(leaf: Tensor, old: Tensor) -> Tensor:
+                return (self.loss.policy_terms(leaf, old, model_output, data) * weights).sum()
 
-            with torch.enable_grad():
-                found = slopes(dense(data, SAMPLED, log_probs))
-                if difference:
-                    found = found - slopes(log_probs.detach())
+            found = slopes(loss, log_probs, dense(data, SAMPLED, log_probs))[int(difference)]
             return (found * log_probs).sum(), {}
 
         self.engine.optimizer_zero_grad()

@@ -7,7 +7,6 @@ it knows to a part file, which the driver joins (`probe_record`).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,12 @@ import torch.distributed as dist
 from gradtrace.attribution import AttributionError
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe import EntropyProbe, Tokens
-from gradtrace.integrations.verl.probe_parts import PROBE, ProbeInputs, ProbePart, write_probe_part
+from gradtrace.integrations.verl.parts import ProbePart
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.rank.probe_host import EngineBatch, EngineProbeHost
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import plain
-
-
-@dataclass(eq=False)
-class _Step:
-    """What is known between the prediction and the measurement."""
-
-    inputs: ProbeInputs
-    data: Any
-    """U: this rank's part of the mini-batch."""
-    part: ProbePart = field(default_factory=ProbePart)
-    evaluation: EngineBatch | None = None
+from gradtrace.integrations.verl.told import PROBE, ProbeInputs
 
 
 class RankProbe:
@@ -47,8 +36,12 @@ class RankProbe:
             engine.module, engine.optimizer, float(engine.optimizer_config.clip_grad), self.host
         )
         self.meeting = Meeting()
-        self.last_step = -1
-        self.step: _Step | None = None
+        self.inputs: ProbeInputs | None = None
+        """Of the step that was probed last."""
+        self.part = ProbePart()
+        self._data: Any = None
+        """U: this rank's part of the mini-batch, between the prediction and the measurement."""
+        self._evaluation: EngineBatch | None = None
         print(
             f"gradtrace: entropy probe active on rank {self.rank} of {dist.get_world_size()}: "
             f"{len(self.probe.parameters)} parameters",
@@ -58,35 +51,32 @@ class RankProbe:
     def begin(self, data: Any) -> bool:
         """True if the optimizer step of this mini-batch is probed: the first of a step that the driver has chosen."""
         inputs: ProbeInputs | None = plain(data, PROBE)
-        if inputs is None or inputs.step == self.last_step:
+        if inputs is None or (self.inputs is not None and inputs.step == self.inputs.step):
             return False
-        self.last_step = inputs.step
-        self.step = _Step(inputs, data)
+        self.inputs, self.part, self._data = inputs, ProbePart(), data
         return True
 
     def predict(self) -> None:
         """Called by all ranks before the optimizer step. The gradient is not clipped yet; it is the same bits after."""
         begin = time.perf_counter()
-        step = self.step
-        assert step is not None
-        self.meeting.wait(f"step {step.inputs.step}, entropy probe")
+        assert self.inputs is not None
+        self.meeting.wait(f"step {self.inputs.step}, entropy probe")
         try:
             with self.host.aside():
-                self._predict(step)
+                self._predict(self.inputs)
         except (AttributionError, GradtraceError) as error:  # all ranks see it alike; the run goes on
-            step.part.failure = str(error)
-        step.part.rate = float(self.engine.optimizer.param_groups[0]["lr"])
-        step.part.seconds = time.perf_counter() - begin
+            self.part.failure = str(error)
+        self.part.rate = float(self.engine.optimizer.param_groups[0]["lr"])
+        self.part.seconds = time.perf_counter() - begin
 
-    def _predict(self, step: _Step) -> None:
+    def _predict(self, inputs: ProbeInputs) -> None:
         gradient = {name: p.grad for name, p in self.probe.parameters.items() if p.grad is not None}
         update = self.probe.clipped_update(gradient)
-        step.evaluation = evaluation = self.host.evaluation(step.inputs, step.data)
+        self._evaluation = evaluation = self.host.evaluation(inputs, self._data)
         prediction = self.probe.predict(evaluation, update)
         update.direction.clear()  # its memory is needed
-        batch = self.host.update(step.data)
+        batch, part = self.host.update(self._data), self.part
         shares = self.probe.shares(prediction, evaluation, update, batch)
-        part = step.part
         part.base = evaluation.by_row(pair(prediction.base))
         part.derivative = evaluation.by_row(torch.stack([prediction.d_log_probs, prediction.d_entropies]))
         part.shares = batch.by_row(shares.tokens)
@@ -94,14 +84,14 @@ class RankProbe:
 
     def measure(self) -> None:
         """The same E at the weights that the optimizer has really made; then this rank's part is complete."""
-        step, self.step = self.step, None
-        assert step is not None
+        assert self.inputs is not None
         begin = time.perf_counter()
-        if not step.part.failure and step.evaluation is not None:
+        evaluation, self._evaluation, self._data = self._evaluation, None, None
+        if not self.part.failure and evaluation is not None:
             with self.host.aside():
-                step.part.after = step.evaluation.by_row(pair(self.probe.tokens(step.evaluation)))
-        step.part.seconds += time.perf_counter() - begin
-        write_probe_part(Path(step.inputs.parts_dir), step.inputs.step, self.rank, step.part)
+                self.part.after = evaluation.by_row(pair(self.probe.tokens(evaluation)))
+        self.part.seconds += time.perf_counter() - begin
+        self.part.write(Path(self.inputs.parts_dir), self.inputs.step, self.rank)
 
 
 def pair(tokens: Tokens) -> torch.Tensor:

@@ -27,10 +27,10 @@ from gradtrace.instruments.host import Gradient
 from gradtrace.instruments.padding_row import padded_embeddings, padding_row_stays
 from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.dealing import PADDING, deal
-from gradtrace.integrations.verl.probe_parts import ProbeInputs
 from gradtrace.integrations.verl.rank.full_precision import full_precision
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 from gradtrace.integrations.verl.rank.sequences import plain, rows_of, sequences
+from gradtrace.integrations.verl.told import ProbeInputs
 from gradtrace.rollout.sampler import evaluation_mode
 
 PASS_SETTINGS = (
@@ -63,8 +63,7 @@ class EngineProbeHost:
     def __init__(self, engine: Any, loss: GradtraceLoss) -> None:
         self.engine = engine
         self.loss = loss
-        group = engine.get_data_parallel_group()
-        self.ranks = Ranks(group if dist.get_world_size(group) > 1 else None)
+        self.ranks = Ranks(engine.get_data_parallel_group())
 
     # ------------------------------------------------------------ the contract
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.step_labels import ROW
+from gradtrace.integrations.verl.told import ROW
 
 
 def sequences(

@@ -18,10 +18,10 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-from gradtrace.attribution import AttributionError, GhostProduct
+from gradtrace.attribution import GhostProduct
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.host import Gradient
+from gradtrace.instruments.host import Gradient, asked_by
 from gradtrace.instruments.tracin.scores import Measures, by_adam, score_parts
 from gradtrace.instruments.tracin.selector import VALUE_HEADS, countable
 from gradtrace.integrations.verl.rank.process_group import Meeting
@@ -82,12 +82,9 @@ class RankScorer:
     def __init__(self, engine: Any) -> None:
         check_selection(engine)
         self.engine = engine
-        try:
+        with asked_by("gradtrace.tracin"):
             self.counted = countable(engine.module, "linear", VALUE_HEADS)
-        except AttributionError as error:
-            raise GradtraceError(f"gradtrace.tracin: {error}") from error
-        group = engine.get_data_parallel_group()
-        self.ranks = Ranks(group if dist.get_world_size(group) > 1 else None)
+        self.ranks = Ranks(engine.get_data_parallel_group())
         self.meeting = Meeting()
         self._request: RankRequest | None = None
         self._ghost: GhostProduct | None = None
