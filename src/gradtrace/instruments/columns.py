@@ -75,15 +75,13 @@ def turn_columns(batch: RolloutBatch) -> dict[str, Any]:
     if segments is None:
         return {}
     parts = [part for own in segments for part in own]
-    names = [part.tool.encode() for part in parts]
     return {
         "loss_mask": batch.response_mask[batch.present].numpy(),
         "segment_offsets": offsets_of(np.array([len(own) for own in segments], np.int64)),
         "segment_start": np.array([part.start for part in parts], np.int32),
         "segment_turn": np.array([part.turn for part in parts], np.int32),
         "segment_role": np.array([SegmentRole[part.role.upper()] for part in parts], np.uint8),
-        "segment_tool": np.frombuffer(b"".join(names), np.uint8),
-        "segment_tool_offsets": offsets_of(np.array([len(name) for name in names], np.int64)),
+        **names_columns("segment_tool", [part.tool for part in parts]),
     }
 
 
@@ -92,13 +90,18 @@ def reward_part_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
     if batch.reward_parts is None:
         return {}
     own = [batch.reward_parts[row] for row in rows.tolist()]
-    names = [name.encode() for parts in own for name in parts]
     return {
         "reward_part_offsets": offsets_of(np.array([len(parts) for parts in own], np.int64)),
         "reward_part": np.array([value for parts in own for value in parts.values()], np.float32),
-        "reward_part_name": np.frombuffer(b"".join(names), np.uint8),
-        "reward_part_name_offsets": offsets_of(np.array([len(name) for name in names], np.int64)),
+        **names_columns("reward_part_name", [name for parts in own for name in parts]),
     }
+
+
+def names_columns(column: str, names: list[str]) -> dict[str, Any]:
+    """Names as one column of bytes, with offsets."""
+    encoded = [name.encode() for name in names]
+    offsets = offsets_of(np.array([len(name) for name in encoded], np.int64))
+    return {column: np.frombuffer(b"".join(encoded), np.uint8), f"{column}_offsets": offsets}
 
 
 def log_prob_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:

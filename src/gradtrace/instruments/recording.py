@@ -138,12 +138,10 @@ def _batch(
         padded = isinstance(rows, Tensor) and tuple(rows.shape) == tuple(mask.shape)
         wrong = [r for r, row in enumerate(own) if not padded and len(row) != int(lengths[r])]
         if len(own) != len(ids) or wrong:
-            where = (
-                f"row {wrong[0]} has {len(own[wrong[0]])} numbers for {len(ids[wrong[0]])} tokens"
-                if wrong
-                else ""
-            )
-            raise GradtraceError(f"record: {name} has {len(own)} rows for {len(ids)} responses{'; ' + where}")
+            said = f"record: {name} has {len(own)} rows for {len(ids)} responses"
+            for place in wrong[:1]:
+                said += f"; row {place} has {len(own[place])} numbers for {len(ids[place])} tokens"
+            raise GradtraceError(said)
         for r, row in enumerate(own):
             found[r, : int(lengths[r])] = row[: int(lengths[r])]
         return found

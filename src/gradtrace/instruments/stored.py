@@ -30,7 +30,9 @@ def stored_batch(step: Step) -> RolloutBatch:
     advantages = None
     if "advantage" in step:
         advantages = torch.where(mask, torch.tensor(step["advantage"])[:, None], 0.0)
-    known = "sampler_log_prob" in step
+    sampled = torch.zeros(mask.shape)
+    if "sampler_log_prob" in step:
+        sampled = table(step["sampler_log_prob"], torch.float32)
     return RolloutBatch(
         prompts=[step.group(g).prompt_ids.tolist() for g in range(step.n_groups)],
         group=torch.tensor(step["group"].astype(np.int64)),
@@ -39,9 +41,7 @@ def stored_batch(step: Step) -> RolloutBatch:
         lengths=lengths,
         segments=[step.segments(r) for r in range(step.n_responses)] if several else None,
         finished=torch.tensor(step["finished"]),
-        sampler_log_probs=table(step["sampler_log_prob"], torch.float32)
-        if known
-        else torch.zeros(mask.shape),
+        sampler_log_probs=sampled,
         items=[{"group": g} for g in range(step.n_groups)],
         rewards=torch.tensor(step["reward"]),
         advantages=advantages,
@@ -53,10 +53,8 @@ def stored_truth(step: Step) -> Truth:
     expected = [step.group(g).expected_ids for g in range(step.n_groups)]
     wrong = {}
     if "first_wrong" in step:
-        for r in range(step.n_responses):
-            wrong[int(step["group"][r]), tuple(step.tokens(r)["token_id"].tolist())] = int(
-                step["first_wrong"][r]
-            )
+        for r, (group, place) in enumerate(zip(step["group"], step["first_wrong"], strict=True)):
+            wrong[int(group), tuple(step.tokens(r)["token_id"].tolist())] = int(place)
 
     def truth(item: dict[str, Any], response: list[int]) -> tuple[list[int] | None, int | None]:
         answer = expected[item["group"]]

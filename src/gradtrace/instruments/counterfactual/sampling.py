@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,23 +26,23 @@ Judge = Callable[[list[str]], list[float]]
 Progress = Callable[[int, int], None]
 
 
+@dataclass(eq=False)
 class Continuations:
     """Draws continuations of one group's responses and has them judged."""
 
-    def __init__(
-        self, sampler: Sampler, tokenizer: Any, params: SamplingParams, judge: Judge, seed: int = 0
-    ) -> None:
-        """`params`: the distribution, and how long a whole response may be (`max_new_tokens`)."""
-        if params.temperature == 0:
+    sampler: Sampler
+    tokenizer: Any
+    params: SamplingParams
+    """The distribution, and how long a whole response may be (`max_new_tokens`)."""
+    judge: Judge
+    seed: int = 0
+    _known: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.params.temperature == 0:
             raise GradtraceError(
                 "temperature 0 always writes the same continuation: sample with another, e.g. 1"
             )
-        self.sampler = sampler
-        self.tokenizer = tokenizer
-        self.params = params
-        self.seed = seed
-        self._judge = judge
-        self._known: dict[str, float] = {}
 
     def begin(
         self, prompt: list[int], responses: list[list[int]], written: list[np.ndarray] | None = None
@@ -89,7 +90,7 @@ class Continuations:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:
-            self._known.update(zip(new, self._judge(new), strict=True))
+            self._known.update(zip(new, self.judge(new), strict=True))
         return [self._known[text] for text in texts]
 
     def extend(self, group: Measurement, plan: np.ndarray, progress: Progress | None = None) -> None:

@@ -14,8 +14,8 @@ def detect(moment: Moment) -> Finding | None:
     culprits = moment.blamed()
     return Finding(
         f"{share:.0%} of the tokens are clipped (usually {usual[0]:.1%}): the policy moves too far within one "
-        f"rollout. Lower "
-        f"the learning rate, or make fewer optimizer steps per rollout. Most of the gradient: {named(culprits)}.",
+        "rollout. Lower the learning rate, or make fewer optimizer steps per rollout. Most of the gradient: "
+        f"{named(culprits)}.",
         sure(share, max(moment.knobs.clipped, 3 * usual[0])),
         {"clipped": share, "usual": usual[0]},
         culprits,

@@ -16,22 +16,12 @@ def detect(moment: Moment) -> Finding | None:
         return None
     reward, same = moment.metrics.get("critic/rewards/mean", 0.0), moment.metrics.get(SAME, 0.0)
     rewards = moment.batch.need("rewards")
-    right = (
-        float((rewards >= rewards.max()).float().mean())
-        if float(rewards.max()) > float(rewards.min())
-        else reward
-    )
-    usual = moment.before(SAME)
-    narrow = len(usual) >= knobs.warmup_steps and same > 0.5 + 0.5 * float(
-        np.median(usual[: knobs.warmup_steps])
-    )
-    why = (
-        "siblings are copies of each other: sampling has lost its diversity (temperature?)"
-        if narrow
-        else "the task has become too easy"
-        if right > 0.5
-        else "the task is too hard for the policy"
-    )
+    differ = float(rewards.max()) > float(rewards.min())
+    right = float((rewards >= rewards.max()).float().mean()) if differ else reward
+    why = "the task has become too easy" if right > 0.5 else "the task is too hard for the policy"
+    usual = moment.before(SAME)[: knobs.warmup_steps]
+    if len(usual) == knobs.warmup_steps and same > 0.5 + 0.5 * float(np.median(usual)):
+        why = "siblings are copies of each other: sampling has lost its diversity (temperature?)"
     return Finding(
         f"{share:.0%} of the groups have one constant reward and teach nothing, in the third step running: {why}.",
         sure(share, knobs.constant_groups),

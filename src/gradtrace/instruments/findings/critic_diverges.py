@@ -18,8 +18,7 @@ def detect(moment: Moment) -> Finding | None:
             culprits = moment.tokens_by((batch.values - batch.returns).abs())
         return Finding(
             f"The critic diverges: {name} is {value:.3g}, {ratio:.0f} times its usual {usual[0]:.3g}, and "
-            f"advantages are noise. "
-            f"Lower critic.optim.lr. Furthest from its returns: {named(culprits)}.",
+            f"advantages are noise. Lower critic.optim.lr. Furthest from its returns: {named(culprits)}.",
             sure(ratio, moment.knobs.critic_ratio),
             {"value": value, "usual": usual[0]},
             culprits,

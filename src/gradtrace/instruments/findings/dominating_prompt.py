@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
-
 from gradtrace.instruments.findings.base import Finding, Moment, named, sure
 
 COPIES, GRADIENT = "batch/prompt_copies", "batch/prompt_gradient"
@@ -20,8 +18,7 @@ def detect(moment: Moment) -> Finding | None:
         culprits = [moment.prompt(batch.prompts.index(list(text)), count / len(batch.prompts))]
         return Finding(
             f"{count} of the {len(batch.prompts)} prompts of this step are one and the same ({copies:.0%} of "
-            f"all are copies): "
-            f"{named(culprits)}.",
+            f"all are copies): {named(culprits)}.",
             sure(copies, knobs.prompt_copies),
             {"copies": copies},
             culprits,
@@ -30,8 +27,7 @@ def detect(moment: Moment) -> Finding | None:
     recent = [*moment.before(GRADIENT)[-2:], share]
     if moment.blame is None or len(recent) < 3 or min(recent) < knobs.prompt_gradient:
         return None
-    of_groups = torch.zeros(len(batch.prompts), dtype=torch.float64)
-    of_groups.index_add_(0, batch.group, moment.blame.of_the_step().response_share)
+    of_groups = moment.blame.of_the_step().group_share(batch)
     culprits = [moment.prompt(int(g), float(of_groups[g])) for g in of_groups.argsort(descending=True)[:3]]
     return Finding(
         f"A single prompt makes {share:.0%} of the gradient, in the third step running: {named(culprits)}.",

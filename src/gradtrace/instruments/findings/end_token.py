@@ -17,8 +17,7 @@ def detect(moment: Moment) -> Finding | None:
     shown = ", ".join(repr(culprit.text) for culprit in culprits)
     return Finding(
         f"{share:.0%} of the finished responses end, as far as training sees them, with a token that also "
-        f"stands in the middle "
-        f"of responses ({shown}): their end token is masked, so the policy never learns to stop.",
+        f"stands in the middle of responses ({shown}): their end token is masked, so the policy never learns to stop.",
         sure(share, moment.knobs.end_untrained),
         {"share": share},
         culprits,

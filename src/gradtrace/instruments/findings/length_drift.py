@@ -23,18 +23,14 @@ def detect(moment: Moment) -> Finding | None:
         return None
     rows = moment.batch.response_lengths.argsort(descending=change > 0)[:3].tolist()
     culprits = [moment.response(row) for row in rows]
-    why = (
-        f" The reward pays for length (correlation within groups {pays:.2f})."
-        if paid and pays is not None
-        else ""
+    why = f" The reward pays for length (correlation within groups {pays:.2f})." if paid else ""
+    value, threshold = (
+        (change, moment.knobs.length_drift) if drifts else (pays or 0.0, moment.knobs.length_pays)
     )
     return Finding(
         f"Responses {'grow' if change > 0 else 'shrink'}: {length:.1f} tokens, {first:.1f} at first "
-        f"({change:+.0%}).{why} The "
-        f"{'longest' if change > 0 else 'shortest'}: {named(culprits)}.",
-        sure(abs(change), moment.knobs.length_drift)
-        if drifts
-        else sure(pays or 0.0, moment.knobs.length_pays),
+        f"({change:+.0%}).{why} The {'longest' if change > 0 else 'shortest'}: {named(culprits)}.",
+        sure(abs(value), threshold),
         {"length": length, "at_first": first, "reward_length_correlation": pays if pays is not None else 0.0},
         culprits,
     )

@@ -24,17 +24,14 @@ def detect(moment: Moment) -> Finding | None:
     largest = max(largest, 2 * later)
     few = mean < moment.knobs.mismatch_mean
     off_by_one = not few and _better_shifted(moment)
-    why = (
-        "Single tokens are not what the policy would sample: was something forced into the response?"
-        if few
-        else "Shifted by one token they agree: a mask or a target is off by one."
-        if off_by_one
-        else "Do both use the same temperature, weights and precision?"
-    )
+    why = "Do both use the same temperature, weights and precision?"
+    if few:
+        why = "Single tokens are not what the policy would sample: was something forced into the response?"
+    elif off_by_one:
+        why = "Shifted by one token they agree: a mask or a target is off by one."
     return Finding(
         f"Sampler and trainer disagree about the sampled tokens, by {mean:.3g} nats on average and "
-        f"{largest:.3g} at most. {why} "
-        f"Most: {named(culprits)}.",
+        f"{largest:.3g} at most. {why} Most: {named(culprits)}.",
         sure(largest, moment.knobs.mismatch_token) if few else sure(mean, moment.knobs.mismatch_mean),
         {"mean_gap": mean, "max_gap": largest, "off_by_one": float(off_by_one)},
         culprits,

@@ -9,12 +9,8 @@ from gradtrace.instruments.findings.base import Finding, Moment, sure
 
 def parts_of(moment: Moment) -> list[str]:
     """Metrics of the reward's parts: ours, and TRL's mean of each reward function."""
-    names = moment.metrics
-    return [
-        n
-        for n in names
-        if n.startswith("reward_part/") or (n.startswith("trl/rewards/") and n.endswith("/mean"))
-    ]
+    ours = [name for name in moment.metrics if name.startswith("reward_part/")]
+    return ours + [n for n in moment.metrics if n.startswith("trl/rewards/") and n.endswith("/mean")]
 
 
 def detect(moment: Moment) -> Finding | None:
@@ -34,8 +30,7 @@ def detect(moment: Moment) -> Finding | None:
         return None
     return Finding(
         f"One part of the reward is learnt at the cost of another: {up} rose by {changes[up]:.2f} while {down} "
-        f"fell by "
-        f"{-changes[down]:.2f}. Weigh it down, or give it only to right answers.",
+        f"fell by {-changes[down]:.2f}. Weigh it down, or give it only to right answers.",
         sure(-changes[down], moment.knobs.part_fall),
         {up: changes[up], down: changes[down]},
     )

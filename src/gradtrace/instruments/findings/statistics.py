@@ -102,8 +102,7 @@ def later_gap(batch: RolloutBatch, blame: StepBlame | None) -> Tensor | None:
 
 def largest_prompt_share(batch: RolloutBatch, blame: StepBlame) -> float:
     """The largest share of the step's gradient that the responses to one and the same prompt have."""
-    shares = torch.zeros(len(batch.prompts), dtype=torch.float64)
-    shares.index_add_(0, batch.group, blame.of_the_step().response_share)
+    shares = blame.of_the_step().group_share(batch)
     sums: Counter[tuple[int, ...]] = Counter()
     for prompt, share in zip(batch.prompts, shares.tolist(), strict=True):
         sums[tuple(prompt)] += share

@@ -19,9 +19,8 @@ def detect(moment: Moment) -> Finding | None:
         if fall < moment.knobs.validation_fall or rise < -0.5 * moment.knobs.validation_fall:
             continue
         return Finding(
-            f"Validation fell from {best[name]:.3f} to {moment.metrics[name]:.3f} ({name}) while the training "
-            f"reward went from "
-            f"{then:.3f} to {reward:.3f}: the policy learns what pays, and that is no longer the task.",
+            f"Validation fell from {best[name]:.3f} to {moment.metrics[name]:.3f} ({name}) while the training reward "
+            f"went from {then:.3f} to {reward:.3f}: the policy learns what pays, and that is no longer the task.",
             sure(fall, moment.knobs.validation_fall),
             {"validation": float(moment.metrics[name]), "best": float(best[name]), "reward": reward},
         )

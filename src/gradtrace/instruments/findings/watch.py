@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import FindingsConfig
 from gradtrace.instruments.blame.shares import StepBlame
-from gradtrace.instruments.findings import (
-    clip_saturation,
-    constant_groups,
-    critic_diverges,
-    dominating_prompt,
-    end_token,
-    entropy,
-    gradient_spike,
-    kl_runaway,
-    length_drift,
-    mismatch,
-    repetition,
-    reward_hacking,
-    reward_jump,
-    reward_parts,
-    validation_falls,
-)
 from gradtrace.instruments.findings.base import Finding, Moment
+from gradtrace.instruments.findings.reward_hacking import AcceptedGradients
 from gradtrace.instruments.findings.statistics import batch_statistics
 from gradtrace.trace.atomic import JsonLines
 from gradtrace.trace.reader import FINDINGS, open_run
@@ -37,44 +22,34 @@ logger = logging.getLogger(__name__)
 
 Detector = Callable[[Moment], Finding | None]
 DETECTORS: dict[str, Detector] = {
-    module.__name__.rsplit(".", 1)[-1]: module.detect
-    for module in (
-        gradient_spike,
-        entropy,
-        length_drift,
-        reward_parts,
-        constant_groups,
-        repetition,
-        kl_runaway,
-        dominating_prompt,
-        clip_saturation,
-        mismatch,
-        validation_falls,
-        reward_jump,
-        end_token,
-        critic_diverges,
-        reward_hacking,
+    name: importlib.import_module(f"gradtrace.instruments.findings.{name}").detect
+    for name in (
+        *("gradient_spike", "entropy", "length_drift", "reward_parts", "constant_groups", "repetition"),
+        *(
+            "kl_runaway",
+            "dominating_prompt",
+            "clip_saturation",
+            "mismatch",
+            "validation_falls",
+            "reward_jump",
+        ),
+        *("end_token", "critic_diverges", "reward_hacking"),
     )
 }
 
 
+@dataclass(eq=False)
 class Findings:
     """`see(step, batch, metrics)` after a step; what it returns belongs to the step's metrics."""
 
-    def __init__(
-        self,
-        knobs: FindingsConfig,
-        run_dir: Path,
-        decode: Callable[[list[int]], str],
-        report: Callable[[str], None] = logger.warning,
-        blame: Callable[[], StepBlame | None] = lambda: None,
-    ) -> None:
-        self.knobs = knobs
-        self.run_dir = run_dir
-        self.decode = decode
-        self.report = report
-        self.blame = blame
-        self.gradients = reward_hacking.AcceptedGradients()
+    knobs: FindingsConfig
+    run_dir: Path
+    decode: Callable[[list[int]], str]
+    report: Callable[[str], None] = logger.warning
+    blame: Callable[[], StepBlame | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.gradients = AcceptedGradients()
         self.history: list[Mapping[str, float]] = []
         self._last_seen: dict[str, int] = {}
         """Detector → the last step in which it found something, told or not."""

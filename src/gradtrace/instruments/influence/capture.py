@@ -165,11 +165,9 @@ class InfluenceCapture:
             tokens = tokens & (response >= 0).to(tokens.device)
         mini_batch.optimizer_step[ids] = traced.optimizer_step
         output_function = self.config.output_function
-        step = (
-            step_scale(output_function, weight, plan.advantages[rows], plan.rewards[rows])
-            if rides
-            else weight
-        )
+        step = weight
+        if rides:
+            step = step_scale(output_function, weight, plan.advantages[rows], plan.rewards[rows])
         target = None
         if role == "both" and self.config.target == "log_prob" and output_function != "log_prob":
             target = self._spread(ids, target_scale(weight, plan.advantages[rows], rides))

@@ -28,6 +28,11 @@ Entry = tuple[int, int, Scored]
 """A scored response: its row in the batch, its place in the trace, and the mini-batch that it belongs to."""
 OWN_MEANING = ("credit", "step")
 """Names in the tracer's description that mean something else in a file: its list of credits, the training step."""
+DESCRIBED = (
+    *("target", "hessian_mode", "hessian_source", "contrastive_agg", "accepted_rejected_scope", "scope_pass"),
+    *("output_function", "exclude_self_response", "response_reduction", "projection_dim_factor"),
+)
+"""Knobs that say what scores mean; `scope_pass` is one of a run's trace only."""
 STATUS_OF_REASON = {
     "constant_reward": GroupStatus.CONSTANT_REWARD,
     "not_captured": GroupStatus.NOT_CAPTURED,
@@ -41,16 +46,7 @@ def describe(config: InfluenceConfig) -> dict[str, Any]:
     return {
         "credit": [backward, "loss_term"] if config.wants_loss_term else [backward],
         "pairwise_credit": backward,
-        "target": config.target,
-        "hessian_mode": config.hessian_mode,
-        "hessian_source": config.hessian_source,
-        "contrastive_agg": config.contrastive_agg,
-        "accepted_rejected_scope": config.accepted_rejected_scope,
-        "scope_pass": getattr(config, "scope_pass", False),
-        "output_function": config.output_function,
-        "exclude_self_response": config.exclude_self_response,
-        "response_reduction": config.response_reduction,
-        "projection_dim_factor": config.projection_dim_factor,
+        **{knob: getattr(config, knob, False) for knob in DESCRIBED},
         "sign": SIGN,
         "unit": UNIT,
     }
@@ -80,12 +76,13 @@ def influence_columns(
     unscored = (status == int(GroupStatus.SCORED)) & ~torch.isin(torch.arange(len(status)), batch.group[rows])
     status[unscored] = int(GroupStatus.NOT_CAPTURED)
     captured = [part.trace.captured(local).cpu() for _, local, part in entries]
+    whole = np.array([bool(flags.all()) for flags in captured], dtype=bool)
     columns = {
         **group_columns(batch, truth),
         "group_status": status.numpy(),
         **response_columns(batch, rows, truth),
         "accepted": accepted(batch.need("rewards"), batch.group, threshold)[rows].numpy(),
-        "selection": np.array([selection_of(flags) for flags in captured], dtype=np.uint8),
+        "selection": np.where(whole, Selection.SELECTED, Selection.CUT_AT_TOKEN_CAP).astype(np.uint8),
         "optimizer_step": np.array(
             [int(part.optimizer_step[local]) for _, local, part in entries], dtype=np.int64
         ),
@@ -130,10 +127,6 @@ def scores_or_zeros(trace: InfluenceTrace, scores: list[Tensor] | None, local: i
     """[T_r]: scores that only some groups have; zeros for the others, whose `credit` says so."""
     own = scores[local] if scores is not None else torch.empty(0)
     return own if len(own) else torch.zeros(len(trace.position_scores[local]))
-
-
-def selection_of(captured: Tensor) -> int:
-    return int(Selection.SELECTED if bool(captured.all()) else Selection.CUT_AT_TOKEN_CAP)
 
 
 def flat(tensors: list[Tensor], dtype: torch.dtype) -> np.ndarray:

@@ -40,16 +40,13 @@ def _no_contrast(batch: RolloutBatch) -> tuple[str, str]:
         return "no_diversity", (
             "all responses to a prompt are the same: raise rollout.temperature, or the policy has lost its entropy"
         )
-    rewards = batch.rewards
-    assert rewards is not None
+    rewards = batch.need("rewards")
     low, high = float(rewards.min()), float(rewards.max())
     if low == high:
-        judged = (
-            "right: the task is too easy for this policy"
-            if high > 0
-            else "wrong: the task is too hard for it"
-        )
-        return ("all_right" if high > 0 else "all_wrong"), (
+        cause, judged = "all_wrong", "wrong: the task is too hard for it"
+        if high > 0:
+            cause, judged = "all_right", "right: the task is too easy for this policy"
+        return cause, (
             f"all {len(batch)} responses have the reward {high:g}, as if all were {judged}, or the reward is constant"
         )
     return "constant_groups", (

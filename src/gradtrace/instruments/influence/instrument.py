@@ -25,7 +25,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
 from gradtrace.instruments.influence.join import joined_over
 from gradtrace.instruments.influence.record import InfluenceRecord
-from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.instruments.observer import Backward, OptimizerStep, WritingObserver
 from gradtrace.instruments.verify.in_training import TrainingCheck
 from gradtrace.policy.microbatch import MicroBatch, Sequences
 from gradtrace.policy.policy import Policy
@@ -51,7 +51,7 @@ Coming = Mapping[str, Tensor] | bool | None
 """The gradient that the optimizer is about to be given: as it stands in `.grad`, by parameter name, or not known."""
 
 
-class InfluenceTraceInstrument(StepObserver):
+class InfluenceTraceInstrument(WritingObserver):
     """The trace in processes that run the model themselves: the embedded loop and TRL. On several `ranks` each has the
     labels of the whole batch and the passes of some of its responses; all of them end up with the whole trace."""
 
@@ -69,6 +69,7 @@ class InfluenceTraceInstrument(StepObserver):
         gradient when a mini-batch is scored."""
         self.policy = policy
         self.record = record
+        self.writer = record.writer
         self.config = record.config
         self.coming = coming
         self.ranks = ranks or Ranks()
@@ -82,12 +83,9 @@ class InfluenceTraceInstrument(StepObserver):
             self.check = TrainingCheck(policy.model, optimizer, policy.temperature, grad_clip)
         self._step: StepState | None = None
 
-    def start(self, last_step: int) -> None:
-        self.record.writer.truncate_after(last_step)
-
     def close(self) -> None:
         self.tracer.close()
-        self.record.writer.close()
+        super().close()
 
     # ------------------------------------------------------------ the step
 
@@ -110,9 +108,8 @@ class InfluenceTraceInstrument(StepObserver):
             self.capture.begin(backward.update.rows, backward.update.number)
             state.update = backward.update
         traced = self._traced(backward.micro, backward.token_weights.amax(1), backward.number)
-        if not self.capture.holds(traced) and not is_sharded(
-            self.policy.model
-        ):  # whose passes all ranks make
+        # Passes over sharded weights are made by all ranks.
+        if not self.capture.holds(traced) and not is_sharded(self.policy.model):
             return nullcontext()
         roles = self.capture.roles(backward.number)
         with self._guarded():
@@ -142,15 +139,13 @@ class InfluenceTraceInstrument(StepObserver):
                     self._differentiate(run()[0][micro.mask.to(self.policy.device)].sum())
 
     def _traced(self, micro: MicroBatch, token_weight: Tensor, optimizer_step: int) -> TracedPass:
-        head = self.policy.model.get_output_embeddings()  # the policy runs it on response positions only
-        heads = [name for name, module in self.policy.model.named_modules() if module is head]
         return TracedPass(
             rows=micro.rows,
             response=micro.response,
             tokens=micro.tokens,
             token_weight=token_weight,
             optimizer_step=optimizer_step,
-            positions=dict.fromkeys(heads, micro.logit_positions),
+            positions=self.policy.seen_by_head(micro),
         )
 
     def _own_passes(self, traced: TracedPass, roles: PassRoles, micro: MicroBatch) -> None:

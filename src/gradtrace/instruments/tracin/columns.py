@@ -64,15 +64,8 @@ class TracinStep:
 
 def describe(settings: TracinConfig, method: str) -> dict[str, Any]:
     """The meaning of the scores, for the file and the viewer."""
-    return {
-        "selection": settings.selection,
-        "val_strategy": settings.val_strategy,
-        "method": method,
-        "parameters": settings.parameters,
-        "preconditioner": settings.preconditioner,
-        "sign": SIGN,
-        "unit": UNIT,
-    }
+    knobs = ("selection", "val_strategy", "parameters", "preconditioner")
+    return {knob: getattr(settings, knob) for knob in knobs} | {"method": method, "sign": SIGN, "unit": UNIT}
 
 
 def inner_products(result: TracinStep, preconditioner: str) -> dict[str, float]:
@@ -80,11 +73,12 @@ def inner_products(result: TracinStep, preconditioner: str) -> dict[str, float]:
     these have names of their own, so that one chart holds one unit."""
     scores = result.scores[torch.isfinite(result.scores)]
     plain = preconditioner == "adam" and result.measures.weighed is False
+    scores = scores if len(scores) else torch.zeros(1)
     values = {
-        "min_ip": scores.min() if len(scores) else 0.0,
-        "max_ip": scores.max() if len(scores) else 0.0,
-        "mean_ip": scores.mean() if len(scores) else 0.0,
-        "std_ip": scores.std(correction=0) if len(scores) else 0.0,
+        "min_ip": scores.min(),
+        "max_ip": scores.max(),
+        "mean_ip": scores.mean(),
+        "std_ip": scores.std(correction=0),
     }
     return {f"plain_{name}" if plain else name: float(value) for name, value in values.items()}
 
@@ -110,13 +104,10 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch, preconditioner: str)
     scores, kept, measures = result.scores, result.selected.kept, result.measures
     finite = scores[torch.isfinite(scores)]
     count = max(1, len(scores))
+    signs = {"positive": finite > 0, "negative": finite < 0, "zero": finite == 0}
     values: dict[str, float] = {
-        "positive_ratio": float((finite > 0).sum()) / count,
-        "negative_ratio": float((finite < 0).sum()) / count,
-        "zero_ratio": float((finite == 0).sum()) / count,
-        "positive": float((finite > 0).sum()),
-        "negative": float((finite < 0).sum()),
-        "zero": float((finite == 0).sum()),
+        **{f"{sign}_ratio": float(found.sum()) / count for sign, found in signs.items()},
+        **{sign: float(found.sum()) for sign, found in signs.items()},
         "non_finite": float(len(scores) - len(finite)),
         **inner_products(result, preconditioner),
         "selected": float(kept.sum()),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -71,30 +71,22 @@ class Scorer(Protocol):
         """Scores of `train.rows` at the current weights; see `scores.score_parts`."""
 
 
+@dataclass(eq=False)
 class TracinInstrument(StepObserver):
-    def __init__(
-        self,
-        settings: TracinConfig,
-        scorer: Scorer,
-        weigh: TokenWeights,
-        source: ValidationSource,
-        writer: TraceWriter | None,
-        meta: dict[str, Any] | None = None,
-        truth: Truth = no_truth,
-        report: Callable[[str], None] = logger.warning,
-    ) -> None:
-        """`weigh`: how the run's loss weighs tokens; `writer`: None stores nothing."""
-        self.settings = settings
-        self.scorer = scorer
-        self.weigh = weigh
-        self.source = source
-        self.writer = writer
-        self.truth = truth
-        self.report = report
-        self.meta = (meta or {}) | describe(settings, scorer.method)
-        self._said: set[str] = set()
-        self._step: TracinStep | None = None
-        self._sampled = Sampled()
+    settings: TracinConfig
+    scorer: Scorer
+    weigh: TokenWeights
+    """How the run's loss weighs tokens."""
+    source: ValidationSource
+    writer: TraceWriter | None
+    """None stores nothing."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Goes into every file, beside the meaning of the scores."""
+    truth: Truth = no_truth
+    report: Callable[[str], None] = logger.warning
+    _said: set[str] = field(default_factory=set, init=False)
+    _step: TracinStep | None = field(default=None, init=False)
+    _sampled: Sampled = field(default_factory=Sampled, init=False)
 
     def start(self, last_step: int) -> None:
         if self.writer is not None:
@@ -224,7 +216,8 @@ class TracinInstrument(StepObserver):
         metrics = tracin_metrics(result, batch, self.settings.preconditioner)
         if self.writer is not None:
             if step % self.settings.write_every == 0:
-                self.writer.write(step, tracin_columns(batch, result, self.truth), self.meta | result.meta())
+                meta = self.meta | describe(self.settings, self.scorer.method) | result.meta()
+                self.writer.write(step, tracin_columns(batch, result, self.truth), meta)
             metrics["tracin/write_errors"] = float(self.writer.stats.failed)
         return metrics
 

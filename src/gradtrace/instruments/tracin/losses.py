@@ -96,9 +96,6 @@ def total_losses(
 
 def pieces(policy: Policy, responses: Weighted, token_budget: int, method: str) -> Iterator[Piece]:
     """The responses, ready to be scored by this method."""
-    head = policy.model.get_output_embeddings()
-    heads = [name for name, module in policy.model.named_modules() if module is head]
     layout = policy.best_layout() if method == "tangent" else "padded"
     for losses, micro in response_losses(policy, responses, token_budget, layout):
-        positions = dict.fromkeys(heads, micro.logit_positions)
-        yield Piece(micro.rows, losses, micro.response, micro.tokens, positions)
+        yield Piece(micro.rows, losses, micro.response, micro.tokens, policy.seen_by_head(micro))

@@ -105,17 +105,9 @@ def _soft(scores: Tensor, finite: Tensor, reason: Tensor, temperature: float) ->
     return Selected(finite, reason, (weight / weight[finite].mean()).float())
 
 
-KEPT = (
-    TracinReason.KEPT_POSITIVE,
-    TracinReason.KEPT_TOP_FRACTION,
-    TracinReason.KEPT_FALLBACK,
-    TracinReason.KEPT_NOT_LOWEST,
-    TracinReason.KEPT_SCORE_ONLY,
-    TracinReason.KEPT_NO_SIGNAL,
-    TracinReason.KEPT_ZERO,
-)
+KEPT = [int(reason) for reason in TracinReason if reason.name.startswith("KEPT_")]
 
 
 def _selected(reason: Tensor, fallback: bool = False, note: str = "") -> Selected:
-    kept = torch.isin(reason, torch.tensor([int(value) for value in KEPT]))
+    kept = torch.isin(reason, torch.tensor(KEPT))
     return Selected(kept, reason, kept.float(), fallback, note)

@@ -60,9 +60,8 @@ def score_parts(
         losses += values
         total |= {name: total[name] + own if name in total else own for name, own in gradient.items()}
         direction = host.preconditioned(gradient)
-        weighed = any(
-            direction[name] is not gradient[name] for name in direction
-        )  # else it came back as it was
+        # Without moments to weigh by, the gradient came back as it was.
+        weighed = any(direction[name] is not gradient[name] for name in direction)
         scores.append(host.scores(train, direction))
     squares = host.ranks.products(total, total)
     val_norm = math.sqrt(sum(squares.values()))

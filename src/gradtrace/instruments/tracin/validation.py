@@ -6,7 +6,7 @@ Everything follows from the seed and the step, so that a resumed run draws what 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,10 +57,9 @@ def validation_pool(config: Config, task: Task, report: Callable[[str], None]) -
     return pool
 
 
-def validation_advantage(config: Config) -> Algorithm[AdvantageInputs, AdvantageOutputs]:
+def validation_advantage(name: str, options: dict[str, Any]) -> Algorithm[AdvantageInputs, AdvantageOutputs]:
     """The run's estimator, where it needs rewards alone; else (a critic's, say) the group-relative one."""
-    algorithm = config.algorithm
-    own = advantage(algorithm.advantage, **algorithm.advantage_options)
+    own = advantage(name, **options)
     return advantage("grpo") if own.needs else own
 
 
@@ -68,22 +67,16 @@ Sample = Callable[[list[Prompt], torch.Generator], RolloutBatch]
 """Prompts, and random numbers to sample with → judged responses to them."""
 
 
+@dataclass(eq=False)
 class ValidationSource:
-    def __init__(
-        self,
-        settings: TracinConfig,
-        pool: Sequence[Any],
-        estimator: Algorithm[AdvantageInputs, AdvantageOutputs],
-        seed: int,
-        sample: Sample | None = None,
-    ) -> None:
-        """`pool`: the prompts to draw from. A host that samples elsewhere has no `sample` and overrides `at`."""
-        self.settings = settings
-        self.pool = pool
-        self.estimator = estimator
-        self.seed = seed
-        self.sample = sample
-        self._current: ValidationSet | None = None
+    settings: TracinConfig
+    pool: Sequence[Any]
+    """The prompts to draw from."""
+    estimator: Algorithm[AdvantageInputs, AdvantageOutputs]
+    seed: int
+    sample: Sample | None = None
+    """A host that samples elsewhere has none, and overrides `at`."""
+    _current: ValidationSet | None = field(default=None, init=False)
 
     def at(self, step: int) -> tuple[ValidationSet, int]:
         """The set of this training step, and how many responses were sampled for it now."""

@@ -34,11 +34,10 @@ def working_copy(
         return model, optimizer, None
     own = copy.deepcopy(model).to(wanted)
     names = {p: name for name, p in trained.items()}
-    groups = [{k: v for k, v in group.items() if k not in OF_A_DEVICE} for group in optimizer.param_groups]
     made = optimizer_like(
         type(optimizer),
         own,
-        groups,
+        optimizer.param_groups,
         [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups],
         {name: optimizer.state.get(p, {}) for name, p in trained.items()},
     )

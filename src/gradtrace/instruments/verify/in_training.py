@@ -27,16 +27,12 @@ class TrainingCheck:
 
     def __init__(self, model: nn.Module, optimizer: Any, temperature: float, grad_clip: float) -> None:
         self.model = model
-        self.optimizer: torch.optim.Optimizer = getattr(
-            optimizer, "optimizer", optimizer
-        )  # accelerate wraps it
+        # accelerate wraps it.
+        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self.temperature = temperature
         self.grad_clip = grad_clip
-        coarse = {str(p.dtype) for p in model.parameters() if p.requires_grad} - {
-            "torch.float32",
-            "torch.float64",
-        }
-        if coarse:
+        fine = {"torch.float32", "torch.float64"}
+        if coarse := {str(p.dtype) for p in model.parameters() if p.requires_grad} - fine:
             raise AttributionError(
                 f"verify_every: weights are {', '.join(sorted(coarse))}, which round away what one step does. Leave it "
                 "out and run `gradtrace verify` on a checkpoint, which measures in float32"
