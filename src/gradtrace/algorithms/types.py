@@ -113,6 +113,11 @@ class LossInputs:
         """float[R, T]: log π/π_old, held within ±20 so that its exponential stays finite in float32."""
         return (self.log_probs - self.old_log_probs).clamp(-20.0, 20.0)
 
+    def clip_metrics(self, was_clipped: Tensor) -> dict[str, Tensor]:
+        """What every loss reports that clips the ratio at some tokens, bool[R, T]."""
+        log_ratio = self.log_ratio.detach()
+        return {"actor/pg_clipfrac": was_clipped.to(log_ratio.dtype), "actor/ppo_kl": -log_ratio}
+
 
 @dataclass
 class LossOutputs:

@@ -76,9 +76,8 @@ def archer(
     moving = straight_through(weight, inputs.log_probs)
     loss = -inputs.advantages * torch.where(was_clipped, weight, moving)
     metrics = {
-        "actor/pg_clipfrac": was_clipped.to(loss.dtype),
+        **inputs.clip_metrics(was_clipped),
         "actor/pg_clipfrac_lower": was_capped.to(loss.dtype),
-        "actor/ppo_kl": -inputs.log_ratio.detach(),
         "actor/high_entropy_fraction": high.to(loss.dtype),
     }
     if kl_low_entropy or kl_high_entropy:

@@ -16,8 +16,4 @@ def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) 
     ratio = inputs.log_ratio.exp().detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -weight * inputs.advantages * inputs.log_probs
-    metrics = {
-        "actor/pg_clipfrac": (ratio != weight).to(loss.dtype),
-        "actor/ppo_kl": -inputs.log_ratio.detach(),
-    }
-    return LossOutputs(loss, metrics)
+    return LossOutputs(loss, inputs.clip_metrics(ratio != weight))

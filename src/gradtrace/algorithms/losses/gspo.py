@@ -20,8 +20,4 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     sequence_ratio = (inputs.log_ratio.sum(-1, keepdim=True) / lengths).exp()  # [R, 1]
     ratio = straight_through(sequence_ratio, inputs.log_probs)
     loss, was_clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
-    metrics = {
-        "actor/pg_clipfrac": was_clipped.to(loss.dtype),
-        "actor/ppo_kl": -inputs.log_ratio.detach(),
-    }
-    return LossOutputs(loss, metrics)
+    return LossOutputs(loss, inputs.clip_metrics(was_clipped))

@@ -34,10 +34,7 @@ def ppo(
     if dual_clip is not None and dual_clip <= 1:
         raise GradtraceError(f"dual_clip is {dual_clip}: it bounds the ratio from above and must exceed 1.")
     loss, was_clipped = clipped_surrogate(inputs.log_ratio.exp(), inputs.advantages, clip_low, clip_high)
-    metrics = {
-        "actor/pg_clipfrac": was_clipped.to(loss.dtype),
-        "actor/ppo_kl": -inputs.log_ratio.detach(),
-    }
+    metrics = inputs.clip_metrics(was_clipped)
     if dual_clip is not None:
         cap = -inputs.advantages * dual_clip
         was_capped = (inputs.advantages < 0) & (loss > cap)
