@@ -1,7 +1,10 @@
-"""Run as ranks by test_engine.py: every case on a fresh engine; what was measured goes to FOLDER/CASE.rank.pt."""
+"""Run by test_engine.py, one process that becomes the ranks: every case on a fresh engine; what was measured goes to
+FOLDER/CASE.rank.pt."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import sys
 import time
@@ -179,17 +182,17 @@ def hung_rank(engine: Any) -> str:
     return ""
 
 
-def refusals() -> dict[str, str]:
+def refusals(folder: Path) -> dict[str, str]:
     """What the engine says to settings that would go wrong."""
     from gradtrace.errors import GradtraceError
     from gradtrace.integrations.verl.refusals import check_differences
 
     found = {}
     try:
-        harness.make_engine(sys.argv[1] + "/model", ulysses_sequence_parallel_size=dist.get_world_size())
+        harness.make_engine(str(folder / "model"), ulysses_sequence_parallel_size=dist.get_world_size())
     except GradtraceError as error:
         found["ulysses"] = str(error)
-    coarse = harness.make_engine(sys.argv[1] + "/model", model_dtype="bf16")
+    coarse = harness.make_engine(str(folder / "model"), model_dtype="bf16")
     try:
         check_differences(coarse, "influence_trace")
     except GradtraceError as error:
@@ -197,25 +200,30 @@ def refusals() -> dict[str, str]:
     return found
 
 
-if __name__ == "__main__":
-    import verl  # noqa: F401  (registers the platform and the engine)
+def work(names: list[str], folder: Path) -> None:
+    """What one rank does."""
     from verl.utils.distributed import initialize_global_process_group_ray
 
     torch.set_num_threads(1)
     initialize_global_process_group_ray()
-    for case_name in sys.argv[2:]:
-        if case_name in cases.PROBES:
-            run_probe(case_name, Path(sys.argv[1]))
-        elif case_name in blame_ranks.BLAMED:
-            blame_ranks.run(case_name, Path(sys.argv[1]))
+    for name in names:
+        if name in cases.PROBES:
+            run_probe(name, folder)
+        elif name in blame_ranks.BLAMED:
+            blame_ranks.run(name, folder)
         else:
-            last_engine = run_case(case_name, Path(sys.argv[1]))
-    blame_ranks.measure_mismatch(Path(sys.argv[1]))
-    tracin_ranks.run(Path(sys.argv[1]))
-    save_or_open(Path(sys.argv[1]))
+            last_engine = run_case(name, folder)
+    blame_ranks.measure_mismatch(folder)
+    tracin_ranks.run(folder)
+    save_or_open(folder)
     if dist.get_world_size() > 1:
-        said = refusals() | {"hung": hung_rank(last_engine)}
+        said = refusals(folder) | {"hung": hung_rank(last_engine)}
         if dist.get_rank() == 0:
-            torch.save(said, Path(sys.argv[1]) / "refusals.pt")
-        os._exit(0)  # its process group is of no use any more
-    dist.destroy_process_group()
+            torch.save(said, folder / "refusals.pt")
+
+
+if __name__ == "__main__":
+    import verl  # noqa: F401  (registers the platform and the engine)
+
+    for world, names in json.loads(sys.argv[2]).items():
+        harness.as_ranks(int(world), functools.partial(work, names, Path(sys.argv[1])))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,31 +99,38 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def run_ranks(module: str, world: int, *arguments: str) -> None:
-    """`python -m module arguments` as `world` ranks; their output is shown if one fails."""
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env=environment(
-                RANK=str(rank),
-                WORLD_SIZE=str(world),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-                LOCAL_RANK="0",
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    outputs = [process.communicate()[0] for process in ranks]
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank} of {world} failed:\n{output[-6000:]}"
+def run_worlds(module: str, folder: Path, work: dict[int, list[str]]) -> None:
+    """`python -m module folder`, told of the work of each number of ranks; its output is shown if a rank fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(folder), json.dumps(work)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 # ---------------------------------------------------------------- inside such a process
+
+
+def as_ranks(world: int, work: Callable[[], None]) -> None:
+    """Do the work in `world` forks of this process: what it has imported, which takes seconds, is imported once."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+    ranks = []
+    for rank in range(world):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.environ.update(address, RANK=str(rank), WORLD_SIZE=str(world))
+            try:
+                work()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+    failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1] != 0]
+    if failed:
+        sys.exit(f"ranks {failed} of {world} failed")
 
 
 def make_engine(folder: str, packed: bool = True, checkpointing: bool = False, **options: Any) -> Any:

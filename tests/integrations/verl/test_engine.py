@@ -68,9 +68,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(batch, folder / "batch.pt")
     probe_reference.prepare(folder, policy.model)
     tracin_ranks.prepare(folder)
-    for world in (2, 1):  # the second opens the first one's checkpoint
-        names = [*cases.names(world, cases.CASES), *cases.probes(world), *blame_ranks.names(world)]
-        harness.run_ranks("tests.integrations.verl.engine_worker", world, str(folder), *names)
+    work = {
+        world: [*cases.names(world, cases.CASES), *cases.probes(world), *blame_ranks.names(world)]
+        for world in (2, 1)  # the second opens the first one's checkpoint
+    }
+    harness.run_worlds("tests.integrations.verl.engine_worker", folder, work)
     return folder
 
 
