@@ -8,6 +8,7 @@ VERL_PLATFORM=cpu is what loads it; without that a job is left alone.
 - `platform`: a verl platform named "cpu" (Ray schedules it as GPUs that `ray.init(num_gpus=N)` merely claims).
 - `rollout`: our sampler as a rollout replica named "gradtrace_cpu"; requests are generated in batches.
 - `adjustments`: four places where verl 0.9 assumes an accelerator.
+- `fork_server`: processes of a job that share their imports; for `gradtrace train`, which starts it.
 
 What else a configuration needs on CPU (sdpa attention, float32, no torch.compile) is in `settings()`; as words for a
 command of your own: `python -m gradtrace.integrations.verl.cpu WORKERS`.

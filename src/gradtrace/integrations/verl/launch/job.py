@@ -10,14 +10,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gradtrace.config import Config
 from gradtrace.config_loader import run_of, to_yaml
 from gradtrace.errors import GradtraceError, install
 from gradtrace.instruments.tracin.validation import validation_pool
+from gradtrace.integrations.verl.cpu.fork_server import fork_server
+from gradtrace.integrations.verl.cpu.forked_worker import ADDRESS, PYTHON
 from gradtrace.integrations.verl.driver.status import clear_status, describe, read_status
 from gradtrace.integrations.verl.launch.checkpoints import export_policy, latest_step
 from gradtrace.integrations.verl.launch.data import write_prompts
@@ -55,9 +57,10 @@ def train(config: Config, display: Display | None = None) -> Outcome:
             lock.refuse_driver(run_dir)
             translation = prepare(config, files, display)
         display.begin(latest_step(run_dir) or 0, config.trainer.total_steps)
-        finished = run_with_restarts(
-            config, translation, run_dir, display, files.messages.telling(display.message)
-        )
+        with (run_dir / LOG).open("ab") as log, prepared_workers(config, translation, log) as ready:
+            finished = run_with_restarts(
+                config, ready, run_dir, display, files.messages.telling(display.message)
+            )
         rewards = reward_curve(run_dir)
         reached = rewards[-1][0] if rewards else 0
         if finished:
@@ -122,6 +125,21 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
     return translation
 
 
+@contextlib.contextmanager
+def prepared_workers(config: Config, translation: Translation, log: IO[bytes]) -> Iterator[Translation]:
+    """The translation that a job is started with. On CPU its processes are forks of one, which lives through all
+    restarts."""
+    if config.cluster.ray_address or not uses_cpu(config):
+        yield translation
+        return
+    with fork_server(translation.environment, log) as (settings, environment):
+        yield dataclasses.replace(
+            translation,
+            settings={**settings, **translation.settings},
+            environment={**translation.environment, **environment},
+        )
+
+
 def run_with_restarts(
     config: Config,
     translation: Translation,
@@ -161,8 +179,9 @@ def run_with_restarts(
 
 def run_once(translation: Translation, run_dir: Path, display: Display) -> int:
     """Run verl and return its exit code. Steps are shown as they come into metrics.jsonl."""
+    python = PYTHON if ADDRESS in translation.environment else (sys.executable,)
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"),
+        *(*python, "-W", "ignore", "-m", "verl.trainer.main_ppo"),
         *translation.overrides(),
         *(f"hydra.run.dir={run_dir / 'hydra'}", "hydra.output_subdir=null"),
     ]
