@@ -1,4 +1,4 @@
-"""`gradtrace train engine=verl` on two CPU workers, end to end: a run of 20 steps whose workers are killed in every
+"""`gradtrace train engine=verl` on two CPU workers, end to end: a run of 12 steps whose workers are killed in every
 phase. One run serves all tests of this file, since starting Ray takes most of the time."""
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tests.training import small
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), harness.needs_verl]
 
-STEPS = 20
-PROBE_EVERY = 5
+STEPS = 12
+PROBE_EVERY = 4
 BLAME_EVERY = 2
 REWARD = """
 def ones(response, item):
     return response.count("1") / 8
 """
-# (step, phase) in which a worker is killed, and which; each once.
-FAULTS = {
-    (2, "rollout"): "rollout replica 0.0",
-    (3, "rollout"): "reward worker 0",
-    (4, "update"): "actor rank 1",
-    (5, "save"): "actor rank 0",
-}
+FAULTS = [
+    (2, "rollout", "rollout replica 0.0"),
+    (3, "rollout", "reward worker 0"),
+    (4, "update", "actor rank 1"),
+    (5, "save", "actor rank 0"),
+]
+"""From which step on, in which phase and which worker is killed; one after another, each in a life of its own."""
 
 
 class Recorded(SilentDisplay):
@@ -53,7 +53,8 @@ class Killer:
     """Waits for each fault's moment and kills the worker, as the kernel's out-of-memory killer would."""
 
     run_dir: Path
-    done: dict[tuple[int, str], str] = field(default_factory=dict)
+    done: list[tuple[int, str, str]] = field(default_factory=list)
+    """The faults, with the steps in which they were made: a short phase may pass unseen on a busy machine."""
     stop: bool = False
 
     def __post_init__(self) -> None:
@@ -61,17 +62,20 @@ class Killer:
         self.thread.start()
 
     def work(self) -> None:
-        while not self.stop:
-            time.sleep(0.003)
-            try:
-                status = read_status(self.run_dir)
-            except (OSError, ValueError):
-                continue
-            moment = (status.step, status.phase)
-            worker = FAULTS.get(moment, "")
-            if worker in status.workers and moment not in self.done:
-                self.done[moment] = worker
-                os.kill(status.workers[worker], signal.SIGKILL)
+        dying: dict[str, int] = {}
+        for first, phase, worker in FAULTS:
+            while not self.stop:
+                time.sleep(0.003)
+                try:
+                    status = read_status(self.run_dir)
+                except (OSError, ValueError):
+                    continue
+                is_new = worker in status.workers and status.workers != dying
+                if is_new and status.step >= first and status.phase == phase:
+                    os.kill(status.workers[worker], signal.SIGKILL)
+                    self.done.append((status.step, phase, worker))
+                    dying = status.workers
+                    break
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Result:
     run_dir: Path
     messages: list[str]
     """What the launcher said, but for its progress."""
-    killed: dict[tuple[int, str], str]
+    killed: list[tuple[int, str, str]]
     finished: bool
 
 
@@ -99,7 +103,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
             f"reward.path={folder / 'ones.py'}:ones",
             "data.max_prompt_length=8",
             "rollout.n=4",
-            "actor.optim.lr=5e-3",
+            "actor.optim.lr=1e-2",
             "actor.optim.warmup_steps=0",
             "trainer.checkpoint.every=1",
             "trainer.validation.every=0",
@@ -129,16 +133,13 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def test_it_finishes_although_a_worker_was_killed_in_every_phase(result: Result) -> None:
-    assert result.killed == FAULTS
+    assert [fault[1:] for fault in result.killed] == [fault[1:] for fault in FAULTS]
     assert result.finished and len(result.messages) == len(FAULTS)
 
 
-@pytest.mark.parametrize(("moment", "worker"), FAULTS.items(), ids=lambda value: str(value))
-def test_the_launcher_says_who_died_and_in_which_phase(
-    result: Result, moment: tuple[int, str], worker: str
-) -> None:
-    step, phase = moment
-    message = result.messages[list(FAULTS).index(moment)]
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault[2] for fault in FAULTS])
+def test_the_launcher_says_who_died_and_in_which_phase(result: Result, number: int) -> None:
+    (step, phase, worker), message = result.killed[number], result.messages[number]
     phase = "reward" if worker.startswith("reward") else phase
     assert message.startswith(worker), message
     assert f"died in phase {phase} of step {step}" in message
@@ -239,7 +240,7 @@ def test_metrics_have_our_names(result: Result) -> None:
         ),
         *("influence_trace/selected_responses", "influence_trace/uid_mixed", "influence_trace/rows_emitted"),
     ):
-        assert all(name in record for record in records if record["step"] > 5), name
+        assert all(name in record for record in records if record["step"] > result.killed[-1][0]), name
     unfinished = 1 - open_run(result.run_dir).step("entropy_trace", STEPS)["finished"].mean()
     assert records[-1]["response_length/clip_ratio"] == pytest.approx(unfinished)
 
