@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from gradtrace.attribution import InfluenceTracer
 from tests.attribution.models import random_responses, tiny_model
+from tests.attribution.ranks import on_two_ranks
 from tests.attribution.reference import token_terms
 from tests.attribution.scoring import capture, engine_scores, exact_config
 
@@ -33,12 +32,6 @@ CASES = {
 }
 # Groups 0 = {0, 1, 2} and 1 = {3, 4, 5} are both split; group 2 = {6, 7, 8} lives on rank 1 alone.
 ROWS = {0: [[0, 3], [5]], 1: [[1, 2, 4], [6, 7, 8]]}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -90,7 +83,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(free_port(), str(folder)), nprocs=2)
+    on_two_ranks(worker, folder)
     return {rank: torch.load(folder / f"{rank}.pt") for rank in (0, 1)}
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from gradtrace.attribution import Factored, Geometry, directional_derivative
 from gradtrace.attribution.collectives import Ranks, gathered
+from tests.attribution.ranks import on_two_ranks
 
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def tensors() -> dict[str, Tensor]:
@@ -77,7 +70,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(free_port(), str(folder)), nprocs=2)
+    on_two_ranks(worker, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
