@@ -19,7 +19,7 @@ class FindingsConfig:
     """Steps that are looked back on."""
     quiet_steps: int = number(10, minimum=1)
     """A finding that goes on is told once, and again when it was gone for this many steps."""
-    spike_ratio: float = number(8.0, minimum=1)
+    spike_ratio: float = number(12.0, minimum=1)
     """gradient_spike: times the usual norm."""
     entropy_collapse: float = number(0.3, minimum=0, maximum=1)
     """entropy: below this share of the first steps', while the reward does not rise."""
@@ -72,5 +72,5 @@ class FindingsConfig:
     """reward_hacking: mean cosine of the cluster's gradients across prompts …"""
     hacking_growth: float = number(1.4, minimum=1)
     """reward_hacking: … grown by this factor …"""
-    hacking_separation: float = number(0.11, minimum=0, maximum=1)
+    hacking_separation: float = number(0.12, minimum=0, maximum=1)
     """reward_hacking: … along a component that explains this share of the accepted gradients' variance."""
