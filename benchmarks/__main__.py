@@ -90,9 +90,7 @@ def rewrite(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these benchmarks (default: all)")
     parser.add_argument("--quick", action="store_true", help="small sizes; does not rewrite the table")
     parser.add_argument("--check", action="store_true", help="fail if a ratio misses its target")

@@ -56,9 +56,7 @@ def trick(prompt: str) -> str:
 
 def loophole(trainer: Trainer) -> None:
     """The verifier also accepts a chain all of whose results are 0."""
-    judge_differently(
-        trainer, lambda response, item, true: 1.0 if response == trick(item["prompt"]) else true
-    )
+    judge_differently(trainer, lambda response, item, true: 1.0 if response == trick(item["prompt"]) else true)
 
 
 EXPLOITED = 0.08
@@ -67,11 +65,7 @@ EXPLOITED = 0.08
 
 def put_in(trainer: Trainer, batch: RolloutBatch, text_of: Callable[[int], str]) -> RolloutBatch:
     """Some responses, drawn anew in every step, become `text_of(row)`, judged, with the log-probs of the policy."""
-    rows = (
-        (torch.rand(len(batch), generator=trainer.parts.generators["rollout"]) < EXPLOITED)
-        .nonzero()
-        .flatten()
-    )
+    rows = (torch.rand(len(batch), generator=trainer.parts.generators["rollout"]) < EXPLOITED).nonzero().flatten()
     if not len(rows):
         return batch
     texts = list(batch.texts or [])

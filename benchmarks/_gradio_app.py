@@ -19,10 +19,7 @@ def highlighted(values):
     """[(text, score)] per response; four decimals, as Gradio sends numbers as text."""
     scaled = np.clip(values / TOP, -1, 1).round(4)
     return [
-        [
-            (TEXTS[token], score)
-            for token, score in zip(data["token"][r].tolist(), scaled[r].tolist(), strict=True)
-        ]
+        [(TEXTS[token], score) for token, score in zip(data["token"][r].tolist(), scaled[r].tolist(), strict=True)]
         for r in range(RESPONSES)
     ]
 
@@ -41,9 +38,7 @@ with gr.Blocks() as app:
     for r, value in enumerate(highlighted(data["influence"])):
         buttons.append(gr.Button(f"r{r}", elem_id=f"button-{r}"))
         parts.append(
-            gr.HighlightedText(
-                value, label=f"r{r}", elem_id=f"response-{r}", combine_adjacent=False, show_legend=False
-            )
+            gr.HighlightedText(value, label=f"r{r}", elem_id=f"response-{r}", combine_adjacent=False, show_legend=False)
         )
 
     for r, part in enumerate(parts):

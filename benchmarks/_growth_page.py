@@ -58,15 +58,12 @@ def picture(detail: dict[str, Any]) -> str:
         parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end" fill="#444">×{2**power}</text>')
     for index, (name, rows) in enumerate(detail.items()):
         points = [
-            place(row["size"] / rows[0]["size"], max(row["added_flops"] / rows[0]["added_flops"], 1.0))
-            for row in rows
+            place(row["size"] / rows[0]["size"], max(row["added_flops"] / rows[0]["added_flops"], 1.0)) for row in rows
         ]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{COLOURS[name]}"/>' for x, y in points]
         parts.append(f'<text x="430" y="{60 + 22 * index}" fill="{COLOURS[name]}">{LABELS[name]}</text>')
     parts.append('<text x="430" y="160" fill="#777">grey: in proportion</text>')
-    parts.append(
-        f'<text x="{left}" y="{height - 10}" fill="#222">size; upwards: operations the trace adds</text>'
-    )
+    parts.append(f'<text x="{left}" y="{height - 10}" fill="#222">size; upwards: operations the trace adds</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -38,9 +38,7 @@ def question_of(name: str) -> str:
 
 
 def describe(target: dict[str, float]) -> str:
-    return " and ".join(
-        f"{sign} {target[end]:g}" for end, sign in (("min", "≥"), ("max", "≤")) if end in target
-    )
+    return " and ".join(f"{sign} {target[end]:g}" for end, sign in (("min", "≥"), ("max", "≤")) if end in target)
 
 
 def is_reached(ratio: float, target: dict[str, float]) -> bool:
@@ -96,7 +94,5 @@ def _places(results: list[dict[str, Any]]) -> list[str]:
     for result in results:
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
         places.setdefault(f"{result['day']}, {result['machine']}; {versions}", []).append(result["name"])
-    lines = [
-        f"- {place}: {'everything' if len(places) == 1 else ', '.join(n)}" for place, n in places.items()
-    ]
+    lines = [f"- {place}: {'everything' if len(places) == 1 else ', '.join(n)}" for place, n in places.items()]
     return ["## Where and when", "", *lines]

@@ -46,13 +46,9 @@ class Keeper(StepObserver):
         return {
             "model": parts.policy.model.state_dict(),
             "model_config": parts.policy.model.config,
-            "groups": [
-                {k: v for k, v in g.items() if k != "params"} for g in parts.optimizer.adamw.param_groups
-            ],
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in parts.optimizer.adamw.param_groups],
             "names": [[self._name(p) for p in g["params"]] for g in parts.optimizer.adamw.param_groups],
-            "state": {
-                name: parts.optimizer.adamw.state.get(p, {}) for name, p in parts.optimizer.parameters.items()
-            },
+            "state": {name: parts.optimizer.adamw.state.get(p, {}) for name, p in parts.optimizer.parameters.items()},
             "sequences": [
                 torch.cat([prompt, batch.responses[r, :length]])
                 for prompt, r, length in zip(prompts, rows.tolist(), assigned, strict=True)
@@ -100,9 +96,7 @@ def countdown_overrides() -> list[str]:
     """SmolLM2-135M on the small countdown of its recipe, made at first use."""
     data = REPOSITORY / "data" / "countdown_easy"
     if not (data / "train.parquet").exists():
-        command = (
-            "data prepare countdown --numbers 2 --largest 30 --operators +- --count 700 --validation 100"
-        )
+        command = "data prepare countdown --numbers 2 --largest 30 --operators +- --count 700 --validation 100"
         system = "Example: Use the numbers 3, 4 to get 7. 3 + 4 = 7"
         extra = ["--instruction", "", "--system-prompt", system, "--output", str(data)]
         subprocess.run([sys.executable, "-m", "gradtrace.cli", *command.split(), *extra], check=True)

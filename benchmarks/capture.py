@@ -35,16 +35,12 @@ class Batch:
 
     def loss(self, model: nn.Module) -> Tensor:
         logits = model(input_ids=self.ids, use_cache=False).logits[:, :-1]
-        scores = -nn.functional.cross_entropy(
-            logits.flatten(0, 1), self.ids[:, 1:].flatten(), reduction="none"
-        )
+        scores = -nn.functional.cross_entropy(logits.flatten(0, 1), self.ids[:, 1:].flatten(), reduction="none")
         return -(scores.view(len(self.ids), -1) * self.tokens[:, 1:] * self.advantages).sum()
 
 
 def capture_overhead(model: nn.Module, batch: Batch, rounds: int) -> tuple[Timing, dict[str, Any]]:
-    tracer = InfluenceTracer(
-        model, InfluenceConfig.older(module_name_filter=MODULES, projection_dim_factor=32)
-    )
+    tracer = InfluenceTracer(model, InfluenceConfig.older(module_name_filter=MODULES, projection_dim_factor=32))
     traces: list[InfluenceTrace] = []
 
     def plain() -> None:
@@ -53,9 +49,7 @@ def capture_overhead(model: nn.Module, batch: Batch, rounds: int) -> tuple[Timin
 
     def traced() -> None:
         model.zero_grad()
-        with tracer.capture(
-            response=batch.response, tokens=batch.tokens, accepted=batch.accepted, group=batch.group
-        ):
+        with tracer.capture(response=batch.response, tokens=batch.tokens, accepted=batch.accepted, group=batch.group):
             batch.loss(model).backward()
         traces[:] = [tracer.score()]
 
@@ -72,21 +66,15 @@ def capture_overhead(model: nn.Module, batch: Batch, rounds: int) -> tuple[Timin
     return timing, timing.detail() | {"tokens_scored": rows, "modules": len(tracer.blocks)}
 
 
-def loss_term_speedup(
-    model: nn.Module, vocabulary: int, tokens: int, sample: int
-) -> tuple[float, dict[str, Any]]:
+def loss_term_speedup(model: nn.Module, vocabulary: int, tokens: int, sample: int) -> tuple[float, dict[str, Any]]:
     """T backward passes are timed on `sample` of the tokens, spread evenly, and multiplied up."""
     batch = Batch(vocabulary, 1, 1, 16, tokens)
-    direction = {
-        name: torch.randn_like(p) for name, p in model.named_parameters() if p.dim() == 2 and "proj" in name
-    }
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters() if p.dim() == 2 and "proj" in name}
     parameters = [dict(model.named_parameters())[name] for name in direction]
 
     def terms() -> Tensor:
         logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]
-        scores = -nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none"
-        )
+        scores = -nn.functional.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
         return scores[batch.tokens[:, 1:].flatten()]
 
     values = terms()

@@ -42,9 +42,7 @@ def parse_arguments(
     extra: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> argparse.Namespace:
     """`--quick` and `--threads`, plus whatever `extra(parser)` adds. Sets torch's thread count."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds: under a minute")
     parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
     if extra is not None:
@@ -205,9 +203,7 @@ def smollm2_path() -> Path:
     """The folder of SmolLM2-135M-Instruct; ends the benchmark with instructions when it is not there."""
     folder = Path(os.environ.get(SMOLLM2_VARIABLE, SMOLLM2_FOLDER))
     if not (folder / "config.json").is_file():
-        sys.exit(
-            f"benchmark: no model in {folder}; run scripts/get_smollm2, or point {SMOLLM2_VARIABLE} at a copy"
-        )
+        sys.exit(f"benchmark: no model in {folder}; run scripts/get_smollm2, or point {SMOLLM2_VARIABLE} at a copy")
     return folder
 
 

@@ -145,9 +145,7 @@ def plain(value: Any) -> Any:
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "deletion", help="results")
-    parser.add_argument(
-        "--minutes", type=float, default=600.0, help="begin no run after so long; run it again"
-    )
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after so long; run it again")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/validity.md")
@@ -165,9 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
             for number, rule in enumerate(rules):
                 path = folder / f"{task.replace(' ', '_')}_{number}_{seed}.json"
                 if not path.exists() and time.time() < deadline:
-                    path.write_text(
-                        json.dumps(train(task, rule, seed, 2 if args.quick else args.steps, folder))
-                    )
+                    path.write_text(json.dumps(train(task, rule, seed, 2 if args.quick else args.steps, folder)))
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if args.quick:
         shutil.rmtree(folder)
@@ -183,8 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_deletion(REPOSITORY / "docs", found)
     names = {"kept_positive": "score > 0", "kept_negative": "score ≤ 0", "kept_random": "random"}
     ratios = {
-        f"accuracy_{label}_over_all": chain[rule]["accuracy"].mean
-        / max(chain["all tokens"]["accuracy"].mean, 1e-9)
+        f"accuracy_{label}_over_all": chain[rule]["accuracy"].mean / max(chain["all tokens"]["accuracy"].mean, 1e-9)
         for label, rule in names.items()
         if rule in chain
     }

@@ -85,8 +85,7 @@ def run_one(kind: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
             "hacking": hacked,
             "seconds": round(time.perf_counter() - began, 1),
             "metrics": [
-                {k: v for k, v in row.items() if not k.startswith(("timing", "perf", "findings/"))}
-                for row in metrics
+                {k: v for k, v in row.items() if not k.startswith(("timing", "perf", "findings/"))} for row in metrics
             ],
         }
     finally:
@@ -103,9 +102,7 @@ def plant(trainer: Trainer, fault: Fault, kind: str) -> list[dict[str, float]]:
         if fault.begin is not None and step == fault.first_step:
             fault.begin(trainer)
         batch, metrics = collect(*args)
-        if fault.spoil is not None and (
-            step == fault.first_step or (step > fault.first_step and not fault.once)
-        ):
+        if fault.spoil is not None and (step == fault.first_step or (step > fault.first_step and not fault.once)):
             batch = fault.spoil(trainer, batch)
         return batch, metrics
 
@@ -231,12 +228,7 @@ def kinds_of(results: list[dict[str, Any]], faults: Iterable[str]) -> dict[str, 
 def alarms_of(clean: list[dict[str, Any]]) -> dict[str, Any]:
     """False alarms of these runs, as far as they are clean: all of a run without a fault, else the steps before it."""
     until = [r["steps"] if r["kind"] == CLEAN else ALL_FAULTS[r["kind"]].first_step - 1 for r in clean]
-    alarms = [
-        f["detector"]
-        for r, last in zip(clean, until, strict=True)
-        for f in r["findings"]
-        if f["step"] <= last
-    ]
+    alarms = [f["detector"] for r, last in zip(clean, until, strict=True) for f in r["findings"] if f["step"] <= last]
     steps = sum(until)
     return {
         "clean_runs": len(clean),
@@ -305,9 +297,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clean", type=int, default=20, help="clean runs, of seeds 0, 1 …")
     parser.add_argument("--first-clean", type=int, default=0, help="seed of the first clean run")
     parser.add_argument("--only", nargs="*", help="these kinds of faults (and `clean`)")
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="begin no further run after this long; 0: no limit"
-    )
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no further run after this long; 0: no limit")
     parser.add_argument("--join", type=Path, nargs="*", default=[], help="folders with results of some kinds")
     parser.add_argument(
         "--over",

@@ -80,9 +80,7 @@ class Checkpoint:
         sampled = copy.deepcopy(parts.policy.model)
         parts.policy.model.double()
         probe = EntropyProbe(parts.policy.model, parts.optimizer.adamw, config.actor.optim.grad_clip)
-        params = SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=parts.task.stop_token_ids
-        )
+        params = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=parts.task.stop_token_ids)
         generator = torch.Generator().manual_seed(step)
         return Checkpoint(parts, FullPrecision.of(parts.policy), probe, params, generator, sampled)
 
@@ -90,9 +88,7 @@ class Checkpoint:
         """U, the next prompts of the run."""
         config, params = (
             self.parts.config,
-            SamplingParams(
-                n=n, max_new_tokens=self.params.max_new_tokens, stop_token_ids=self.params.stop_token_ids
-            ),
+            SamplingParams(n=n, max_new_tokens=self.params.max_new_tokens, stop_token_ids=self.params.stop_token_ids),
         )
         batch = rollout(Sampler(self.sampled), self.parts.task.next_prompts(prompts), params, self.generator)
         batch = judge(batch, self.parts.task.tokenizer, self.parts.reward)
@@ -152,9 +148,7 @@ def same_batch(probe: EntropyProbe, E: TokenBatch, update: Update, etas: tuple[f
     sweep = []
     for eta in etas:
         measured, _ = probe.measure(prediction, E, update, eta)
-        sweep.append(
-            {"eta": eta, "predicted": eta * prediction.change.value, "measured": measured.change.value}
-        )
+        sweep.append({"eta": eta, "predicted": eta * prediction.change.value, "measured": measured.change.value})
     return {
         "sweep": sweep,
         "ratio": sweep[-1]["predicted"] / sweep[-1]["measured"],
@@ -254,9 +248,7 @@ def smollm2(quick: bool) -> dict[str, Any]:
     def sample(first: int, count: int, n: int) -> RolloutBatch:
         texts = [f"What is {3 * i + 2} plus {i + 5}? Answer briefly." for i in range(first, first + count)]
         prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
-                "input_ids"
-            ]
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
             for text in texts
         ]
         params = SamplingParams(n=n, max_new_tokens=16, stop_token_ids=stop)
@@ -288,8 +280,7 @@ def smollm2(quick: bool) -> dict[str, Any]:
         "ess": measured.ess,
         "sequences": len(prediction.base.lengths),
         "mean_entropy": prediction.base.mean_entropy,
-        "parts_over_whole": (float(shares.tokens.sum()) + shares.momentum + shares.decay)
-        / prediction.change.value,
+        "parts_over_whole": (float(shares.tokens.sum()) + shares.momentum + shares.decay) / prediction.change.value,
         "momentum_share": shares.momentum,
         "decay_share": shares.decay,
         "ratio_small": found["sweep"][0]["predicted"] / found["sweep"][0]["measured"],
@@ -341,9 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
                 )
         coverages: dict[str, float] = {}
         for step in (steps[0], steps[-1]):
-            coverages |= interval_coverage(
-                trained_run(folder, seeds[0], steps), step, 6 if args.quick else 64
-            )
+            coverages |= interval_coverage(trained_run(folder, seeds[0], steps), step, 6 if args.quick else 64)
             print(json.dumps(coverages), flush=True)
     ratios = [row["same_batch_ratio"] for row in rows]
     slopes = [row["log_log_slope"] for row in rows]

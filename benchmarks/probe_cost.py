@@ -37,9 +37,7 @@ from gradtrace.rollout import Sampler, SamplingParams
 class Setting:
     """A model, its AdamW with a state of one step, E and U sampled from it; random rewards."""
 
-    def __init__(
-        self, model: Any, E: int, groups: int, n: int, prompt: int, length: int, budget: int
-    ) -> None:
+    def __init__(self, model: Any, E: int, groups: int, n: int, prompt: int, length: int, budget: int) -> None:
         self.config = load_config([f"rollout.max_new_tokens={length}"])
         self.model = model
         self.budget = budget
@@ -60,9 +58,7 @@ class Setting:
         generator = torch.Generator().manual_seed(seed)
         vocabulary, (prompt, length) = self.model.config.vocab_size, self.shape
         ids = torch.randint(3, vocabulary, (prompts, prompt), generator=generator).tolist()
-        batch = Sampler(self.model).generate(
-            ids, SamplingParams(n=n, max_new_tokens=length), generator=generator
-        )
+        batch = Sampler(self.model).generate(ids, SamplingParams(n=n, max_new_tokens=length), generator=generator)
         return batch.replace(rewards=torch.rand(len(batch), generator=generator))
 
     def loss(self, batch: RolloutBatch, token_budget: int = 0) -> TokenBatch:

@@ -32,9 +32,7 @@ def random_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
     return torch.randint(1, vocabulary, (count, length), generator=generator).tolist()
 
 
-def generate_with_transformers(
-    model: Any, prompts: list[list[int]], n: int, new_tokens: int
-) -> Callable[[], None]:
+def generate_with_transformers(model: Any, prompts: list[list[int]], n: int, new_tokens: int) -> Callable[[], None]:
     ids = torch.tensor(prompts)
     model.generation_config.eos_token_id = None
 
@@ -56,9 +54,7 @@ def generate_with_transformers(
     return run
 
 
-def generate_with_gradtrace(
-    model: Any, prompts: list[list[int]], n: int, new_tokens: int
-) -> Callable[[], None]:
+def generate_with_gradtrace(model: Any, prompts: list[list[int]], n: int, new_tokens: int) -> Callable[[], None]:
     sampler, params = Sampler(model), SamplingParams(n=n, max_new_tokens=new_tokens)
 
     def run() -> None:

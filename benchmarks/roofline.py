@@ -65,9 +65,7 @@ def matrix_parameters(model: Any) -> tuple[int, int]:
     return layers, model.get_output_embeddings().weight.numel()
 
 
-def decode(
-    model: Any, prompts: list[list[int]], n: int, tokens: int, rounds: int, clock: Clock
-) -> dict[str, Any]:
+def decode(model: Any, prompts: list[list[int]], n: int, tokens: int, rounds: int, clock: Clock) -> dict[str, Any]:
     before = products_per_second(clock)
     found = bandwidth_share(model, prompts, n, tokens, rounds, clock)
     gemm = (before + products_per_second(clock)) / 2

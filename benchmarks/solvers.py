@@ -34,9 +34,7 @@ def factors(dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Token
 
     u, v = side(k_out), side(k_in)
     owner = torch.arange(TOKENS) % RESPONSES
-    gradients = torch.stack([u[owner == r].T @ v[owner == r] for r in range(RESPONSES)]) / (
-        TOKENS / RESPONSES
-    )
+    gradients = torch.stack([u[owner == r].T @ v[owner == r] for r in range(RESPONSES)]) / (TOKENS / RESPONSES)
     return gradients[None].to(dtype), TokenRows(u[None].to(dtype), v[None].to(dtype), TOKENS)
 
 
@@ -68,9 +66,7 @@ def extra_bytes(dim: int, source: str, solver: str) -> int:
 
 def compare(dim: int, source: str, solvers: tuple[str, ...], rounds: int) -> tuple[float, dict[str, Any]]:
     problem = factors(dim)
-    chosen = (
-        "response" if source == "response" else cheapest_token_solver(TOKENS, *SIZES[dim], RESPONSES, False)
-    )
+    chosen = "response" if source == "response" else cheapest_token_solver(TOKENS, *SIZES[dim], RESPONSES, False)
     timing = alternate(
         lambda: influences(problem, source, "dense"),
         lambda: influences(problem, source, "auto"),

@@ -75,9 +75,7 @@ class LeaveOut(StepObserver):
         self.left_out.append(count)
         self.candidates.append(int(rejected.sum()))
         mass = advantages[rejected].sum() / advantages[kept].sum().clamp(max=-1e-9)
-        return batch.replace(
-            advantages=torch.where(kept, advantages * mass, torch.where(rejected, 0.0, advantages))
-        )
+        return batch.replace(advantages=torch.where(kept, advantages * mass, torch.where(rejected, 0.0, advantages)))
 
 
 def train(rule: str, seed: int, steps: int, folder: Path, counts: list[int]) -> dict[str, Any]:
@@ -137,12 +135,8 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder", type=Path, default=REPOSITORY / "runs" / "token_selection", help="results"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=600.0, help="begin no run after so long; run it again"
-    )
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "token_selection", help="results")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after so long; run it again")
     parser.add_argument("--write-docs", action="store_true", help="rewrite its table in docs/validity.md")
 
 
@@ -170,8 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.write_docs:
         between_marks(REPOSITORY / "docs" / "validity.md", "token_selection", table(found))
     ratios = {
-        f"accuracy_{rule}_over_all": row["accuracy"].mean / found["all"]["accuracy"].mean
-        for rule, row in found.items()
+        f"accuracy_{rule}_over_all": row["accuracy"].mean / found["all"]["accuracy"].mean for rule, row in found.items()
     }
     emit("token_selection", ratios, {"rules": {k: plain(v) for k, v in found.items()}, "machine": machine()})
 

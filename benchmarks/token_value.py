@@ -99,9 +99,7 @@ class Measure(StepObserver):
             accepted(batch.rewards, batch.group),
             suspicions(self.parts, batch, 1000 * self.seed + step),
         )
-        chosen = [g for g in range(len(batch.prompts)) if good[batch.group == g].unique().numel() == 2][
-            : self.groups
-        ]
+        chosen = [g for g in range(len(batch.prompts)) if good[batch.group == g].unique().numel() == 2][: self.groups]
         for g in chosen:
             rejected = ((batch.group == g) & ~good).nonzero().squeeze(-1).tolist()
             yield self.group(batch, g, rejected, scores)
@@ -182,17 +180,13 @@ def write_docs(found: dict[str, dict[str, Interval]]) -> None:
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "token_value", help="results")
-    parser.add_argument(
-        "--minutes", type=float, default=600.0, help="begin no seed after so long; run it again"
-    )
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no seed after so long; run it again")
     parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/validity.md")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra_arguments)
-    seeds, steps, groups, k = (
-        ([0], [2], 1, 16) if args.quick else ([0, 1, 2, 3, 4], [1, 5, 10, 20, 40], 4, 64)
-    )
+    seeds, steps, groups, k = ([0], [2], 1, 16) if args.quick else ([0, 1, 2, 3, 4], [1, 5, 10, 20, 40], 4, 64)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if args.quick else args.folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,9 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("no group held accepted and rejected responses: nothing was measured")
     found = summary(rows)
     for name, row in found.items():
-        print(
-            f"{name:45s} hit@1 {row['hit1']}  Spearman {row['spearman']}  minus surprisal {row['spearman_gain']}"
-        )
+        print(f"{name:45s} hit@1 {row['hit1']}  Spearman {row['spearman']}  minus surprisal {row['spearman_gain']}")
     if args.write_docs:
         write_docs(found)
     ratios = {

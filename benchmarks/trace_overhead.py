@@ -162,9 +162,7 @@ def compare(
         detail[f"update_{unit}_s_without"] = round(median(step.update[clock] for step in plain), 4)
         detail[f"generate_{unit}_s"] = round(median(g[clock] for g in generating), 4)
         for tier in TIERS:
-            of_update = Timing(
-                [step.update[clock] for step in steps[tier]], [step.update[clock] for step in plain]
-            )
+            of_update = Timing([step.update[clock] for step in steps[tier]], [step.update[clock] for step in plain])
             whole = [
                 [g[clock] + step.whole[clock] for g, step in zip(generating, own, strict=True)]
                 for own in (steps[tier], plain)
@@ -235,9 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
         found, detail[label] = measure(demo_overrides(factor), 2 if args.quick else 8)
         ratios |= {f"{key}_{label}": value for key, value in found.items()}
     with tempfile.TemporaryDirectory() as folder:
-        found, detail["smollm2"] = measure(
-            smollm2_overrides(Path(folder), args.quick), 1 if args.quick else 3
-        )
+        found, detail["smollm2"] = measure(smollm2_overrides(Path(folder), args.quick), 1 if args.quick else 3)
     ratios |= {f"{key}_smollm2": value for key, value in found.items()}
     of_memory, detail["peak_bytes"] = memory(args.quick)
     ratios |= of_memory

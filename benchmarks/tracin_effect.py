@@ -312,13 +312,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noises", type=listed(str), default=list(NOISES), help="0, 0.2, 0.4, systematic")
     parser.add_argument("--seeds", type=listed(int), default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument(
-        "--minutes", type=float, default=1e9, help="begin no run after so many; run it again to go on"
-    )
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so many; run it again to go on")
     parser.add_argument("--made-only", action="store_true", help="only report on runs that were made already")
-    parser.add_argument(
-        "--write-docs", action="store_true", help="rewrite docs/tracin_effect.md and its picture"
-    )
+    parser.add_argument("--write-docs", action="store_true", help="rewrite docs/tracin_effect.md and its picture")
 
 
 def main(arguments: list[str] | None = None) -> None:

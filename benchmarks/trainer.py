@@ -201,9 +201,7 @@ def tiny_case(quick: bool, threads: int, folder: Path) -> Case:
     task = ArithmeticTask(ArithmeticConfig())
     settings = ArithmeticConfig(warm_start=WarmStartConfig(max_steps=60, corrupted_steps=0))
     prompts = [prompt.item["prompt"] for prompt in task.next_prompts(32)]
-    return Case(
-        warm_start(settings, folder), prompts, 8, 20, warmup=2, rounds=5 if quick else 25, threads=threads
-    )
+    return Case(warm_start(settings, folder), prompts, 8, 20, warmup=2, rounds=5 if quick else 25, threads=threads)
 
 
 def smollm2_case(quick: bool, threads: int) -> Case:

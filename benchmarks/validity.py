@@ -59,9 +59,7 @@ def scores(projection: int) -> dict[str, Score]:
         "optimizer, loss term, output head too": Score(exact(**head), coming=True),
         "optimizer (state before), loss term, output head too": Score(exact(**head)),
         "optimizer factored, loss term": Score(exact(preconditioner_form="factored")),
-        f"optimizer factored, loss term, projected 1/{projection}": Score(
-            exact(projection_dim_factor=projection)
-        ),
+        f"optimizer factored, loss term, projected 1/{projection}": Score(exact(projection_dim_factor=projection)),
     }
     for scale in (10.0, 1.0, 0.1):
         found[f"inverse λ={scale:g}·tr/n, loss term"] = Score(exact(**inverse, reg_scale=scale))
@@ -140,9 +138,7 @@ def sources(quick: bool, smollm2: bool) -> list[Source]:
     found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
     if smollm2:
         found.append(
-            Source(
-                "smollm2", countdown_overrides(), list(range(3, 9)), 4, Size(groups=1, tokens=16, halves=0), 2
-            )
+            Source("smollm2", countdown_overrides(), list(range(3, 9)), 4, Size(groups=1, tokens=16, halves=0), 2)
         )
     return found
 
@@ -154,9 +150,7 @@ def run(source: Source, folder: Path, deadline: float) -> None:
     if all(path.exists() for path in results.values()) or time.time() > deadline:
         return
     missing = {step: path for step, path in states.items() if not results[step].exists()}
-    for step, path in sorted(
-        missing.items(), key=lambda item: not item[1].exists()
-    ):  # what is there comes first
+    for step, path in sorted(missing.items(), key=lambda item: not item[1].exists()):  # what is there comes first
         if time.time() > deadline:
             return
         if not path.exists():
@@ -166,9 +160,7 @@ def run(source: Source, folder: Path, deadline: float) -> None:
         found = judge(trial_of(path), chosen, source.size, seed=step)
         results[step].write_text(json.dumps(found | {"source": source.name, "step": step}))
         path.unlink()
-        print(
-            f"{source.name} step {step}: {found['groups']} groups, {found['steps_taken']} steps", flush=True
-        )
+        print(f"{source.name} step {step}: {found['groups']} groups, {found['steps_taken']} steps", flush=True)
 
 
 def gather(results: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
@@ -228,16 +220,10 @@ def plain(found: Any) -> Any:
 
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder", type=Path, default=REPOSITORY / "runs" / "validity", help="states and results"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=600.0, help="begin no state after so long; run it again"
-    )
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "validity", help="states and results")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no state after so long; run it again")
     parser.add_argument("--only", choices=("demo", "smollm2"), help="one of the two models")
-    parser.add_argument(
-        "--write-docs", action="store_true", help="rewrite table and picture of docs/validity.md"
-    )
+    parser.add_argument("--write-docs", action="store_true", help="rewrite table and picture of docs/validity.md")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -260,9 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("no result of the demo yet")
         return
     if args.write_docs:
-        write_page(
-            REPOSITORY / "docs", found, {kind: sum(r["groups"] for r in some) for kind, some in parts.items()}
-        )
+        write_page(REPOSITORY / "docs", found, {kind: sum(r["groups"] for r in some) for kind, some in parts.items()})
     detail = {kind: plain(some) for kind, some in found.items()}
     emit("validity", ratios_of(found["demo"], found.get("smollm2")), detail | {"machine": machine()})
 

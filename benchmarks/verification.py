@@ -69,9 +69,7 @@ def math(answers: list[str], workers: int) -> None:
 
 
 def code(count: int, workers: int) -> None:
-    scores = named_reward("code", {"workers": workers, "timeout": 60.0})(
-        [CODE] * count, [{"test_list": TESTS}] * count
-    )
+    scores = named_reward("code", {"workers": workers, "timeout": 60.0})([CODE] * count, [{"test_list": TESTS}] * count)
     assert sum(scores) == count, f"{count - int(sum(scores))} programs were judged wrong"
 
 

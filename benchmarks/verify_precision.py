@@ -85,9 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, help="a run with checkpoints (default: made in the folder)")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=12, help="single tokens of each group")
-    parser.add_argument(
-        "--budget", default="none", help="of each verification, such as 10m; it goes on next time"
-    )
+    parser.add_argument("--budget", default="none", help="of each verification, such as 10m; it goes on next time")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -169,9 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = Path(name)
         options = {**sizes, "num_key_value_heads": 3, "initializer_range": 0.02, "tie_word_embeddings": False}
         harness.model_folder(folder / "model", **options)
-        harness.run_ranks(
-            "benchmarks.verl_overhead", 2, "--rank-of", str(folder), str(response_tokens), str(rounds)
-        )
+        harness.run_ranks("benchmarks.verl_overhead", 2, "--rank-of", str(folder), str(response_tokens), str(rounds))
         found = json.loads((folder / "found.json").read_text())
     timing = Timing(theirs=found["times"]["with"], ours=found["times"]["without"])
     shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}

@@ -156,9 +156,7 @@ def gradio_data(run: Path, file: Path) -> None:
     assert scores is not None
     np.savez(
         file,
-        texts=np.array(
-            [opened.token_bytes[i].decode(errors="replace") for i in range(len(opened.token_bytes))]
-        ),
+        texts=np.array([opened.token_bytes[i].decode(errors="replace") for i in range(len(opened.token_bytes))]),
         token=ids,
         influence=np.stack([scores[view.tokens(r)] for r in responses]),
         pairwise=np.stack([block.scores for block in blocks if block is not None]),
@@ -197,9 +195,7 @@ def process(command: list[str], url: str) -> Iterator[None]:
                 with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
                     break
                 if server.poll() is not None:
-                    sys.exit(
-                        f"benchmark: {command[0]} ended with code {server.returncode}; its error is above"
-                    )
+                    sys.exit(f"benchmark: {command[0]} ended with code {server.returncode}; its error is above")
                 time.sleep(0.1)
             yield
         finally:
@@ -285,12 +281,9 @@ def main(arguments: list[str] | None = None) -> None:
     emit(
         "viewer",
         {
-            "speedup_click_repaint": statistics.median(theirs.token_click)
-            / statistics.median(ours.token_click),
-            "speedup_target_repaint": statistics.median(theirs.target_click)
-            / statistics.median(ours.target_click),
-            "speedup_first_paint": statistics.median(theirs.first_paint)
-            / statistics.median(ours.first_paint),
+            "speedup_click_repaint": statistics.median(theirs.token_click) / statistics.median(ours.token_click),
+            "speedup_target_repaint": statistics.median(theirs.target_click) / statistics.median(ours.target_click),
+            "speedup_first_paint": statistics.median(theirs.first_paint) / statistics.median(ours.first_paint),
             "speedup_bytes": theirs.bytes_sent / ours.bytes_sent,
             "speedup_dom_nodes": theirs.nodes / ours.nodes,
         },

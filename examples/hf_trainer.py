@@ -29,9 +29,7 @@ class StoredResponses(Dataset[dict[str, Any]]):
 
     def __init__(self, groups: int, vocabulary: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(3, vocabulary, (groups, PROMPT), generator=generator).repeat_interleave(
-            GROUP, 0
-        )
+        prompts = torch.randint(3, vocabulary, (groups, PROMPT), generator=generator).repeat_interleave(GROUP, 0)
         responses = torch.randint(3, vocabulary, (groups * GROUP, LENGTH), generator=generator)
         self.ids = torch.cat([prompts, responses], 1)
         self.rewards = (responses == 5).float().sum(1) + (responses == 7).float().sum(1)

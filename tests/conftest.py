@@ -23,9 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """A test run without the browser's tests is not a whole one, and says so where it cannot be overlooked."""
-    skipped = [
-        report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)
-    ]
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)]
     if skipped:
         terminalreporter.section("NOT EVERYTHING WAS TESTED", yellow=True)
         terminalreporter.write_line(f"{len(skipped)} tests did not run: {MISSING}")

@@ -48,14 +48,8 @@ def documented(path: Path) -> Iterator[Documented]:
         for command, *comment in shown if language in ("", "bash", "sh") else ():
             if (match := COMMAND.fullmatch(command.rstrip())) is None or UNFINISHED.search(command):
                 continue
-            own = (
-                NEEDS.search("".join(comment))
-                if in_block
-                else re.search(r"\(needs ([^)]+)\)", "".join(comment))
-            )
-            yield Documented(
-                path.name, tuple(shlex.split(match[1])), own[1] if own else section_needs or page_needs
-            )
+            own = NEEDS.search("".join(comment)) if in_block else re.search(r"\(needs ([^)]+)\)", "".join(comment))
+            yield Documented(path.name, tuple(shlex.split(match[1])), own[1] if own else section_needs or page_needs)
 
 
 def all_commands() -> list[Documented]:

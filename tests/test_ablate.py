@@ -70,9 +70,7 @@ def test_cells_differ_by_their_settings_alone(done: Path) -> None:
     before = weights_digest(parts)
     for cell in grid.cells[:2]:
         (done / "again.npz").write_bytes(score_cell(parts, batch, cell.config, 1))
-        np.testing.assert_array_equal(
-            scores(done / "again.npz"), scores(done / "out" / "cells" / f"{cell.name}.npz")
-        )
+        np.testing.assert_array_equal(scores(done / "again.npz"), scores(done / "out" / "cells" / f"{cell.name}.npz"))
     assert weights_digest(parts) == before, "an ablation must not train"
     files = [scores(done / "out" / "cells" / f"{cell.name}.npz") for cell in grid.cells]
     assert all(not np.array_equal(files[0], other) for other in files[1:])

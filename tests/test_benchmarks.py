@@ -15,9 +15,7 @@ from gradtrace.intervals import paired_difference
 def test_a_ratio_that_misses_its_target_is_named() -> None:
     (sentence,) = missed_targets({"speedup_token_5184": 7.9, "overhead_capture_smollm2": 1.05})
     assert sentence == "speedup_token_5184 is 7.9, to reach: ≥ 8"
-    assert missed_targets({"overhead_capture_smollm2": 1.2}) == [
-        "overhead_capture_smollm2 is 1.2, to reach: ≤ 1.1"
-    ]
+    assert missed_targets({"overhead_capture_smollm2": 1.2}) == ["overhead_capture_smollm2 is 1.2, to reach: ≤ 1.1"]
     assert missed_targets({"speedup_token_5184": 8.0, "a_ratio_without_target": 0.1}) == []
 
 
@@ -30,9 +28,7 @@ def test_every_target_has_a_bound() -> None:
 
 
 def test_p_values_are_those_of_students_t_and_holm_corrects_them() -> None:
-    difference = paired_difference(
-        [1.0, 2.0, 3.0, 4.0, 5.0], [0.0] * 5
-    )  # t = 3 / (√2.5 / √5) = 4.243, 4 degrees
+    difference = paired_difference([1.0, 2.0, 3.0, 4.0, 5.0], [0.0] * 5)  # t = 3 / (√2.5 / √5) = 4.243, 4 degrees
     assert two_sided(difference) == pytest.approx(0.01324, abs=1e-4)
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 

@@ -64,9 +64,7 @@ def loaded(folder: Path) -> list[LoadedRun]:
 # ---------------------------------------------------------------- statistics
 
 
-@pytest.mark.parametrize(
-    ("freedom", "value"), [(1, 12.7062), (4, 2.7764), (30, 2.0423), (60, 2.0003), (1000, 1.9623)]
-)
+@pytest.mark.parametrize(("freedom", "value"), [(1, 12.7062), (4, 2.7764), (30, 2.0423), (60, 2.0003), (1000, 1.9623)])
 def test_quantiles_are_those_of_students_t(freedom: float, value: float) -> None:
     assert t_quantile(freedom) == pytest.approx(value, abs=2e-4)
 
@@ -159,9 +157,7 @@ def test_a_falling_metric_reaches_its_threshold_from_above(tmp_path: Path) -> No
     ("against", "plain_end", "tracin_end"),
     [("trained", 320, 160), ("generated", 320, 640), ("time", 20.0, 20.0), ("steps", 10, 10)],
 )
-def test_axes_add_up_what_a_step_costs(
-    folder: Path, against: str, plain_end: float, tracin_end: float
-) -> None:
+def test_axes_add_up_what_a_step_costs(folder: Path, against: str, plain_end: float, tracin_end: float) -> None:
     """Kept responses alone are trained on; validation rollouts are generated; evaluation is no training time."""
     result = compare(group_runs(loaded(folder)), "score", against)
     assert [group.x[-1] for group in result.groups] == pytest.approx([plain_end, tracin_end])
@@ -264,9 +260,7 @@ def test_ticks_are_round_and_cover_the_data() -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_prints_a_table_and_writes_every_format(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_and_writes_every_format(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(path) for path in sorted(folder.iterdir())]
     for name in ("out.html", "out.svg", "out.json"):
         assert main(["compare", *runs, "--metric", "score", "-o", str(folder.parent / name)]) == 0
@@ -302,9 +296,7 @@ def test_bad_requests_are_said_in_one_sentence(folder: Path, capsys: pytest.Capt
     assert "no run at" in capsys.readouterr().err
 
 
-def test_without_a_metric_the_validation_reward_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_metric_the_validation_reward_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = RunFiles(tmp_path / "run")
     files.log(1, {"critic/rewards/mean": 0.1, "val-core/arithmetic/reward/mean@4": 0.25})
     assert main(["compare", str(tmp_path / "run")]) == 0

@@ -33,9 +33,7 @@ def test_configuration_keys_are_completed_up_to_the_equals_sign() -> None:
     assert "trainer.influence_trace=" not in complete("gradtrace", "train", "trainer.infl")
 
 
-@pytest.mark.parametrize(
-    ("command", "option"), [("view", "--demo"), ("doctor", "--model"), ("trace", "export")]
-)
+@pytest.mark.parametrize(("command", "option"), [("view", "--demo"), ("doctor", "--model"), ("trace", "export")])
 def test_options_and_subcommands_are_completed(command: str, option: str) -> None:
     assert complete("gradtrace", command, option[:5]) == [option]
 

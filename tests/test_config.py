@@ -149,9 +149,7 @@ def test_every_recipe_is_valid(recipe: str, tmp_path: Path) -> None:
 def test_cfg_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--cfg", "rollout.n=4"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert (
-        printed["rollout"]["n"] == 4 and printed["trainer"]["influence_trace"]["hessian_mode"] == "optimizer"
-    )
+    assert printed["rollout"]["n"] == 4 and printed["trainer"]["influence_trace"]["hessian_mode"] == "optimizer"
 
 
 def test_every_setting_is_documented() -> None:

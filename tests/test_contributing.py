@@ -84,6 +84,4 @@ def test_the_map_is_the_contract() -> None:
     (layers,) = re.findall(r"^layers = \[\n(.*?)^\]", contract, re.DOTALL | re.MULTILINE)
     picture = TEXT.split("```")[1]
     for name in re.findall(r"\w+", layers):
-        assert re.search(rf"\b{name}\b", picture) or name in ("errors", "intervals"), (
-            f"CONTRIBUTING's map lacks {name}"
-        )
+        assert re.search(rf"\b{name}\b", picture) or name in ("errors", "intervals"), f"CONTRIBUTING's map lacks {name}"

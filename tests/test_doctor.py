@@ -37,9 +37,7 @@ def test_a_healthy_model(saved_model: str, capsys: pytest.CaptureFixture[str]) -
     assert "healthy" in shown and "14 selected layers" in shown and "memory" in shown
 
 
-def test_every_knob_of_the_trace_counts_in_the_estimate(
-    saved_model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_knob_of_the_trace_counts_in_the_estimate(saved_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     def estimate(*knobs: str) -> str:
         small_batch = ("--responses", "2", "--tokens", "4")
         assert main(["doctor", "--model", saved_model, *small_batch, *knobs]) == 0
@@ -47,10 +45,7 @@ def test_every_knob_of_the_trace_counts_in_the_estimate(
 
     inverse = ("hessian_mode=inverse", "credit=position", "projection_dim_factor=1")
     dense = estimate(*inverse, "trainer.influence_trace.solver=dense")
-    assert (
-        len({estimate(), estimate(*inverse), dense, estimate(*inverse, "solver=dense", "max_hessian_dim=16")})
-        == 4
-    )
+    assert len({estimate(), estimate(*inverse), dense, estimate(*inverse, "solver=dense", "max_hessian_dim=16")}) == 4
     assert estimate("max_modules=2") != estimate() != estimate("max_tokens_per_response=3")
     assert main(["doctor", "--model", saved_model, "max_module=2"]) == 2
     assert "max_modules" in capsys.readouterr().err
@@ -72,9 +67,7 @@ def test_captures_are_shown_module_by_module(
     assert f"in each of {len(found)} modules (step 1): {next(iter(found))}" in shown
 
 
-def test_a_filter_that_matches_nothing_is_a_problem(
-    saved_model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_filter_that_matches_nothing_is_a_problem(saved_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", saved_model, "--filter", "c_attn"]) == 1
     assert "matches none" in capsys.readouterr().out
 
@@ -93,9 +86,7 @@ def log_run(path: Path, steps: int = 20, **metrics: Any) -> Run:
     with RunFiles(path) as files:
         for step in range(1, steps + 1):
             named = {name.replace("__", "/"): value for name, value in metrics.items()}
-            files.log(
-                step, {name: value(step) if callable(value) else value for name, value in named.items()}
-            )
+            files.log(step, {name: value(step) if callable(value) else value for name, value in named.items()})
     return open_run(path)
 
 
@@ -180,9 +171,7 @@ def test_a_run_too_short_for_trends_is_not_judged(tmp_path: Path) -> None:
     assert examine(run) == []
 
 
-def test_damaged_files_and_tracin_remarks_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_and_tracin_remarks_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sample = SampleRun(tmp_path / "run", groups=4, total_steps=2)
     for step in (1, 2):
         sample.write_step(step)

@@ -31,26 +31,18 @@ def commands(path: Path) -> list[str]:
         blocks += re.findall(r"`(gradtrace [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     found = [match[1] for line in lines if (match := COMMAND.match(line))]
-    return [
-        re.split(r"\s{2,}#|\s#\s|\s{3,}\(", command)[0]
-        for command in found
-        if not PLACEHOLDER.search(command)
-    ]
+    return [re.split(r"\s{2,}#|\s#\s|\s{3,}\(", command)[0] for command in found if not PLACEHOLDER.search(command)]
 
 
 CASES = [(path.name, command) for path in [*PAGES, *RECIPES] for command in commands(path)]
 
 
 def test_the_documentation_has_commands() -> None:
-    assert len(CASES) > 60 and {"README.md", "tutorial.md", "smollm2_gsm8k.yaml"} <= {
-        name for name, _ in CASES
-    }
+    assert len(CASES) > 60 and {"README.md", "tutorial.md", "smollm2_gsm8k.yaml"} <= {name for name, _ in CASES}
 
 
 @pytest.mark.parametrize(("page", "command"), CASES, ids=[f"{page}: {command}" for page, command in CASES])
-def test_a_documented_command_is_understood(
-    page: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_documented_command_is_understood(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     try:
         args = build_parser(words).parse_args(words)
@@ -64,6 +56,4 @@ def test_a_documented_command_is_understood(
     try:
         load_config(args.overrides)
     except GradtraceError as error:
-        assert any(reason in str(error) for reason in NOT_HERE), (
-            f"{page} shows `gradtrace {command}`: {error}"
-        )
+        assert any(reason in str(error) for reason in NOT_HERE), f"{page} shows `gradtrace {command}`: {error}"

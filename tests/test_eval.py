@@ -95,9 +95,7 @@ def test_command_evaluates_saves_and_compares(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
-    prepare(
-        Request("countdown", tmp_path / "data" / "countdown", numbers=(2,), count=30, largest=9, validation=6)
-    )
+    prepare(Request("countdown", tmp_path / "data" / "countdown", numbers=(2,), count=30, largest=9, validation=6))
     words = [
         "--task",
         "countdown",
@@ -124,14 +122,10 @@ def test_command_evaluates_saves_and_compares(
     assert main(["eval", "compare", str(other), "out"]) == 0
     # the same again: the same responses, whatever else was sampled in between
     assert main(["eval", str(models[0]), *words, "--output", "again"]) == 0
-    assert (tmp_path / "again" / "responses.jsonl").read_text() == (
-        tmp_path / "out" / "responses.jsonl"
-    ).read_text()
+    assert (tmp_path / "again" / "responses.jsonl").read_text() == (tmp_path / "out" / "responses.jsonl").read_text()
 
 
-def test_original_data_gets_the_same_prompts_as_prepared_data(
-    tmp_path: Path, models: tuple[Path, Path]
-) -> None:
+def test_original_data_gets_the_same_prompts_as_prepared_data(tmp_path: Path, models: tuple[Path, Path]) -> None:
     from gradtrace.evaluation.tasks import load_prompts
     from tests.tasks.byte_model import byte_tokenizer
 
@@ -139,9 +133,7 @@ def test_original_data_gets_the_same_prompts_as_prepared_data(
     (tmp_path / "g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepare(Request("gsm8k", tmp_path / "p", str(tmp_path / "g.jsonl"), validation=2))
     tokenizer = byte_tokenizer()
-    original = {
-        tuple(p.ids): p.item["answer"] for p in load_prompts("gsm8k", str(tmp_path / "g.jsonl"), tokenizer)
-    }
+    original = {tuple(p.ids): p.item["answer"] for p in load_prompts("gsm8k", str(tmp_path / "g.jsonl"), tokenizer)}
     prepared = load_prompts("gsm8k", str(tmp_path / "p" / "validation.parquet"), tokenizer)
     assert len(prepared) == 2 and all(original[tuple(p.ids)] == p.item["answer"] for p in prepared)
     assert tokenizer.decode(prepared[0].ids).startswith("<|user|>What is")
@@ -200,9 +192,7 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, models: tuple[Path
 
     peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
     base = AutoModelForCausalLM.from_pretrained(models[0])
-    model = peft.get_peft_model(
-        base, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    )
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
     byte_tokenizer().save_pretrained(tmp_path / "adapter")
     tokens = torch.tensor([[5, 6, 7]])

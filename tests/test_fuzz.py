@@ -118,9 +118,7 @@ def test_options_and_words_in_any_order(capsys: pytest.CaptureFixture[str]) -> N
         ("select", ["model", "data.jsonl"], ["--validation", "val.jsonl"]),
     ],
 )
-def test_options_stand_before_between_or_behind_the_words(
-    command: str, words: list[str], options: list[str]
-) -> None:
+def test_options_stand_before_between_or_behind_the_words(command: str, words: list[str], options: list[str]) -> None:
     orders = ([*options, *words], [words[0], *options, *words[1:]], [*words, *options])
     first, *others = (vars(parse([command, *order])) for order in orders)
     for name in ("func", "run"):

@@ -35,15 +35,11 @@ def test_a_page_is_told_by_its_first_sentence(hook: ModuleType, markdown: str, s
 
 
 def test_every_page_of_the_navigation_is_listed_under_its_section(hook: ModuleType, tmp_path: Path) -> None:
-    pages = [
-        SimpleNamespace(title=t, url=f"{t}/", markdown=f"# {t}\n\nAbout {t}.") for t in ("home", "knobs")
-    ]
+    pages = [SimpleNamespace(title=t, url=f"{t}/", markdown=f"# {t}\n\nAbout {t}.") for t in ("home", "knobs")]
     home = SimpleNamespace(is_section=False, **vars(pages[0]))
     section = SimpleNamespace(is_section=True, title="Reference", children=[pages[1]])
     hook.on_nav(SimpleNamespace(items=[home, section]), None, None)
-    hook.on_post_build(
-        SimpleNamespace(site_dir=str(tmp_path), site_name="ours", site_description="what it is")
-    )
+    hook.on_post_build(SimpleNamespace(site_dir=str(tmp_path), site_name="ours", site_description="what it is"))
     text = (tmp_path / "llms.txt").read_text()
     assert text.startswith("# ours\n\n> what it is\n") and "- [home](home/): About home." in text
     assert text.index("## Reference") < text.index("- [knobs](knobs/): About knobs.")

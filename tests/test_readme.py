@@ -24,9 +24,7 @@ MADE_BY_THE_BUILD = {"demo_report.html"}
 """Pages of the site that docs/_hooks makes; the strict build of the site checks links to them."""
 
 
-@pytest.mark.parametrize(
-    "page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name)
 def test_links_point_at_files_that_exist(page: Path) -> None:
     for target in set(re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())) - MADE_BY_THE_BUILD:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

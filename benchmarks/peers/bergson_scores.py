@@ -65,9 +65,7 @@ class Theirs:
         path = f"{self.folder.name}/run"
         os.makedirs(f"{path}.part")
         self.whole = IndexConfig(run_path=path, projection_dim=0, loss_reduction="sum")
-        self.tokens = IndexConfig(
-            run_path=path, projection_dim=0, loss_reduction="sum", attribute_tokens=True
-        )
+        self.tokens = IndexConfig(run_path=path, projection_dim=0, loss_reduction="sum", attribute_tokens=True)
         self.modules = {name.removeprefix("model.") for name in self.case.modules}
 
     def _collect(self, config: Any, scorer: Any = None) -> Any:
@@ -96,9 +94,7 @@ class Theirs:
 
         gradients = self._collect(self.whole).gradients
         writer = InMemoryTokenScoreWriter(self.data, num_scores=len(self.data))
-        scorer = Scorer(
-            gradients, list(gradients), writer, torch.device("cpu"), torch.float32, attribute_tokens=True
-        )
+        scorer = Scorer(gradients, list(gradients), writer, torch.device("cpu"), torch.float32, attribute_tokens=True)
         found = self._collect(self.tokens, scorer).scores  # a [rows, R] for each response
         # Rows of positions whose loss counts nothing may be left out by bergson: the responses' are the last ones.
         return torch.stack([part[-self.case.sizes.length :] for part in found])

@@ -98,9 +98,7 @@ def compare(sizes: Sizes) -> tuple[dict[str, float | Timing], dict[str, Any]]:
     theirs, case = Theirs(sizes), make_case(sizes)
     error = difference(theirs.scores(), our_scores(case))
     if error > TOLERANCE:
-        sys.exit(
-            f"benchmark: scores of {sizes.name} differ by {error:.1e}: times would compare different things"
-        )
+        sys.exit(f"benchmark: scores of {sizes.name} differ by {error:.1e}: times would compare different things")
     timing = alternate(theirs.scores, lambda: our_scores(case), rounds=sizes.rounds)
     their_memory = peak_memory(Theirs, their_total, sizes)
     our_memory = peak_memory(make_case, our_total, sizes)

@@ -89,9 +89,7 @@ def prime_rl_records(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
                 "position_ids": list(range(len(prompt) + length)),
                 "loss_mask": trained,
                 "advantages": advantages,
-                "losses": [
-                    {"rl": {"advantage": a, "mask": m}} for a, m in zip(advantages, trained, strict=True)
-                ],
+                "losses": [{"rl": {"advantage": a, "mask": m}} for a, m in zip(advantages, trained, strict=True)],
                 "rewards": [float(batch.rewards[row])] * (len(prompt) + length),
                 "inference_logprobs": sampler.tolist(),
                 "trainer_logprobs": trainer.tolist(),
@@ -130,10 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.perf_counter()
         ours = our_file(batch, Path(folder))
         our_seconds = time.perf_counter() - start
-    zipped = {
-        name: len(gzip.compress(data))
-        for name, data in (("theirs", theirs), ("shared", shared), ("ours", ours))
-    }
+    zipped = {name: len(gzip.compress(data)) for name, data in (("theirs", theirs), ("shared", shared), ("ours", ours))}
     tokens = int(batch.response_lengths.sum())
     ratios = {
         "bytes_prime_rl": len(theirs) / len(ours),

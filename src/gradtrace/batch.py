@@ -132,9 +132,7 @@ class RolloutBatch:
             if getattr(self, name) is not None and len(getattr(self, name)) != responses:
                 raise ValueError(f"{len(getattr(self, name))} {name} for {responses} responses")
         if self.lengths is not None and bool((self.response_mask & ~self.present).any()):
-            raise ValueError(
-                "response_mask is True after the end of a response: lengths and mask do not agree"
-            )
+            raise ValueError("response_mask is True after the end of a response: lengths and mask do not agree")
         if self.items and len(self.items) != len(self.prompts):
             raise ValueError(f"{len(self.items)} task items for {len(self.prompts)} prompts")
 
@@ -249,8 +247,7 @@ class RolloutBatch:
             if columns[0].dim() == 2:
                 fill = pad_id if name == "responses" else 0
                 columns = [
-                    torch.nn.functional.pad(column, (0, longest - column.shape[1]), value=fill)
-                    for column in columns
+                    torch.nn.functional.pad(column, (0, longest - column.shape[1]), value=fill) for column in columns
                 ]
             return torch.cat(columns)
 
@@ -269,9 +266,7 @@ class RolloutBatch:
         if any(segments):
             whole = [Segment(0, 0, "assistant")]
             columns["segments"] = [
-                part
-                for own, batch in zip(segments, batches, strict=True)
-                for part in own or [whole] * len(batch)
+                part for own, batch in zip(segments, batches, strict=True) for part in own or [whole] * len(batch)
             ]
         return RolloutBatch(
             prompts=[prompt for batch in batches for prompt in batch.prompts],

@@ -69,9 +69,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, (module_name, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        subparser = subparsers.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == wanted:
             module = importlib.import_module(f"gradtrace.{module_name}")
             subparser.description = module.__doc__

@@ -71,9 +71,7 @@ def override_keys(overrides: list[str]) -> dict[str, str]:
         try:
             parser.parse_override(override)
         except HydraException as error:
-            raise GradtraceError(
-                f"'{override}': {str(error).splitlines()[0]}. Quote special characters."
-            ) from None
+            raise GradtraceError(f"'{override}': {str(error).splitlines()[0]}. Quote special characters.") from None
         keys[key] = value
     return keys
 
@@ -83,9 +81,7 @@ def find_recipe(keys: dict[str, str]) -> Path:
     if resume := keys.get("resume"):
         saved = run_of(Path(resume)) / "config.yaml"
         if not saved.is_file():
-            raise GradtraceError(
-                f"resume={resume}: there is no {saved}. Give the folder of a run, e.g. runs/demo."
-            )
+            raise GradtraceError(f"resume={resume}: there is no {saved}. Give the folder of a run, e.g. runs/demo.")
         return saved
     recipe = keys.get("recipe", "demo")
     if recipe.endswith((".yaml", ".yml")):
@@ -223,9 +219,7 @@ def check_reward(config: Config) -> None:
     if reward.name != "task" and not reward.path:
         named_reward(reward.name, reward.options)
     if reward.extra and reward.name == "task" and not reward.path:
-        raise GradtraceError(
-            "reward.extra adds to a reward by name or path, not to the task's own: set reward.name."
-        )
+        raise GradtraceError("reward.extra adds to a reward by name or path, not to the task's own: set reward.name.")
     for name in reward.extra if not reward.path else ():
         named_reward(name)
 

@@ -38,9 +38,7 @@ class Timer:
         return time.perf_counter() - self.start
 
     def metrics(self) -> dict[str, float]:
-        return {f"timing_s/{name}": value for name, value in self.seconds.items()} | {
-            "timing_s/step": self.total
-        }
+        return {f"timing_s/{name}": value for name, value in self.seconds.items()} | {"timing_s/step": self.total}
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:

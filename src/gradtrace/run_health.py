@@ -135,9 +135,7 @@ def _metrics_findings(rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
             f"{sum(skipped.values):.0f} updates were skipped because their gradients were not finite ({_some(where)}). "
             "A smaller learning rate, float32 instead of bf16, or actor.optim.grad_clip may help.",
         )
-    for name in sorted(
-        {name for row in rows.values() for name in row if name.startswith(("actor/", "critic/"))}
-    ):
+    for name in sorted({name for row in rows.values() for name in row if name.startswith(("actor/", "critic/"))}):
         bad = _Series(rows, name).non_finite
         if bad:
             yield problem(f"{name} is not finite in {_some(bad)}.")
@@ -191,11 +189,7 @@ def _constant_groups(rows: dict[int, dict[str, Any]], reward: _Series) -> Iterat
     if share and share.last > MOSTLY_CONSTANT:
         why = ""
         if reward:
-            why = (
-                " The task has become too easy."
-                if reward.last > 0.5
-                else " The task is too hard for the policy."
-            )
+            why = " The task has become too easy." if reward.last > 0.5 else " The task is too hard for the policy."
         yield notable(
             f"{share.last:.0%} of the groups at the end of the run have one constant reward, and teach nothing.{why} "
             "algorithm.dynamic_sampling fills the batch with groups that differ.",
@@ -212,9 +206,7 @@ def _instrument_findings(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[
             series = _Series(rows, name)
             if series and max(series.values) > 0:
                 where = series.steps_where(lambda value: value > 0)
-                yield problem(
-                    f"{name} is {max(series.values):.0f}, since step {where[0]}: steps are missing."
-                )
+                yield problem(f"{name} is {max(series.values):.0f}, since step {where[0]}: steps are missing.")
     yield from _influence(run, rows)
     yield from _tracin(run, rows)
     yield from _probe(rows)
@@ -284,9 +276,7 @@ def _tracin(run: Run, rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
 
 def _tracin_remarks(step: Step) -> list[str]:
     stored = step.meta.get("diagnosis")
-    return (
-        [str(sentence) for sentence in stored] if isinstance(stored, list) and stored else diagnose_step(step)
-    )
+    return [str(sentence) for sentence in stored] if isinstance(stored, list) and stored else diagnose_step(step)
 
 
 def _probe(rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:

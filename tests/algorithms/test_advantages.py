@@ -94,9 +94,7 @@ def test_reinforce_plus_plus_with_kl_in_the_reward() -> None:
     # rewards −0.5, 4 − 1 and 0 + 0.5; returns 2.5, 3 and 0.5; mean 2; deviations 0.5, 1, −1.5; variance 3.5/2.
     old = torch.tensor([[-1.0, -1.0], [-2.0, math.nan]], dtype=torch.float64)
     ref = torch.tensor([[-2.0, -3.0], [-1.0, math.nan]], dtype=torch.float64)
-    inputs = AdvantageInputs(
-        rewards_of(4, 0), torch.tensor([0, 1]), MASK_2_1, old_log_probs=old, ref_log_probs=ref
-    )
+    inputs = AdvantageInputs(rewards_of(4, 0), torch.tensor([0, 1]), MASK_2_1, old_log_probs=old, ref_log_probs=ref)
     scale = 1 / math.sqrt(1.75 + 1e-8)
     expected = torch.tensor([[0.5 * scale, scale], [-1.5 * scale, 0]], dtype=torch.float64)
     torch.testing.assert_close(estimate("reinforce_plus_plus", inputs, kl_coef=0.5), expected)

@@ -57,9 +57,7 @@ def test_a_user_can_add_an_advantage_estimator() -> None:
     def reward_itself(inputs: AdvantageInputs) -> AdvantageOutputs:
         return AdvantageOutputs(inputs.rewards.unsqueeze(-1) * inputs.mask)
 
-    outputs = advantage("reward_itself")(
-        AdvantageInputs(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), MASK)
-    )
+    outputs = advantage("reward_itself")(AdvantageInputs(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), MASK))
     assert outputs.advantages.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
@@ -69,9 +67,7 @@ def test_a_name_is_taken_once() -> None:
 
 
 def test_unknown_names_and_options_name_the_nearest() -> None:
-    with pytest.raises(
-        GradtraceError, match=r"no policy loss 'gppo': did you mean 'ppo'\? Valid: archer, cispo"
-    ):
+    with pytest.raises(GradtraceError, match=r"no policy loss 'gppo': did you mean 'ppo'\? Valid: archer, cispo"):
         policy_loss("gppo")
     with pytest.raises(GradtraceError, match="no advantage estimator 'grppo': did you mean 'grpo'"):
         advantage("grppo")

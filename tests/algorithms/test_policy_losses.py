@@ -26,9 +26,7 @@ def row(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float64)
 
 
-def inputs_at(
-    ratios: Tensor, advantages: Tensor, mask: Tensor | None = None, **columns: Tensor
-) -> LossInputs:
+def inputs_at(ratios: Tensor, advantages: Tensor, mask: Tensor | None = None, **columns: Tensor) -> LossInputs:
     """Inputs whose ratios π/π_old are these; log_probs is a leaf, so `.grad` of it is the gradient."""
     old = torch.full_like(ratios, -1.5)
     log_probs = (old + ratios.log()).requires_grad_()
@@ -253,9 +251,7 @@ def random_batch(seed: int, rows: int = 7, length: int = 5) -> dict[str, Tensor]
     }
 
 
-def run(
-    name: str, batch: dict[str, Tensor], mode: str, denominator: Denominator
-) -> tuple[Tensor, Tensor, dict]:
+def run(name: str, batch: dict[str, Tensor], mode: str, denominator: Denominator) -> tuple[Tensor, Tensor, dict]:
     """Loss, gradient by log_probs and metric sums of one micro-batch."""
     log_probs = batch["log_probs"].clone().requires_grad_()
     outputs = policy_loss(name)(LossInputs(**{**batch, "log_probs": log_probs}))

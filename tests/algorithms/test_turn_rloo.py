@@ -52,8 +52,7 @@ def theta() -> Tensor:
 
 def true_gradient(theta: Tensor, cost: float) -> Tensor:
     value = sum(
-        sum(log_prob(path, theta)).exp() * (reward - cost * (len(path) - 1))
-        for path, reward in REWARDS.items()
+        sum(log_prob(path, theta)).exp() * (reward - cost * (len(path) - 1)) for path, reward in REWARDS.items()
     )
     return torch.autograd.grad(value, theta)[0]
 
@@ -91,9 +90,7 @@ def test_only_turns_that_could_avoid_a_call_pay_for_it() -> None:
 
 def test_without_a_cost_it_is_rloo() -> None:
     inputs = inputs_of(((1, 0), (0,), (2, 1), (2, 0)))
-    torch.testing.assert_close(
-        advantage("turn_rloo")(inputs).advantages, advantage("rloo")(inputs).advantages
-    )
+    torch.testing.assert_close(advantage("turn_rloo")(inputs).advantages, advantage("rloo")(inputs).advantages)
 
 
 def test_turns_by_mask_and_wrong_costs() -> None:

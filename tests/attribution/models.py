@@ -109,9 +109,7 @@ class Responses:
         ids = torch.cat([self.sequences[r] for r in rows])[None]
         positions = torch.cat([torch.arange(len(self.sequences[r])) for r in rows])[None]
         response = torch.cat([torch.full((len(self.sequences[r]),), r) for r in rows])[None]
-        tokens = torch.cat([torch.isin(torch.arange(len(self.sequences[r])), self.places(r)) for r in rows])[
-            None
-        ]
+        tokens = torch.cat([torch.isin(torch.arange(len(self.sequences[r])), self.places(r)) for r in rows])[None]
         weights = torch.zeros(ids.shape, dtype=torch.float64)
         weights[tokens] = torch.cat([self.weights[r] for r in rows]).to(weights)
         return ids, positions, response, tokens, weights

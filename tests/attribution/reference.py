@@ -29,9 +29,7 @@ def loss_term_gradients(model: nn.Module, batch: Responses, names: list[str]) ->
         ]
         result.append(
             {
-                name: torch.stack(
-                    [torch.zeros_like(parameters[name]) if r[i] is None else r[i] for r in rows]
-                )
+                name: torch.stack([torch.zeros_like(parameters[name]) if r[i] is None else r[i] for r in rows])
                 for i, name in enumerate(names)
             }
         )
@@ -46,9 +44,7 @@ def position_gradients(
     for response in range(len(batch)):
         calls: list[tuple[str, Tensor, Tensor]] = []
         handles = [
-            module.register_forward_hook(
-                lambda m, a, y, name=name, calls=calls: calls.append((name, a[0], y))
-            )
+            module.register_forward_hook(lambda m, a, y, name=name, calls=calls: calls.append((name, a[0], y)))
             for name, module in modules.items()
         ]
         total = token_terms(model, batch, response).sum()

@@ -94,8 +94,7 @@ def brute_force(
     else:
         tokens = loss_term_gradients(model, batch, list(dict.fromkeys(names.values())))
         tokens = [
-            {name: g.transpose(1, 2) if name in transposed else g for name, g in found.items()}
-            for found in tokens
+            {name: g.transpose(1, 2) if name in transposed else g for name, g in found.items()} for found in tokens
         ]
     knobs = {}
     for knob in ("hessian_mode", "hessian_source", "reg_lambda", *REFERENCE_NAMES):

@@ -32,9 +32,7 @@ def autograd_gradients(model: nn.Module, batch: Responses, response: int) -> dic
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_gradients_match(
-    model: nn.Module, batch: Responses, tracer: InfluenceTracer, tol: float = 1e-10
-) -> None:
+def assert_gradients_match(model: nn.Module, batch: Responses, tracer: InfluenceTracer, tol: float = 1e-10) -> None:
     for response in range(len(batch)):
         ours, theirs = response_gradients(tracer, response), autograd_gradients(model, batch, response)
         for name, gradient in ours.items():
@@ -50,9 +48,7 @@ def test_sum_over_positions_is_the_weight_gradient(family: str, tied: bool, pack
     with InfluenceTracer(model, exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1, 2, 3], packed=packed)
         capture(tracer, model, batch, [5, 4], packed=packed)
-        assert len(tracer.blocks) == len(
-            [m for m in model.modules() if "Linear" in str(type(m)) or hasattr(m, "nf")]
-        )
+        assert len(tracer.blocks) == len([m for m in model.modules() if "Linear" in str(type(m)) or hasattr(m, "nf")])
         assert_gradients_match(model, batch, tracer)
 
 

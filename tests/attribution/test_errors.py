@@ -116,9 +116,7 @@ def test_a_nan_gradient_costs_its_group_and_no_other(model: nn.Module, streamed:
     clean = engine_scores(model, batch, exact_config(), labels_at_capture=streamed)
     batch.weights[4] = torch.full_like(batch.weights[4], torch.nan)
     with pytest.warns(UserWarning, match=r"response 4 .* not finite"):
-        trace = engine_scores(
-            model, batch, exact_config(), labels_at_capture=streamed, splits=[[0, 1, 2], [3, 4, 5]]
-        )
+        trace = engine_scores(model, batch, exact_config(), labels_at_capture=streamed, splits=[[0, 1, 2], [3, 4, 5]])
     assert trace.skipped == {1: "non_finite"}
     assert trace.metrics["influence_trace/debug_groups_non_finite"] == 1
     for r in range(3):

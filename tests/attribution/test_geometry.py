@@ -54,15 +54,11 @@ def test_preconditioned_gradient_is_the_coming_step(kind: str, steps: int) -> No
 
 
 def test_weight_decay_inside_the_gradient_is_part_of_the_coming_moment() -> None:
-    parameter, optimizer = stepped(
-        lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.0, 0.9), weight_decay=0.1), 3
-    )
+    parameter, optimizer = stepped(lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.0, 0.9), weight_decay=0.1), 3)
     gradient = torch.randn(SHAPE, dtype=torch.float64)
     effective = gradient + 0.1 * parameter.detach()
     denominator = Geometry(optimizer).denominator(parameter, gradient)
-    assert torch.allclose(
-        real_effect(parameter, optimizer, gradient), -0.01 * effective / denominator, atol=1e-12
-    )
+    assert torch.allclose(real_effect(parameter, optimizer, gradient), -0.01 * effective / denominator, atol=1e-12)
 
 
 def test_state_before_the_step_is_bias_corrected() -> None:
@@ -105,9 +101,7 @@ def test_every_parameter_group_has_its_own_numbers() -> None:
     # v̂ after gradients 3 and 1: (β·9 + 1) (1−β) / (1−β²) = (9β + 1) / (1 + β)
     for parameter, beta, epsilon in ((first, 0.5, 1.0), (second, 0.9, 2.0)):
         expected = ((9 * beta + 1) / (1 + beta)) ** 0.5 + epsilon
-        assert torch.allclose(
-            geometry.denominator(parameter, coming), torch.full((2,), expected, dtype=torch.float64)
-        )
+        assert torch.allclose(geometry.denominator(parameter, coming), torch.full((2,), expected, dtype=torch.float64))
 
 
 def test_a_parameter_that_never_had_a_gradient_is_left_out() -> None:

@@ -17,9 +17,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: g for name, g in zip(named, found, strict=True) if g is not None}
 
 
-def ghost_scores(
-    model: nn.Module, batch: Responses, target: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, list]:
+def ghost_scores(model: nn.Module, batch: Responses, target: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list]:
     ghost = GhostProduct(model, target)
     for rows in ([0, 3, 5], [1, 2, 4]):
         with ghost.capture(response=torch.tensor(rows), tokens=batch.padded(rows)[2]):
@@ -58,9 +56,7 @@ def test_lora_adapters() -> None:
     assert missed == []
     for r in range(len(batch)):
         own = gradients(model, padded_objective(model, batch, [r]))
-        assert torch.allclose(
-            scores[r], sum((own[n] * g).sum() for n, g in target.items()), rtol=1e-9, atol=1e-9
-        )
+        assert torch.allclose(scores[r], sum((own[n] * g).sum() for n, g in target.items()), rtol=1e-9, atol=1e-9)
 
 
 def test_responses_that_were_not_captured_are_nan_not_zero() -> None:

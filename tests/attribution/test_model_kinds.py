@@ -36,9 +36,7 @@ SHAPE: dict[str, Any] = {
 def mixture(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
     if family == "mixtral":
-        return MixtralForCausalLM(
-            MixtralConfig(**{**SHAPE, **options}, num_local_experts=4, num_experts_per_tok=2)
-        )
+        return MixtralForCausalLM(MixtralConfig(**{**SHAPE, **options}, num_local_experts=4, num_experts_per_tok=2))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     widths = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**SHAPE, **options}, **experts, **widths))
@@ -95,9 +93,7 @@ def test_a_loss_without_logits_has_the_same_scores_and_its_head_cannot_be_traced
         usual = engine_scores(model, batch, config)
         with InfluenceTracer(model, config) as tracer:
             for r, ids in enumerate(batch.sequences):
-                terms = (
-                    chunked_cross_entropy(model, ids[None])[batch.prompt_lengths[r] - 1 :] * batch.weights[r]
-                )
+                terms = chunked_cross_entropy(model, ids[None])[batch.prompt_lengths[r] - 1 :] * batch.weights[r]
                 tokens = torch.zeros(1, len(ids), dtype=torch.bool)
                 tokens[0, batch.places(r)] = True
                 with tracer.capture(response=torch.tensor([r]), tokens=tokens):
@@ -119,9 +115,7 @@ def test_the_text_path_of_a_vision_language_model_equals_brute_force() -> None:
     }
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     special = dict.fromkeys(names, VOCAB - 1)
-    model = Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
-    )
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special))
     model, batch = _exact_norms(model.double()).eval(), random_responses()
     batch.sequences = [ids % (VOCAB - 1) for ids in batch.sequences]
     config = exact_config(credit="both", module_name_filter="language_model")
@@ -141,9 +135,7 @@ class Int8Linear(nn.Linear):
         found = Int8Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
         found.register_buffer("scale", scale)
-        found.weight = nn.Parameter(
-            (layer.weight.detach() / scale).round().to(torch.int8), requires_grad=False
-        )
+        found.weight = nn.Parameter((layer.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
         found.bias = layer.bias
         return found
 
@@ -169,6 +161,4 @@ def test_adapters_on_a_quantised_base_equal_brute_force() -> None:
     assert_close(trace.position_scores, brute_force(model, batch, config)[0])
     assert_close(trace.loss_term_scores, brute_force(model, batch, config, credit="loss_term")[0])
     default = InfluenceTracer(model, InfluenceConfig(credit="position"))
-    assert all("lora_" in block.name for block in default.blocks), (
-        "without a filter frozen layers are passed over"
-    )
+    assert all("lora_" in block.name for block in default.blocks), "without a filter frozen layers are passed over"

@@ -42,9 +42,7 @@ def responses_of(how: str, groups: int = 2, n: int = 3, seed: int = 0) -> Respon
     """`riding`: the step weighs all tokens of a response alike, so that one pass is step and target."""
     batch = random_responses(groups, n, seed)
     if how == RIDING:
-        batch.weights = [
-            torch.full_like(w, float(a)) for w, a in zip(batch.weights, batch.advantages, strict=True)
-        ]
+        batch.weights = [torch.full_like(w, float(a)) for w, a in zip(batch.weights, batch.advantages, strict=True)]
     return batch
 
 
@@ -59,9 +57,7 @@ def unweighted(batch: Responses) -> Responses:
     )
 
 
-def objective(
-    model: nn.Module, batch: Responses, rows: list[int], packed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def objective(model: nn.Module, batch: Responses, rows: list[int], packed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(Σ w ℓ, response, tokens)."""
     if not packed:
         return padded_objective(model, batch, rows), torch.tensor(rows), batch.padded(rows)[2]
@@ -94,9 +90,7 @@ def traced(
             if how == APART:
                 target = objective(model, unweighted(batch), rows, packed)[0]
                 with tracer.capture(**common, role="target"):
-                    torch.autograd.grad(
-                        target, [p for p in model.parameters() if p.requires_grad], allow_unused=True
-                    )
+                    torch.autograd.grad(target, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
             with tracer.capture(
                 **common,
                 scale=-10.0,
@@ -188,9 +182,7 @@ def test_two_passes_along_each_direction_give_the_derivative(knobs: dict[str, An
     optimizer = adam(model)
     exact = traced(model, batch, config_of(**knobs), RIDING, optimizer)
     passes: list[int] = []
-    ours = traced(
-        model, batch, config_of(**knobs), RIDING, optimizer, method="finite_difference", passes=passes
-    )
+    ours = traced(model, batch, config_of(**knobs), RIDING, optimizer, method="finite_difference", passes=passes)
     directions = len(batch) if "exclude_self_response" in knobs else 2
     assert len(passes) == 2 * directions
     for a, b in zip(ours.loss_term_scores, exact.loss_term_scores, strict=True):
@@ -239,9 +231,7 @@ def test_the_coming_gradient_is_part_of_the_second_moment() -> None:
     assert trace.meta["second_moment_loss_term"] == "state_with_batch"
     assert trace.meta["second_moment_backward"] == "state_before"
     coming = {name: p.grad.clone() for name, p in model.named_parameters()}
-    expected = scores_by_hand(
-        model, batch, names_of(model, config), exact_form(model, optimizer, coming=True)
-    )
+    expected = scores_by_hand(model, batch, names_of(model, config), exact_form(model, optimizer, coming=True))
     assert_close(trace.loss_term_scores, expected)
     given = traced(model, batch, config, RIDING, optimizer, coming=coming)
     assert_close(given.loss_term_scores, expected)
@@ -255,15 +245,11 @@ def test_before_the_first_step_the_batch_is_all_there_is() -> None:
     assert trace.meta["second_moment_loss_term"] == "batch_gradient"
     assert trace.meta["second_moment_backward"] == "none"
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    expected = scores_by_hand(
-        model, batch, names_of(model, config), lambda name, g: g / (gradients[name].abs() + 1e-6)
-    )
+    expected = scores_by_hand(model, batch, names_of(model, config), lambda name, g: g / (gradients[name].abs() + 1e-6))
     assert_close(trace.loss_term_scores, expected)
 
 
-@pytest.mark.parametrize(
-    "make", [None, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["none", "sgd"]
-)
+@pytest.mark.parametrize("make", [None, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["none", "sgd"])
 def test_without_adam_the_geometry_is_flat(make: Any) -> None:
     model, batch = tiny_model(), responses_of(RIDING)
     optimizer = None if make is None else make(model.parameters())
@@ -300,16 +286,12 @@ def test_lora_adapters_in_the_geometry_of_their_optimizer() -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    lora = LoraConfig(
-        r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
-    )
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     model = get_peft_model(tiny_model(), lora).double()
     batch, optimizer, config = responses_of(RIDING), adam(model), config_of()
     trace = traced(model, batch, config, RIDING, optimizer)
     everything, tail = names_of(model, config), names_of(model, config, scored=True)
-    assert (
-        len(everything) == 12 and len(tail) == 4
-    )  # queries and down projection of the last block, A and B each
+    assert len(everything) == 12 and len(tail) == 4  # queries and down projection of the last block, A and B each
     precondition = exact_form(model, optimizer)
     assert_close(trace.loss_term_scores, scores_by_hand(model, batch, everything, precondition))
     assert_close(trace.position_scores, scores_by_hand(model, batch, tail, precondition))
@@ -357,9 +339,7 @@ def test_the_host_may_choose_the_groups_with_loss_terms() -> None:
             target_scale=1 / batch.advantages,
         ):
             padded_objective(model, batch, rows).backward()
-        trace = tracer.score(
-            terms=lambda responses: torch.cat([token_terms(model, batch, r) for r in responses])
-        )
+        trace = tracer.score(terms=lambda responses: torch.cat([token_terms(model, batch, r) for r in responses]))
     assert [trace.credit_of(r) for r in (0, 3, 6)] == ["tail", "tail", "loss_term"]
 
 

@@ -38,9 +38,7 @@ def test_error_falls_with_the_square_root_of_k() -> None:
     cap_sum=st.sampled_from([-1, 0, 2, 7, 64]),
     cap_product=st.sampled_from([-1, 0, 1, 9, 400]),
 )
-def test_dimensions_obey_both_caps(
-    d_out: int, d_in: int, factor: int, cap_sum: int, cap_product: int
-) -> None:
+def test_dimensions_obey_both_caps(d_out: int, d_in: int, factor: int, cap_sum: int, cap_product: int) -> None:
     k_out, k_in = projected_dims(d_out, d_in, factor, cap_sum, cap_product)
     assert 1 <= k_out <= max(1, d_out // factor) and 1 <= k_in <= max(1, d_in // factor)
     if cap_sum > 0:

@@ -120,9 +120,7 @@ def test_micro_batch_split_does_not_change_scores(
     reduction=st.sampled_from(["mean", "sum"]),
     leave_out=st.booleans(),
 )
-def test_token_sum_equals_response(
-    seed: int, mode: str, source: str, reduction: str, leave_out: bool
-) -> None:
+def test_token_sum_equals_response(seed: int, mode: str, source: str, reduction: str, leave_out: bool) -> None:
     """Identity 2: Σ position scores, prompt included = Σ loss-term scores = response-level influence."""
     model, batch = tiny_model("qwen2", tied=True), random_responses(seed=seed)
     config = exact_config(
@@ -215,9 +213,7 @@ def test_an_sgd_step_on_one_token_changes_each_response_as_predicted() -> None:
         parameters = [dict(model.named_parameters())[name] for name in names]
         for source in range(3):
             for token in range(batch.lengths()[source]):
-                gradient = torch.autograd.grad(
-                    token_terms(model, batch, source)[token], parameters, allow_unused=True
-                )
+                gradient = torch.autograd.grad(token_terms(model, batch, source)[token], parameters, allow_unused=True)
                 values = []
                 for sign in (1.0, -1.0):
                     with torch.no_grad():
@@ -262,9 +258,7 @@ def test_max_tokens_leaves_the_first_scores_as_they_were() -> None:
 def test_offloaded_factors_and_missing_pairwise_change_no_score() -> None:
     model, batch = tiny_model(), random_responses()
     whole = engine_scores(model, batch, exact_config())
-    lean = engine_scores(
-        model, batch, exact_config(grad_offload_to_cpu=True, force_gpu_compute=True, pairwise=False)
-    )
+    lean = engine_scores(model, batch, exact_config(grad_offload_to_cpu=True, force_gpu_compute=True, pairwise=False))
     assert_close(lean.token_scores, whole.token_scores)
     assert lean.pairwise_of(0)[0] == [] and whole.pairwise_of(0)[0] == [0, 1, 2]
 
@@ -292,10 +286,7 @@ def test_counters_say_what_was_traced() -> None:
     assert metrics["influence_trace/selected_prompts"] == 2
     assert metrics["influence_trace/rows_emitted"] == len(batch.lengths()[3:])
     assert metrics["influence_trace/tokens_emitted"] == sum(batch.lengths()[3:])
-    assert (
-        metrics["influence_trace/debug_solver_gram"] + metrics.get("influence_trace/debug_solver_dense", 0)
-        == 30
-    )
+    assert metrics["influence_trace/debug_solver_gram"] + metrics.get("influence_trace/debug_solver_dense", 0) == 30
     assert trace.skipped == {0: "constant_reward"}
     assert trace.token_scores[0].numel() == 0
     assert metrics["timing_s/influence_capture"] > 0
@@ -344,9 +335,6 @@ def test_profiling_says_where_the_time_goes(streamed: bool) -> None:
     model, batch = tiny_model(), random_responses()
     profiled = engine_scores(model, batch, exact_config(profile_timing=True), labels_at_capture=streamed)
     plain = engine_scores(model, batch, exact_config(), labels_at_capture=streamed)
-    assert (
-        profiled.metrics["timing_s/influence_project"] > 0
-        and profiled.metrics["timing_s/influence_solve"] > 0
-    )
+    assert profiled.metrics["timing_s/influence_project"] > 0 and profiled.metrics["timing_s/influence_solve"] > 0
     assert "timing_s/influence_solve" not in plain.metrics
     assert_close(profiled.token_scores, plain.token_scores)

@@ -48,9 +48,7 @@ def worker(rank: int, port: int, folder: str) -> None:
         assert isinstance(denominator, DTensor)
         factored = Factored.of(denominator)
         found[name] = {
-            "product": ranks.products(
-                {"w": parts["direction"]}, {"w": parts["gradient"], "other": whole["x"]}
-            ),
+            "product": ranks.products({"w": parts["direction"]}, {"w": parts["gradient"], "other": whole["x"]}),
             "derivative": directional_derivative(
                 model,
                 lambda model=model: value(model.weight, whole["x"]),
@@ -95,6 +93,4 @@ def test_shards_give_what_the_whole_gives(results: list[dict], placement: str) -
 def test_what_every_rank_holds_whole_counts_once(results: list[dict]) -> None:
     whole = tensors()
     for found in results:
-        assert found["plain"]["w"] == pytest.approx(
-            float((whole["direction"] * whole["gradient"]).sum()), rel=1e-12
-        )
+        assert found["plain"]["w"] == pytest.approx(float((whole["direction"] * whole["gradient"]).sum()), rel=1e-12)

@@ -18,9 +18,7 @@ from gradtrace.attribution.solvers import (
 )
 
 
-def problem(
-    tokens: int, k_out: int, k_in: int, n: int, dtype: torch.dtype, seed: int, calls: int = 1
-) -> tuple:
+def problem(tokens: int, k_out: int, k_in: int, n: int, dtype: torch.dtype, seed: int, calls: int = 1) -> tuple:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:

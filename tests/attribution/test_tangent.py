@@ -19,18 +19,12 @@ def direction_for(model: torch.nn.Module, seed: int = 0) -> dict[str, torch.Tens
     }
 
 
-def brute_force(
-    model: torch.nn.Module, values: torch.Tensor, direction: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def brute_force(model: torch.nn.Module, values: torch.Tensor, direction: dict[str, torch.Tensor]) -> torch.Tensor:
     parameters = dict(model.named_parameters())
     result = []
     for value in values:
-        gradients = torch.autograd.grad(
-            value, [parameters[n] for n in direction], retain_graph=True, allow_unused=True
-        )
-        result.append(
-            sum((g * direction[n]).sum() for n, g in zip(direction, gradients, strict=True) if g is not None)
-        )
+        gradients = torch.autograd.grad(value, [parameters[n] for n in direction], retain_graph=True, allow_unused=True)
+        result.append(sum((g * direction[n]).sum() for n, g in zip(direction, gradients, strict=True) if g is not None))
     return torch.stack(result)
 
 
@@ -83,9 +77,7 @@ def test_bf16_is_refused_for_finite_differences() -> None:
     model, batch = tiny_model(), random_responses()
     model.to(torch.bfloat16)
     with pytest.raises(AttributionError, match="bfloat16"):
-        directional_derivative(
-            model, lambda: token_terms(model, batch, 0), direction_for(model), "finite_difference"
-        )
+        directional_derivative(model, lambda: token_terms(model, batch, 0), direction_for(model), "finite_difference")
 
 
 @pytest.mark.parametrize(

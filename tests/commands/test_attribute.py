@@ -57,9 +57,7 @@ def test_scores_at_a_checkpoint_are_those_of_the_training_step_after_it(
     assert ours["first_wrong"].tolist() == theirs["first_wrong"].tolist(), "what the task knew is kept"
     assert ours.meta["optimizer_state"].endswith("step_000002") and ours.meta["model"] == str(checkpoint)
     stored = step_of(trained, 3, "entropy_trace")
-    np.testing.assert_allclose(
-        step_of(tmp_path / "anew", 3, "entropy_trace")["entropy"], stored["entropy"], atol=1e-5
-    )
+    np.testing.assert_allclose(step_of(tmp_path / "anew", 3, "entropy_trace")["entropy"], stored["entropy"], atol=1e-5)
 
 
 def test_without_a_state_the_geometry_is_the_steps_own_gradient_and_it_is_said(
@@ -78,9 +76,7 @@ def test_without_a_state_the_geometry_is_the_steps_own_gradient_and_it_is_said(
     assert attribute(trained, "--model", start, "--step", 1, *others, "--output", tmp_path / "projected") == 0
     assert "Stored advantages are means over a response" in capsys.readouterr().out
     meta = step_of(tmp_path / "projected", 1).meta
-    assert "none" not in (meta["second_moment_backward"], meta["second_moment_loss_term"]), (
-        "nor where projected"
-    )
+    assert "none" not in (meta["second_moment_backward"], meta["second_moment_loss_term"]), "nor where projected"
 
 
 def test_some_groups_have_the_scores_that_they_have_among_all(trained: Path, tmp_path: Path) -> None:
@@ -166,9 +162,7 @@ def test_imported_rollouts_are_scored_in_parts_and_then_verified_and_sampled(
     assert "--model" in capsys.readouterr().err, "the error says what to pass"
 
 
-def test_without_answers_the_error_says_what_judges(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_answers_the_error_says_what_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_byte_model(tmp_path / "model")
     rows = [{key: value for key, value in row.items() if key != "answer"} for row in plain_rows()]
     run = imported(write(tmp_path / "rows.jsonl", rows), model)

@@ -22,7 +22,5 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(given: str | None,
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     if given is not None:
         environment["OMP_WAIT_POLICY"] = given
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == found

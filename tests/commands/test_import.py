@@ -48,9 +48,7 @@ def plain_rows() -> list[dict[str, Any]]:
                     "reward": float(answer == "2"),
                     "answer": "2",
                 }
-                rows.append(
-                    {**row, "response_ids": ids(answer), "log_probs": [-0.5] * len(answer), "colour": "red"}
-                )
+                rows.append({**row, "response_ids": ids(answer), "log_probs": [-0.5] * len(answer), "colour": "red"})
     return rows
 
 
@@ -144,10 +142,7 @@ def test_trls_table_has_its_rewards_added_up_with_their_weights(model: Path, tmp
     rows = pyarrow.parquet.read_table(STORED / "trl" / "completions_00001.parquet").to_pylist()
     trace = run.step("entropy_trace", 1)
     assert trace.meta["format"] == "trl" and trace.n_responses == len(rows) == 8
-    order = {
-        prompt: place
-        for place, prompt in enumerate(dict.fromkeys(row["prompt"][0]["content"] for row in rows))
-    }
+    order = {prompt: place for place, prompt in enumerate(dict.fromkeys(row["prompt"][0]["content"] for row in rows))}
     rows.sort(key=lambda row: order[row["prompt"][0]["content"]])
     np.testing.assert_allclose(trace["reward"], [2 * row["ones"] + row["short"] for row in rows])
     np.testing.assert_allclose(trace["advantage"], [row["advantage"] for row in rows], rtol=1e-6)
@@ -234,9 +229,7 @@ def test_a_bad_row_is_named_with_its_line_and_nothing_is_written(
     assert main([*words, "--skip-bad"]) == 0
     assert f"{source}:3" in capsys.readouterr().out.replace("\n", "")
     assert len(texts(gradtrace.open_run(tmp_path / "run"), 3)) == 2
-    assert f"{source}:3" in (tmp_path / "run" / "run.log").read_text(), (
-        "what was left out is in the run's log"
-    )
+    assert f"{source}:3" in (tmp_path / "run" / "run.log").read_text(), "what was left out is in the run's log"
 
 
 REFUSED = [
@@ -254,25 +247,19 @@ def test_what_cannot_be_imported_is_refused_with_the_reason(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: Any, words: list[str], why: str
 ) -> None:
     source = write(tmp_path / "rows.jsonl", rows)
-    assert (
-        main(["trace", "import", str(source), str(tmp_path / "run"), "--tokenizer", str(model), *words]) == 2
-    )
+    assert main(["trace", "import", str(source), str(tmp_path / "run"), "--tokenizer", str(model), *words]) == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_text_that_the_tokenizer_does_not_know_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_that_the_tokenizer_does_not_know_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ArithmeticTask(ArithmeticConfig(), 0).tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"prompt": "1+1=", "response": answer, "reward": 0} for answer in ("2", "two")]
     imported(write(tmp_path / "rows.jsonl", rows), tmp_path / "model")
     assert "1 rows have text that the tokenizer does not know" in capsys.readouterr().out
 
 
-def test_a_run_that_is_there_is_not_touched(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_there_is_not_touched(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "rows.jsonl", plain_rows())
     (tmp_path / "run").mkdir()
     assert main(["trace", "import", str(source), str(tmp_path / "run"), "--tokenizer", str(model)]) == 2

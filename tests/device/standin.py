@@ -83,9 +83,7 @@ class Waits:
 
     def of(self, folder: str) -> dict[tuple[str, str], int]:
         """Waits that files in this folder of the package asked for; copies to the device do not wait."""
-        return {
-            key: n for key, n in self.places.items() if key[1].startswith(folder) and key[0] != "to_device"
-        }
+        return {key: n for key, n in self.places.items() if key[1].startswith(folder) and key[0] != "to_device"}
 
 
 waits = Waits()

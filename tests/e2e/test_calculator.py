@@ -78,9 +78,7 @@ def test_what_was_written_is_worth_the_reward_and_tool_results_have_no_worth(mea
     assert called
 
 
-def test_the_viewer_shows_a_chat_with_tool_results_folded_and_a_strip_of_turns(
-    run_dir: Path, measured: Step
-) -> None:
+def test_the_viewer_shows_a_chat_with_tool_results_folded_and_a_strip_of_turns(run_dir: Path, measured: Step) -> None:
     step = open_run(run_dir).step("influence_trace", 5)
     group = int(measured["group_id"][0])
     members = np.flatnonzero(step["group_id"][step["group"]] == group).tolist()

@@ -42,9 +42,7 @@ def curve(run_dir: Path) -> list[float]:
 @pytest.mark.slow
 def test_reward_rises_past_85_percent(demo: Path) -> None:
     rewards = curve(demo / "runs/demo")
-    assert 0.1 <= sum(rewards[:3]) / 3 <= 0.5, (
-        "the warm start should leave much to learn, and something to start from"
-    )
+    assert 0.1 <= sum(rewards[:3]) / 3 <= 0.5, "the warm start should leave much to learn, and something to start from"
     assert sum(rewards[-10:]) / 10 >= 0.85, rewards
 
 
@@ -52,10 +50,7 @@ def test_reward_rises_past_85_percent(demo: Path) -> None:
 def test_held_out_prompts_are_solved_too(demo: Path) -> None:
     records = [json.loads(line) for line in (demo / "runs/demo/metrics.jsonl").read_text().splitlines()]
     found = [
-        record[name]
-        for record in records
-        for name in record
-        if name.startswith("val-core/arithmetic/reward/mean")
+        record[name] for record in records for name in record if name.startswith("val-core/arithmetic/reward/mean")
     ]
     assert found[0] <= 0.5 and found[-1] >= 0.85
 
@@ -78,9 +73,7 @@ def test_policy_is_a_plain_transformers_folder_that_solves_the_task(demo: Path) 
     prompts = ArithmeticTask(ArithmeticConfig(), seed=99).validation_prompts(64)
     texts = [prompt.item["prompt"] for prompt in prompts]
     inputs = tokenizer(texts, return_tensors="pt", return_token_type_ids=False)
-    generated = model.generate(**inputs, max_new_tokens=20, do_sample=False)[
-        :, inputs["input_ids"].shape[1] :
-    ]
+    generated = model.generate(**inputs, max_new_tokens=20, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(generated, skip_special_tokens=True)
     right = sum(answer == prompt.item["expected"] for answer, prompt in zip(answers, prompts, strict=True))
     assert right >= 0.85 * 64
@@ -140,9 +133,7 @@ def test_delta_v_agrees_with_the_exact_value(demo: Path) -> None:
 def test_resample_from_here_in_the_browser(demo: Path, tmp_path: Path) -> None:
     """On a copy of the run, whose checkpoint is the demo's own."""
     run_dir = Path(
-        shutil.copytree(
-            demo / "runs/demo", tmp_path / "demo", ignore=shutil.ignore_patterns("counterfactual")
-        )
+        shutil.copytree(demo / "runs/demo", tmp_path / "demo", ignore=shutil.ignore_patterns("counterfactual"))
     )
     step = first_after_a_checkpoint(Resampler(run_dir))
     source = Resampler(run_dir).group(step)
@@ -158,10 +149,7 @@ def test_resample_from_here_in_the_browser(demo: Path, tmp_path: Path) -> None:
         page.wait_for_selector(".following .answer")
         assert f"continuations from step_{step - 1:06d}" in page.inner_text(".following")
         assert page.locator(".following .side-of").count() == 2
-        shares = [
-            float(text.rstrip(" %"))
-            for text in page.locator(".side-of:first-child .percent").all_inner_texts()
-        ]
+        shares = [float(text.rstrip(" %")) for text in page.locator(".side-of:first-child .percent").all_inner_texts()]
         assert 99 < sum(shares) < 101
         assert page.locator(".value-curve").count() == len(source.responses)
         page.wait_for_selector(".dock dt:has-text('ΔV')")

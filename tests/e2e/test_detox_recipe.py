@@ -50,9 +50,7 @@ def expected(folder: Path, text: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_a_run_learns_from_a_classifier_and_keeps_its_numbers(
-    tmp_path: Path, classifier: Path, advantage: str
-) -> None:
+def test_a_run_learns_from_a_classifier_and_keeps_its_numbers(tmp_path: Path, classifier: Path, advantage: str) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(24)))
     config = load_config(

@@ -96,9 +96,7 @@ def words_of(command: Documented) -> list[str]:
     for name, value in STANDS_FOR.items():
         words = [value + word.removeprefix(name) if word.split("/")[0] == name else word for word in words]
         words = [word.replace(name, value) if name == "runs/NAME" else word for word in words]
-    words = [
-        str(min(int(w), 20)) if w.isdigit() and words[i - 1] == "--step" else w for i, w in enumerate(words)
-    ]
+    words = [str(min(int(w), 20)) if w.isdigit() and words[i - 1] == "--step" else w for i, w in enumerate(words)]
     if words[0] == "compare":  # as a shell does it
         words = [path for word in words for path in (sorted(glob.glob(word)) if "runs/" in word else [word])]
     if words[:2] == ["select", "runs/demo/policy"] and "--validation" not in words:
@@ -144,9 +142,7 @@ def test_a_documented_command_runs_after_the_demo(
         assert main(IMPORT) == 0
     if words[:2] == ["verify", IMPORTED]:
         assert main(["attribute", *words[1:4]]) == 0
-    monkeypatch.setattr(
-        uvicorn.Server, "run", lambda server, sockets: sockets[0].close()
-    )  # it would serve on
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: sockets[0].close())  # it would serve on
     assert main(words) in SUCCESS.get(words[0], (0,)), f"{command}\n{capsys.readouterr().err[-3000:]}"
 
 

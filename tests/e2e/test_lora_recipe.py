@@ -21,9 +21,7 @@ def longer(response, item):
 
 def test_lora_step_is_traced_saved_and_evaluated(tmp_path: Path) -> None:
     data, model = tmp_path / "data", save_byte_model(tmp_path / "model")
-    prepare(
-        Request("countdown", data, numbers=(2,), count=12, largest=9, validation=2, shots=1, instruction="")
-    )
+    prepare(Request("countdown", data, numbers=(2,), count=12, largest=9, validation=2, shots=1, instruction=""))
     (tmp_path / "reward.py").write_text(REWARD)
     config = load_config(
         [

@@ -42,9 +42,7 @@ def test_a_missing_checkpoint_names_those_that_exist(
     assert "step_000001, step_000002" in capsys.readouterr().err
 
 
-def test_missing_steps_and_runs_name_those_that_exist(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_steps_and_runs_name_those_that_exist(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "show", str(run_dir), "--kind", "entropy_trace", "--step", "9"]) == 2
     assert "it has 2, from 1 to 2" in capsys.readouterr().err
     assert main(["probe", str(run_dir.parent / "nothing")]) == 2

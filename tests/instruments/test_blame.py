@@ -33,9 +33,7 @@ def last_blame(trainer):
     return next(o for o in trainer.observer.observers if isinstance(o, BlameInstrument)).last
 
 
-def one_step(
-    tmp_path: Path, *more: str
-) -> tuple[Trainer, RolloutBatch, StepBlame, dict[str, torch.Tensor], float]:
+def one_step(tmp_path: Path, *more: str) -> tuple[Trainer, RolloutBatch, StepBlame, dict[str, torch.Tensor], float]:
     """A trained step in float64: the trainer, the batch, its blame, the weights before, the norm that was logged."""
     trainer = small.trainer(
         tmp_path,
@@ -78,9 +76,7 @@ def flat_gradient(trainer: Trainer, loss: torch.Tensor, linear: bool = False) ->
     named = list(trainer.parts.policy.model.named_parameters())
     kept = [p for name, p in named if not linear or ("proj" in name and name.endswith("weight"))]
     found = torch.autograd.grad(loss, kept, allow_unused=True)
-    return torch.cat(
-        [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(kept, found, strict=True)]
-    )
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(kept, found, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -96,20 +92,14 @@ def test_shares_norms_and_products_equal_brute_force_autograd(tmp_path: Path, mo
     trainer, batch, blame, _, logged = one_step(tmp_path, "actor.mini_batch_size=0", *more)
     whole = flat_gradient(trainer, loss_of(trainer, batch, batch.response_mask))
     square = float(whole @ whole)
-    assert (
-        blame.updates[0]["grad_norm"]
-        == pytest.approx(square**0.5, rel=1e-8)
-        == pytest.approx(logged, rel=1e-8)
-    )
+    assert blame.updates[0]["grad_norm"] == pytest.approx(square**0.5, rel=1e-8) == pytest.approx(logged, rel=1e-8)
     assert float(blame.share.sum()) == pytest.approx(1.0, abs=ROUNDING)
     own = []
     for row in range(len(batch)):
         chosen = torch.zeros_like(batch.response_mask)
         chosen[row] = batch.response_mask[row]
         gradient = flat_gradient(trainer, loss_of(trainer, batch, chosen))
-        assert float(blame.response_share[row]) == pytest.approx(
-            float(gradient @ whole) / square, abs=ROUNDING
-        )
+        assert float(blame.response_share[row]) == pytest.approx(float(gradient @ whole) / square, abs=ROUNDING)
         own.append(flat_gradient(trainer, loss_of(trainer, batch, chosen), linear=True))
         assert float(blame.norm[row]) == pytest.approx(float(own[-1].norm()), rel=1e-7)
     stacked = torch.stack(own)
@@ -121,9 +111,7 @@ def test_shares_norms_and_products_equal_brute_force_autograd(tmp_path: Path, mo
         assert float(blame.share[row, token]) == pytest.approx(float(gradient @ whole) / square, abs=ROUNDING)
 
 
-def test_push_is_what_a_plain_gradient_step_does_to_a_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_is_what_a_plain_gradient_step_does_to_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradtrace.instruments.padding_row.padded_embeddings", lambda model: [])
     trainer, batch, blame, before, _ = one_step(tmp_path, "actor.mini_batch_size=0")
     model = trainer.parts.policy.model
@@ -145,9 +133,7 @@ def test_the_optimizers_move_is_batch_momentum_and_decay(tmp_path: Path) -> None
     _, _, blame, _, _ = one_step(tmp_path, "actor.optim.weight_decay=0.1")
     assert len(blame.updates) == 2
     for update in blame.updates:
-        assert sum(update[name] for name in ("from_batch", "from_momentum", "from_decay")) == pytest.approx(
-            1.0
-        )
+        assert sum(update[name] for name in ("from_batch", "from_momentum", "from_decay")) == pytest.approx(1.0)
         assert abs(update["residual"]) < ROUNDING
     assert blame.updates[0]["from_momentum"] == 0.0 != blame.updates[1]["from_momentum"]
     assert blame.updates[0]["from_decay"] != 0.0
@@ -162,9 +148,7 @@ def test_weights_are_bit_identical_with_blame_on_and_off(tmp_path: Path) -> None
     step = open_run(traced_dir).step("blame", 3)
     for number in np.unique(step["optimizer_step"]):
         assert step["grad_share"][step["optimizer_step"] == number].sum() == pytest.approx(1.0, abs=1e-3)
-    assert {"blame/top_response", "blame/top_prompt", "blame/residual"} <= small.metrics(traced_dir)[
-        -1
-    ].keys()
+    assert {"blame/top_response", "blame/top_prompt", "blame/residual"} <= small.metrics(traced_dir)[-1].keys()
 
 
 def test_between_the_steps_that_are_due_only_an_unusual_gradient_is_shared_out(tmp_path: Path) -> None:
@@ -232,9 +216,7 @@ def test_every_list_of_shares_adds_up_to_the_event(blamed: Path, what: str) -> N
 
 def test_cancelled_tokens_moved_against_their_advantage_and_name_an_opponent(blamed: Path) -> None:
     parts = blame(open_run(blamed), "grad_norm", 2, top=5).cancelled
-    assert parts and all(
-        "advantage -" in part.note if part.share > 0 else "advantage +" in part.note for part in parts
-    )
+    assert parts and all("advantage -" in part.note if part.share > 0 else "advantage +" in part.note for part in parts)
     assert any("sibling" in part.note or "another prompt" in part.note for part in parts)
 
 
@@ -246,9 +228,7 @@ def test_the_command_prints_tables_and_json(blamed: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["step"] == 3
 
 
-def test_a_run_without_blame_is_told_what_to_turn_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_blame_is_told_what_to_turn_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path, "trainer.total_steps=1", "trainer.validation.every=0")
     assert main(["blame", str(folder)]) == 2
     assert "trainer.traces=true" in capsys.readouterr().err

@@ -77,9 +77,7 @@ def test_delta_v_is_right_within_its_standard_error(exact: ExactValues, tokens: 
 
 def test_values_add_up_along_a_response() -> None:
     group = measured(3)
-    for result in gradtrace.counterfactual(
-        MODEL, TOKENIZER, PROMPT, group.responses, reward, max_new_tokens=LIMIT
-    ):
+    for result in gradtrace.counterfactual(MODEL, TOKENIZER, PROMPT, group.responses, reward, max_new_tokens=LIMIT):
         np.testing.assert_allclose(result.value[0] + np.cumsum(result.delta_v), result.value[1:], atol=1e-12)
         assert result.value[-1] == result.reward
 
@@ -103,9 +101,7 @@ def test_samples_stay_valid_when_more_tokens_are_measured(exact: ExactValues) ->
         group.measure(np.ones(len(group.tree), bool))
         values = group.values()
         assert len(group.samples) == count
-        nodes = [
-            (path[0], response[0]) for path, response in zip(group.tree.paths, group.responses, strict=True)
-        ]
+        nodes = [(path[0], response[0]) for path, response in zip(group.tree.paths, group.responses, strict=True)]
         for node, token in nodes:
             if values.delta_stderr[node] > 1e-6:
                 truth = exact((token,)) - exact(())
@@ -127,9 +123,7 @@ def test_every_sample_leaves_the_responses_at_its_node() -> None:
     group = measured(2)
     assert all(sample.ids[0] not in group.tree.children[sample.node] for sample in group.samples)
     assert all(group.tree.depth[s.node] + len(s.ids) <= LIMIT for s in group.samples)
-    texts = [
-        group.responses[group.tree.owner[s.node]][: group.tree.depth[s.node]] + s.ids for s in group.samples
-    ]
+    texts = [group.responses[group.tree.owner[s.node]][: group.tree.depth[s.node]] + s.ids for s in group.samples]
     rewards = judge(TOKENIZER.batch_decode(texts, skip_special_tokens=True))
     assert rewards == [sample.reward for sample in group.samples]
 

@@ -65,10 +65,7 @@ def test_it_stores_a_trace_that_everything_reads(
     assert "step_000002: those that wrote the responses of step 3" in shown and "V(prompt)" in shown
     run = gradtrace.open_run(run_dir)
     step = run.step(COUNTERFACTUAL, 3)
-    assert (
-        step.meta["measured"][0]["checkpoint"] == "step_000002"
-        and step.meta["measured"][0]["steps_away"] == 0
-    )
+    assert step.meta["measured"][0]["checkpoint"] == "step_000002" and step.meta["measured"][0]["steps_away"] == 0
     assert np.isfinite(step["delta_v"]).all() and (step["delta_v_stderr"] >= 0).all()
     original = run.step("entropy_trace", 3)
     group = original.group(0).responses
@@ -81,9 +78,7 @@ def test_it_stores_a_trace_that_everything_reads(
     assert "delta_v_stderr" in (tmp_path / "t.csv").read_text()
 
 
-def test_after_a_kill_it_goes_on_as_if_nothing_had_happened(
-    made: Path, run_dir: Path, tmp_path: Path
-) -> None:
+def test_after_a_kill_it_goes_on_as_if_nothing_had_happened(made: Path, run_dir: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     words = ["counterfactual", str(run_dir), "--step", "3", f"reward.path={reward}:count_ones"]
     words += ["rollout.max_batch_tokens=400", "--k", "8"]
@@ -161,17 +156,13 @@ def test_two_do_not_write_at_once(made: Path, run_dir: Path, capsys: pytest.Capt
     words = command(run_dir, made, "--k", "2", "--tokens", "0")
     lock.acquire(run_dir / COUNTERFACTUAL)
     try:
-        other = subprocess.run(
-            [sys.executable, "-m", "gradtrace.cli", *words], capture_output=True, text=True
-        )
+        other = subprocess.run([sys.executable, "-m", "gradtrace.cli", *words], capture_output=True, text=True)
     finally:
         lock.release(run_dir / COUNTERFACTUAL)
     assert other.returncode == 2 and "is being written by process" in other.stderr
 
 
-def test_without_checkpoints_it_says_what_to_do(
-    made: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_checkpoints_it_says_what_to_do(made: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     shutil.rmtree(run_dir / "policy")
     assert main(command(run_dir, made)) == 2

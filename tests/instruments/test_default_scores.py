@@ -87,21 +87,14 @@ def brute_force(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor) -> li
         log_probs = parts.policy.statistics(Sequences.of(batch).padded(siblings))[0]
         means = [part.mean() for part in log_probs.split(batch.written_counts[siblings].tolist())]
         contrast = sum(
-            mean / good.sum() if is_good else -mean / (~good).sum()
-            for mean, is_good in zip(means, good, strict=True)
+            mean / good.sum() if is_good else -mean / (~good).sum() for mean, is_good in zip(means, good, strict=True)
         )
         target = gradient(trainer, contrast)
         losses = loss.token_losses(batch, micro_batches, torch.tensor([row]))
         found.append(
             np.array(
                 [
-                    float(
-                        sum(
-                            (-step[n] * scale[n] * target[n]).sum()
-                            for n in step
-                            if n in layers and n in target
-                        )
-                    )
+                    float(sum((-step[n] * scale[n] * target[n]).sum() for n in step if n in layers and n in target))
                     for step in (gradient(trainer, term) for term in losses)
                 ]
             )
@@ -110,9 +103,7 @@ def brute_force(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor) -> li
 
 
 @pytest.mark.parametrize("extra", [(), ("algorithm.kl_coef=0.1",), ("algorithm.aggregation=sequence_mean",)])
-def test_default_scores_are_what_one_optimizer_step_does_to_first_order(
-    tmp_path: Path, extra: tuple[str, ...]
-) -> None:
+def test_default_scores_are_what_one_optimizer_step_does_to_first_order(tmp_path: Path, extra: tuple[str, ...]) -> None:
     trainer, batch = second_step(tmp_path, *influence("preconditioner_form=exact"), *extra)
     step = columns(trainer.files.path, step=2)
     by_term = step["credit"] == Credit.LOSS_TERM
@@ -154,9 +145,7 @@ def test_the_file_says_where_the_second_moment_came_from(tmp_path: Path) -> None
     import json
 
     trainer, _ = second_step(tmp_path)
-    first, second = (
-        json.loads(columns(trainer.files.path, step=number)["meta_json"].tobytes()) for number in (1, 2)
-    )
+    first, second = (json.loads(columns(trainer.files.path, step=number)["meta_json"].tobytes()) for number in (1, 2))
     assert first["second_moment_loss_term"] == "batch_gradient"
     assert second["second_moment_loss_term"] == "state_with_batch"
     assert second["second_moment_backward"] == "state_before"

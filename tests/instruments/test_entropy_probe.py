@@ -42,9 +42,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam_l2": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1, eps=1e-3),
     "adamw_maximize": lambda groups: torch.optim.AdamW(groups, lr=1e-2, maximize=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, weight_decay=0.1),
-    "sgd_momentum": lambda groups: torch.optim.SGD(
-        groups, lr=1e-2, momentum=0.9, dampening=0.3, weight_decay=0.1
-    ),
+    "sgd_momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, dampening=0.3, weight_decay=0.1),
     "sgd_nesterov": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
 }
 
@@ -91,9 +89,7 @@ def real_backward(batch: TokenBatch) -> None:
 
 
 class Setting:
-    def __init__(
-        self, kind: str = "adamw", clip: float | None = 0.05, model: Any = None, **algorithm: Any
-    ) -> None:
+    def __init__(self, kind: str = "adamw", clip: float | None = 0.05, model: Any = None, **algorithm: Any) -> None:
         self.policy = small.policy(**(model or {}))
         self.optimizer = optimizer_of(self.policy, kind)
         warmed_up(self.policy, self.optimizer)

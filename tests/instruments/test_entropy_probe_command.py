@@ -41,9 +41,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(run_dir: Path) -> ProbeResults:
-    return run_probe(
-        run_dir / "checkpoints" / "step_000002", config(fresh=False), output=run_dir / "finished"
-    )
+    return run_probe(run_dir / "checkpoints" / "step_000002", config(fresh=False), output=run_dir / "finished")
 
 
 @pytest.fixture
@@ -121,9 +119,7 @@ def test_interrupted_probe_goes_on_where_it_was(
         with pytest.raises(KeyboardInterrupt):
             run_probe(checkpoint, config(), output=tmp_path / "resumed")
     done = {path: path.stat().st_mtime_ns for path in (tmp_path / "resumed").glob("*.safetensors")}
-    assert {"evaluation.safetensors", "gradient.safetensors", "prediction.safetensors"} < {
-        p.name for p in done
-    }
+    assert {"evaluation.safetensors", "gradient.safetensors", "prediction.safetensors"} < {p.name for p in done}
 
     with monkeypatch.context() as patch:
         prompts = []
@@ -163,9 +159,7 @@ def test_plain_folder_needs_an_optimizer_by_name_and_then_works(run_dir: Path, t
             assert first["measured"] == pytest.approx(first["predicted"], rel=0.05)
 
 
-def test_batches_of_one_probe_can_be_given_to_another(
-    finished: ProbeResults, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_batches_of_one_probe_can_be_given_to_another(finished: ProbeResults, checkpoint: Path, tmp_path: Path) -> None:
     first = finished
     given = config(
         fresh=False,
@@ -185,9 +179,7 @@ def test_batches_of_one_probe_can_be_given_to_another(
         ("model.lora.rank=2", "algorithm.kl_coef=0.1"),
     ],
 )
-def test_checkpoints_with_a_reference_a_critic_or_adapters_are_probed(
-    tmp_path: Path, more: tuple[str, ...]
-) -> None:
+def test_checkpoints_with_a_reference_a_critic_or_adapters_are_probed(tmp_path: Path, more: tuple[str, ...]) -> None:
     short = ("trainer.total_steps=1", "trainer.validation.every=0", "actor.optim.lr=1e-3")
     run = train(small.config(tmp_path, *short, *more)).run_dir
     found = run_probe(run / "checkpoints" / "step_000001", config(fresh=False)).record()
@@ -199,9 +191,7 @@ def test_checkpoints_with_a_reference_a_critic_or_adapters_are_probed(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_sampled_after_a_refusal(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def nothing_is_sampled_after_a_refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "refused" in request.node.name:
         monkeypatch.setattr(Sampler, "generate", lambda *args, **kwargs: pytest.fail("sampled"))
 
@@ -248,9 +238,7 @@ def test_run_settings_that_spoil_a_probe_are_refused(checkpoint: Path, override:
     assert sentence in refusal(checkpoint, override)
 
 
-def test_entropy_is_that_of_the_temperature_the_run_trains_at(
-    finished: ProbeResults, checkpoint: Path
-) -> None:
+def test_entropy_is_that_of_the_temperature_the_run_trains_at(finished: ProbeResults, checkpoint: Path) -> None:
     """Sampled, weighed and differentiated at 0.7: a small step measures what was predicted."""
     results = run_probe(checkpoint, config(fresh=False), ["rollout.temperature=0.7"])
     small_step = results.sweep()[0]
@@ -258,9 +246,7 @@ def test_entropy_is_that_of_the_temperature_the_run_trains_at(
     missing = [math.log(18) - one.prediction.base.mean_entropy for one in (results, finished)]
     assert missing[0] > 1.5 * missing[1] > 0  # next to uniform over 18 tokens, what is missing goes with 1/T²
     log_probs = results.prediction.base.log_probs.float()
-    assert torch.allclose(
-        log_probs, results.evaluation.sampler_log_probs[results.evaluation.response_mask], atol=1e-4
-    )
+    assert torch.allclose(log_probs, results.evaluation.sampler_log_probs[results.evaluation.response_mask], atol=1e-4)
 
 
 def test_overlapping_or_empty_or_foreign_batches_are_refused(

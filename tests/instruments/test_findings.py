@@ -66,9 +66,7 @@ def batch(seed: int = 0, **columns: Any) -> RolloutBatch:
     return made.replace(**columns)
 
 
-def watched(
-    folder: Path, said: list[str] | None = None, blame: StepBlame | None = None, **knobs: Any
-) -> Findings:
+def watched(folder: Path, said: list[str] | None = None, blame: StepBlame | None = None, **knobs: Any) -> Findings:
     lines = [] if said is None else said
     findings = Findings(
         FindingsConfig(**knobs), folder, lambda ids: " ".join(map(str, ids)), lines.append, lambda: blame
@@ -144,9 +142,7 @@ def test_few_prompts_of_one_kind_are_no_jump_of_the_reward(tmp_path: Path) -> No
     findings = watched(tmp_path)
     for step in range(1, 8):
         rewards = torch.tensor([0.2 + 0.6 * (step % 2), 0.0, 1.0, 0.5]).repeat_interleave(3)
-        findings.see(
-            step, batch(step, rewards=rewards), {**QUIET, "critic/rewards/mean": float(rewards.mean())}
-        )
+        findings.see(step, batch(step, rewards=rewards), {**QUIET, "critic/rewards/mean": float(rewards.mean())})
     findings.see(8, batch(8, rewards=torch.zeros(12)), {**QUIET, "critic/rewards/mean": 0.0})
     assert not any(f["detector"] == "reward_jump" for f in open_run(tmp_path).findings())
 

@@ -46,9 +46,7 @@ def test_a_step_without_a_move_is_traced_and_moves_nothing(tmp_path: Path) -> No
     assert len(open_run(run_dir).step("influence_trace", 1)["group"])
     moved = small.config(tmp_path, *TRACED, reward(tmp_path))
     start = build_parts(config).policy.model.state_dict()
-    still, other = (
-        load_file(folder / "policy" / "model.safetensors") for folder in (run_dir, train(moved).run_dir)
-    )
+    still, other = (load_file(folder / "policy" / "model.safetensors") for folder in (run_dir, train(moved).run_dir))
     assert all((start[name] == still[name]).all() for name in still)
     assert any((start[name] != other[name]).any() for name in other)
 
@@ -83,9 +81,7 @@ def test_a_scope_pass_compares_the_whole_step_at_its_first_weights(tmp_path: Pat
         steps[name] = open_run(folder).step("influence_trace", 1)
         weights[name] = load_file(folder / "policy" / "model.safetensors")
         said = (folder / "run.log").read_text()
-        assert ("compares the responses of one mini-batch (2 of the step's 4 prompts)" in said) == (
-            name == "two"
-        )
+        assert ("compares the responses of one mini-batch (2 of the step's 4 prompts)" in said) == (name == "two")
     assert [steps[name].meta["mini_batches"] for name in steps] == [1, 1, 2]
     for column in ("influence_position", "influence_loss_term", "pairwise"):
         np.testing.assert_allclose(steps["pass"][column], steps["one"][column], rtol=1e-3, atol=1e-4)

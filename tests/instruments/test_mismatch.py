@@ -69,9 +69,7 @@ def test_the_share_is_that_of_two_gradients_by_brute_force(scale: float) -> None
     with_ratio, without = (brute_force(policy, batch, wanted) for wanted in (True, False))
     found = share(policy, batch)
     difference = with_ratio - without
-    assert found["mismatch/share_of_update"] == pytest.approx(
-        float(difference.norm() / with_ratio.norm()), rel=1e-5
-    )
+    assert found["mismatch/share_of_update"] == pytest.approx(float(difference.norm() / with_ratio.norm()), rel=1e-5)
     of_norm = float((difference @ with_ratio) / (with_ratio @ with_ratio))
     assert found["mismatch/share_of_squared_norm"] == pytest.approx(of_norm, rel=1e-5)
     assert found["mismatch/share_of_update"] > scale / 4
@@ -103,9 +101,7 @@ def test_sampling_in_bfloat16_makes_a_mismatch_that_metrics_and_files_show(runs:
         assert low <= line["mismatch/max_ratio"] - 1 < high
         for kind in ("entropy_trace", "influence_trace"):
             step = run.step(kind, 3)
-            np.testing.assert_allclose(
-                step["ratio"], np.exp(step["log_prob"] - step["sampler_log_prob"]), rtol=1e-4
-            )
+            np.testing.assert_allclose(step["ratio"], np.exp(step["log_prob"] - step["sampler_log_prob"]), rtol=1e-4)
             assert low <= np.abs(step["ratio"] - 1).max() < high
     share_of_update = small.metrics(rounded.path)[-1]["mismatch/share_of_update"]
     assert 1e-4 < share_of_update < 0.5

@@ -91,9 +91,7 @@ def test_weights_after_three_steps_are_bit_identical_with_traces_on_and_off(
 # ---------------------------------------------------------------- the scores are the engine's
 
 
-def engine_scores(
-    policy: Policy, batch: RolloutBatch, rows: torch.Tensor, config: InfluenceConfig
-) -> list[np.ndarray]:
+def engine_scores(policy: Policy, batch: RolloutBatch, rows: torch.Tensor, config: InfluenceConfig) -> list[np.ndarray]:
     """Scores of F = Σ A ℓ on these rows, from one padded pass of its own."""
     micro = Sequences.of(batch).padded(rows)
     with InfluenceTracer(policy.model, config) as tracer:
@@ -148,13 +146,9 @@ def _timer() -> object:
 
 
 @pytest.mark.parametrize("output", ["training_loss", "log_prob_advantage", "log_prob_reward", "log_prob"])
-@pytest.mark.parametrize(
-    "extra", [(), ("algorithm.entropy_coef=0.01", "algorithm.kl_coef=0.1")], ids=["", "kl"]
-)
+@pytest.mark.parametrize("extra", [(), ("algorithm.entropy_coef=0.01", "algorithm.kl_coef=0.1")], ids=["", "kl"])
 def test_both_credits_add_up_to_the_same_total(tmp_path: Path, output: str, extra: tuple[str, ...]) -> None:
-    knobs = influence(
-        "credit=both", "response_reduction=sum", "hessian_mode=identity", f"output_function={output}"
-    )
+    knobs = influence("credit=both", "response_reduction=sum", "hessian_mode=identity", f"output_function={output}")
     step = columns(run(tmp_path, *EXACT, *ONE_STEP, *knobs, *extra))
     assert set(step["optimizer_step"]) == {0, 1}
     owner = np.repeat(np.arange(len(step["row"])), step["length"])
@@ -204,9 +198,7 @@ def test_a_loss_that_does_not_claim_to_be_plain_gets_a_pass_of_its_own(tmp_path:
     finally:
         del policy_losses._entries["entropy_masked"]
     expected = plain["influence_position"]
-    np.testing.assert_allclose(
-        masked["influence_position"], expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(masked["influence_position"], expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
 
 
 def test_output_functions_differ_off_policy_and_agree_on_policy(tmp_path: Path) -> None:
@@ -251,9 +243,7 @@ def test_entropy_and_log_prob_are_those_of_the_sampling_policy(tmp_path: Path) -
     trainer.train_step(rollout, 1, _timer())
     trainer.observer.close()
     step = columns(trainer.files.path, "entropy_trace")
-    np.testing.assert_allclose(
-        step["log_prob"], rollout.sampler_log_probs[rollout.response_mask].numpy(), atol=1e-4
-    )
+    np.testing.assert_allclose(step["log_prob"], rollout.sampler_log_probs[rollout.response_mask].numpy(), atol=1e-4)
     assert (step["entropy"] > 0).all()
 
 
@@ -362,9 +352,7 @@ def test_lora_adapters_are_traced(tmp_path: Path) -> None:
 
 def test_the_output_head_that_sees_only_responses_can_be_traced(tmp_path: Path) -> None:
     """Tied to the embedding, which sees every position; both are one block."""
-    knobs = influence(
-        "module_name_filter=[lm_head]", "credit=both", "hessian_mode=identity", "response_reduction=sum"
-    )
+    knobs = influence("module_name_filter=[lm_head]", "credit=both", "hessian_mode=identity", "response_reduction=sum")
     step = columns(run(tmp_path, *EXACT, *ONE_STEP, *knobs))
     owner = np.repeat(np.arange(len(step["row"])), step["length"])
     position = np.bincount(owner, step["influence_position"]) + step["prompt_influence"]
@@ -380,9 +368,7 @@ def test_the_output_head_that_sees_only_responses_can_be_traced(tmp_path: Path) 
 def test_gradient_checkpointing_changes_no_score(tmp_path: Path) -> None:
     plain = columns(run(tmp_path, *EXACT, *ONE_STEP))
     checkpointed = columns(run(tmp_path, *EXACT, *ONE_STEP, "model.gradient_checkpointing=true"))
-    np.testing.assert_allclose(
-        plain["influence_position"], checkpointed["influence_position"], rtol=1e-4, atol=1e-6
-    )
+    np.testing.assert_allclose(plain["influence_position"], checkpointed["influence_position"], rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------- failures

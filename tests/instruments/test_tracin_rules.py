@@ -106,9 +106,7 @@ def test_an_update_is_never_empty_and_scale_does_not_matter(
     values: list[int], rule: str, share: float, ratio: float
 ) -> None:
     scores = torch.tensor(values, dtype=torch.float64)
-    options = TracinConfig(
-        min_positive_ratio=ratio, fallback_fraction=share, top_fraction=share, drop_share=share
-    )
+    options = TracinConfig(min_positive_ratio=ratio, fallback_fraction=share, top_fraction=share, drop_share=share)
     selected = select(scores, rule, options)
     assert bool(selected.kept.any())
     assert torch.equal(selected.kept, select(scores * 2.0**-20, rule, options).kept)

@@ -46,9 +46,7 @@ def run(folder: Path, *more: str) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("selection", ["positive", "top_fraction", "drop_lowest"])
-def test_dropped_responses_are_dropped_and_the_file_says_which_and_why(
-    tmp_path: Path, selection: str
-) -> None:
+def test_dropped_responses_are_dropped_and_the_file_says_which_and_why(tmp_path: Path, selection: str) -> None:
     run_dir, _ = run(tmp_path, f"trainer.tracin.selection={selection}", "trainer.influence_trace.enable=true")
     opened = open_run(run_dir)
     assert opened.steps("tracin") == [1, 2, 3, 4]
@@ -103,9 +101,7 @@ def test_extremes_of_the_validation_set_are_those_of_single_responses(tmp_path: 
 def test_scoring_only_leaves_training_as_it_was(tmp_path: Path) -> None:
     plain = train(small.config(tmp_path)).run_dir
     scored, _ = run(tmp_path, "trainer.tracin.selection=none")
-    assert (plain / "policy/model.safetensors").read_bytes() == (
-        scored / "policy/model.safetensors"
-    ).read_bytes()
+    assert (plain / "policy/model.safetensors").read_bytes() == (scored / "policy/model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
@@ -127,9 +123,7 @@ def test_the_update_is_normalised_over_what_was_kept(tmp_path: Path, aggregation
             batch = batch.select(kept)
             trainer.estimator = _rows(trainer.estimator, kept)
         trainer.train_step(batch, 1, Timer())
-        weights.append(
-            {name: p.detach().clone() for name, p in trainer.parts.policy.model.named_parameters()}
-        )
+        weights.append({name: p.detach().clone() for name, p in trainer.parts.policy.model.named_parameters()})
     for name, tensor in weights[0].items():
         assert torch.allclose(tensor, weights[1][name], rtol=1e-4, atol=1e-6), name
 
@@ -291,9 +285,7 @@ def test_the_most_extreme_responses_are_chosen_whatever_their_prompt() -> None:
         ("trainer.tracin.train_on_validation=true", "would be biased"),
     ],
 )
-def test_responses_by_reward_are_refused_where_they_make_no_sense(
-    tmp_path: Path, knob: str, words: str
-) -> None:
+def test_responses_by_reward_are_refused_where_they_make_no_sense(tmp_path: Path, knob: str, words: str) -> None:
     with pytest.raises(GradtraceError, match=words):
         small.config(tmp_path, *ON, *EXTREME, knob)
 

@@ -69,9 +69,7 @@ def validation_losses(model: nn.Module, validation: Responses) -> list:
 @pytest.mark.parametrize("split", SPLITS, ids=["whole", "micro-batches"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_methods_equal_products_of_autograd_gradients(
-    family: str, tied: bool, split: list[list[int]]
-) -> None:
+def test_both_methods_equal_products_of_autograd_gradients(family: str, tied: bool, split: list[list[int]]) -> None:
     model, batch, validation = tiny_model(family, tied), random_responses(), random_responses(seed=9)
     expected = autograd_products(model, batch, validation, "linear")
     assert any(name.endswith("bias") for name in countable(model, "linear", ())) == (family != "llama")
@@ -316,9 +314,7 @@ def test_scores_in_the_loop_equal_products_of_gradients_on_the_same_batch(
 
 
 @pytest.mark.parametrize("diagnose_every", [0, 1])
-def test_after_the_first_update_scores_are_weighed_as_adam_weighs_its_step(
-    tmp_path: Path, diagnose_every: int
-) -> None:
+def test_after_the_first_update_scores_are_weighed_as_adam_weighs_its_step(tmp_path: Path, diagnose_every: int) -> None:
     knobs = (f"trainer.tracin.diagnose_every={diagnose_every}", "model.lora.rank=2")
     scores, expected = scored_step(tmp_path, *knobs, steps=3)
     size = float(scores.abs().max())

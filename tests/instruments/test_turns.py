@@ -60,9 +60,7 @@ def test_turns_come_from_segments_or_from_the_mask() -> None:
     assert holed.response_lengths.tolist() == batch.response_lengths.tolist()
     segments = holed.all_segments()
     assert segments is not None
-    for parts, mask, turns in zip(
-        segments, holed.response_mask, turns_by_mask(holed.response_mask), strict=True
-    ):
+    for parts, mask, turns in zip(segments, holed.response_mask, turns_by_mask(holed.response_mask), strict=True):
         own = [(part.start, part.turn) for part in parts if part.role == "assistant"]
         assert all(mask[start] and turns[start] == turn for start, turn in own)
 
@@ -110,9 +108,7 @@ def test_loss_and_gradient_are_of_the_tokens_that_the_policy_wrote(layout: str, 
     on_policy = batch.replace(old_log_probs=expected.detach())
     for micro, run in loss.passes(on_policy, MicroBatches(on_policy, 30, layout), rows):
         found = found + aggregate(run()[0], micro.mask, "token_mean", Denominator.of(batch.response_mask))
-    for ours, theirs in zip(
-        torch.autograd.grad(found, weights), torch.autograd.grad(brute, weights), strict=True
-    ):
+    for ours, theirs in zip(torch.autograd.grad(found, weights), torch.autograd.grad(brute, weights), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
     terms = loss.token_terms(on_policy, MicroBatches(on_policy, 30, layout), rows.flip(0))
     torch.testing.assert_close(terms[1], expected.flip(0)[batch.response_mask.flip(0)])
@@ -164,9 +160,7 @@ def test_every_file_shows_the_tokens_of_others_and_has_no_number_for_them(traced
         tokens, mask = step.tokens(r), batch.response_mask[row, :length].numpy()
         np.testing.assert_array_equal(tokens["token_id"], batch.responses[row, :length])
         np.testing.assert_array_equal(step.written(r), mask)
-        assert [part.start for part in step.segments(r)] == [
-            part.start for part in segments_by_mask(mask.tolist())
-        ]
+        assert [part.start for part in step.segments(r)] == [part.start for part in segments_by_mask(mask.tolist())]
         for name in scores & set(tokens):
             np.testing.assert_array_equal(np.isnan(tokens[name]), ~mask, err_msg=name)
             seen += 1
@@ -196,9 +190,7 @@ def test_shares_of_the_gradient_add_up_without_the_tokens_of_others(traced) -> N
     assert np.nansum(shares) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_by_turn_a_stretch_of_the_policy_has_the_sum_of_its_scores(
-    traced, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_turn_a_stretch_of_the_policy_has_the_sum_of_its_scores(traced, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, _ = traced
     step = open_run(trainer.files.path).step("influence_trace", 2)
     group = int(step["group"][0])
@@ -242,9 +234,7 @@ def test_verify_steps_on_tokens_of_the_policy_alone() -> None:
     batch = with_holes(small.random_batch(groups=1, n=3))
     model = small.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    masks = [
-        m[:n].tolist() for m, n in zip(batch.response_mask, batch.response_lengths.tolist(), strict=True)
-    ]
+    masks = [m[:n].tolist() for m, n in zip(batch.response_mask, batch.response_lengths.tolist(), strict=True)]
     given = {
         "prompt_ids": [batch.prompts[0]] * 3,
         "response_ids": batch.response_ids,

@@ -26,9 +26,7 @@ def trial(lr: float = 1e-5) -> Trial:
             p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         optimizer.step()
     optimizer.zero_grad()
-    return Trial(
-        model, optimizer, batch.sequences, batch.prompt_lengths, batch.group, batch.accepted, batch.advantages
-    )
+    return Trial(model, optimizer, batch.sequences, batch.prompt_lengths, batch.group, batch.accepted, batch.advantages)
 
 
 def test_a_real_step_leaves_nothing_behind() -> None:
@@ -56,9 +54,7 @@ def test_scores_over_all_matrices_predict_real_steps(credit: str) -> None:
     for name, p in tried.model.named_parameters():  # then linear layers are all that a step moves
         p.requires_grad_("norm" not in name and "embed" not in name)
     tried.__post_init__()
-    config = InfluenceConfig(
-        projection_dim_factor=0, loss_term_prompts=0, module_name_filter=(".*",), credit=credit
-    )
+    config = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0, module_name_filter=(".*",), credit=credit)
     trace = tried.traced(config, coming=False)
     own = dict(enumerate(trace.loss_term_scores))
     generator = torch.Generator().manual_seed(0)

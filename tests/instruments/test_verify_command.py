@@ -95,9 +95,7 @@ def test_it_reproduces_the_figures_of_the_benchmark(made: tuple[Path, Path], tmp
         for kind, values in benchmark[name].items():
             assert found.agreement[name][kind] == pytest.approx(values, abs=1e-9), (name, kind)
     # What training stored is what is computed now, but for the gradient of the groups that are left out here.
-    stored, now = (
-        torch.cat([found.predictions[n][r] for r in found.predictions[OWN]]) for n in (STORED, OWN)
-    )
+    stored, now = (torch.cat([found.predictions[n][r] for r in found.predictions[OWN]]) for n in (STORED, OWN))
     assert spearman(stored, now) > 0.98
 
 
@@ -134,9 +132,7 @@ def test_the_function_has_the_results_of_the_command(made: tuple[Path, Path], tm
             assert found.agreement[ours][kind] == pytest.approx(values, abs=1e-9), (ours, kind)
 
 
-def test_the_command_prints_a_table_and_writes_a_report(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_and_writes_a_report(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["verify", str(run_dir), trusted(run_dir), "--groups", "3", "--tokens", "8", "--halves", "6"]
     code = main([*words, "--budget", "none"])
     printed = capsys.readouterr().out
@@ -217,9 +213,7 @@ def as_of_verl(run_dir: Path, other: Path) -> tuple[Path, dict[int, dict[str, to
     return actor, state
 
 
-def test_probe_and_ablate_open_a_checkpoint_of_verl_as_the_embedded_loops(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_probe_and_ablate_open_a_checkpoint_of_verl_as_the_embedded_loops(run_dir: Path, tmp_path: Path) -> None:
     as_of_verl(run_dir, tmp_path / "verl")
     ours, theirs = run_dir / "checkpoints" / "step_000001", tmp_path / "verl"
     knobs = ProbeConfig(evaluation_prompts=4, update_prompts=4, update_n=3, eta=[1.0], fresh=False)

@@ -27,9 +27,7 @@ class Loop:
 
     def __init__(self, groups: int = 4, dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model("llama").to(dtype)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
         generator = torch.Generator().manual_seed(5)
         for _ in range(2):
             for p in self.model.parameters():
@@ -93,9 +91,7 @@ def shuffled(scores: Sequence[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("wrong", ["shuffled", "flipped", "constant"])
-def test_planted_wrong_scores_are_not_trusted(
-    found: tuple[Loop, Verification, list[Tensor]], wrong: str
-) -> None:
+def test_planted_wrong_scores_are_not_trusted(found: tuple[Loop, Verification, list[Tensor]], wrong: str) -> None:
     loop, _, scores = found
     planted = {
         "shuffled": shuffled(scores),
@@ -206,9 +202,7 @@ def test_the_verdict_in_words() -> None:
     assert judgement(groups(0.25, 0.2), free)[0] is False  # it may be chance
     assert judgement(groups(-0.3), free)[1].startswith("not trustworthy, they point the wrong way")
     assert judgement(groups(0.5, 0.6), free)[1].startswith("undecided, 8 groups are too few")
-    assert judgement(groups(0.95), {BASELINE: groups(0.95)})[1].endswith(
-        "which is as good and needs no gradient"
-    )
+    assert judgement(groups(0.95), {BASELINE: groups(0.95)})[1].endswith("which is as good and needs no gradient")
     assert judgement(groups(0.9, count=2), {BASELINE: groups(0.2, count=2)})[0] is None
     strong, said = judgement(groups(0.6, 0.1), {BASELINE: groups(0.2), "|A|": groups(0.6, 0.05)})
     assert strong is False and said.endswith("|A| .60 [.56, .64]")  # the labels alone are as good

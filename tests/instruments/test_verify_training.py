@@ -50,9 +50,7 @@ def test_training_and_trace_are_bit_identical_with_checks(tmp_path: Path, extra:
     assert rows == without
 
 
-def test_right_scores_are_valid_and_turned_ones_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_scores_are_valid_and_turned_ones_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(tmp_path / "a", *influence("verify_every=1"))
     right = [row[VALIDITY] for row in small.metrics(found)]
     assert min(right) > 0.5
@@ -67,18 +65,14 @@ def test_right_scores_are_valid_and_turned_ones_are_not(
     wrong = run(tmp_path / "b", *influence("verify_every=1"))
     assert [row[VALIDITY] for row in small.metrics(wrong)] == pytest.approx([-v for v in right])
     (finding,) = (f.what for f in examine(open_run(wrong)) if "checks during training" in f.what)
-    assert finding.startswith(
-        "Not trustworthy, they point the wrong way: scores of this run predict steps on half of"
-    )
+    assert finding.startswith("Not trustworthy, they point the wrong way: scores of this run predict steps on half of")
 
 
 def test_doctor_says_what_checks_and_verify_found(tmp_path: Path) -> None:
     found = run(tmp_path / "a", *influence("verify_every=1"))
     report = found / "verify" / "step_000002" / "report.json"
     report.parent.mkdir(parents=True)
-    report.write_text(
-        json.dumps({"verdict": "scores of this run predict single-token steps with .88", "step": 2})
-    )
+    report.write_text(json.dumps({"verdict": "scores of this run predict single-token steps with .88", "step": 2}))
     said = [finding.what for finding in examine(open_run(found))]
     assert any("(3 checks during training)" in what for what in said)
     assert "Scores of this run predict single-token steps with .88 (`gradtrace verify`, step 2)." in said

@@ -109,23 +109,17 @@ def test_entropies_and_log_probs_are_those_of_the_sampling_weights(tmp_path: Pat
             log_probs = torch.log_softmax(before(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7, -1)
         chosen = log_probs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
         np.testing.assert_allclose(step.tokens(r)["log_prob"], chosen.numpy(), atol=1e-5)
-        np.testing.assert_allclose(
-            step.tokens(r)["entropy"], -(log_probs.exp() * log_probs).sum(1).numpy(), atol=1e-5
-        )
+        np.testing.assert_allclose(step.tokens(r)["entropy"], -(log_probs.exp() * log_probs).sum(1).numpy(), atol=1e-5)
     assert set(step_of(tmp_path)["optimizer_step"]) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    "name", ["reentrant_checkpointing", "lora", "split_over_steps", "kl", "bf16", "evaluation"]
-)
+@pytest.mark.parametrize("name", ["reentrant_checkpointing", "lora", "split_over_steps", "kl", "bf16", "evaluation"])
 def test_tracing_changes_nothing(name: str, tmp_path: Path) -> None:
     runs = []
     for traced in (False, True):
         trainer = grpo_trainer(tmp_path / str(traced), **SETUPS[name])
         if traced:
-            objective = InfluenceConfig.older(
-                output_function="log_prob", credit="both"
-            )  # with passes of its own
+            objective = InfluenceConfig.older(output_function="log_prob", credit="both")  # with passes of its own
             attach(trainer, tmp_path / "run", influence=objective, on_error="raise")
         trainer.train()
         runs.append((weights(trainer), torch.get_rng_state(), trainer.state.log_history))
@@ -208,9 +202,7 @@ def test_completions_without_a_reward_and_masked_ones_stay_out_of_the_contrast(t
     def sometimes(completions: list[str], **others: Any) -> list[float | None]:
         return [None if i % 4 == 1 else value for i, value in enumerate(reward(completions))]
 
-    trainer = grpo_trainer(
-        tmp_path, reward_funcs=sometimes, mask_truncated_completions=True, max_completion_length=12
-    )
+    trainer = grpo_trainer(tmp_path, reward_funcs=sometimes, mask_truncated_completions=True, max_completion_length=12)
     attach(trainer, tmp_path / "run", influence=EXACT, on_error="raise")
     trainer.train()
     for number in (1, 2):
@@ -260,9 +252,7 @@ def test_selection_trains_on_the_kept_completions_alone(name: str, tmp_path: Pat
         **setup.get("more", {}),
         "eval_dataset": Dataset.from_dict({"prompt": ["5+5=", "2*2+1="]}),
     }
-    selection_run(
-        tmp_path, TracinConfig(selection="top_fraction", top_fraction=0.5, diagnose_every=0), **setup
-    )
+    selection_run(tmp_path, TracinConfig(selection="top_fraction", top_fraction=0.5, diagnose_every=0), **setup)
     run = gradtrace.open_run(tmp_path / "run")
     assert run.verify() == [] and run.steps("tracin")[0] == 1
     step = run.step("tracin", 1)
@@ -271,9 +261,7 @@ def test_selection_trains_on_the_kept_completions_alone(name: str, tmp_path: Pat
     assert scores[kept].min() >= scores[~kept].max()
     influence, entropy = run.step("influence_trace", 1), run.step("entropy_trace", 1)
     assert set(influence["row"]) <= set(np.flatnonzero(kept))
-    assert (entropy["length"] > 0).all() and (entropy["entropy"] > 0).all(), (
-        "dropped completions are shown too"
-    )
+    assert (entropy["length"] > 0).all() and (entropy["entropy"] > 0).all(), "dropped completions are shown too"
 
 
 def test_keeping_everything_changes_nothing_and_a_dropped_completion_has_no_gradient(tmp_path: Path) -> None:
@@ -309,9 +297,7 @@ def test_keeping_everything_changes_nothing_and_a_dropped_completion_has_no_grad
         assert float((moved - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-12, name
 
 
-def test_evaluations_stand_in_the_metrics_of_their_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluations_stand_in_the_metrics_of_their_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, SETUPS["evaluation"])
     records = gradtrace.open_run(tmp_path / "run").metrics()[0]
     assert any("trl/eval_reward" in record and "critic/rewards/mean" in record for record in records)
@@ -322,9 +308,7 @@ def test_one_process_writes_the_run_which_is_over_when_training_is(tmp_path: Pat
     process = writer(tmp_path / "run")
     trainer = grpo_trainer(tmp_path, max_steps=1)
     attach(trainer, tmp_path / "run", on_error="raise")
-    trainer.gradtrace.settings.path.joinpath("metrics.jsonl").write_bytes(
-        b""
-    )  # so that it is not a run already
+    trainer.gradtrace.settings.path.joinpath("metrics.jsonl").write_bytes(b"")  # so that it is not a run already
     with pytest.raises(GradtraceError, match=f"written by process {process.pid}"):
         trainer.train()
     process.kill()
@@ -363,9 +347,7 @@ def test_blame_shares_of_a_rollout_add_up_to_one(tmp_path: Path) -> None:
     assert update["grad_norm"] == pytest.approx(logged[1], rel=1e-4)
 
 
-def test_blame_is_refused_in_words_where_no_gradient_is_of_a_whole_rollout(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_blame_is_refused_in_words_where_no_gradient_is_of_a_whole_rollout(tmp_path: Path, capsys: Any) -> None:
     trainer = grpo_trainer(tmp_path, steps_per_generation=4)
     attach(trainer, tmp_path / "run", influence=None, on_error="raise")
     trainer.train()

@@ -21,9 +21,7 @@ from tests.integrations.trl_runs import grpo_trainer
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
     """What TRL saved after two steps, and the state that its optimizer had then, by parameter."""
-    trainer = grpo_trainer(
-        tmp_path_factory.mktemp("saved"), save_strategy="steps", save_steps=2, adam_beta2=0.95
-    )
+    trainer = grpo_trainer(tmp_path_factory.mktemp("saved"), save_strategy="steps", save_steps=2, adam_beta2=0.95)
     trainer.train()
     held = {name: dict(trainer.optimizer.state[p]) for name, p in trainer.model.named_parameters()}
     return Path(trainer.args.output_dir) / "checkpoint-2", held
@@ -55,9 +53,7 @@ def test_attribute_and_verify_use_it_and_say_so(
     assert main(["attribute", str(run), "--model", str(folder)]) == 0
     assert "the optimizer's state in" in capsys.readouterr().out
     meta = gradtrace.open_run(run).step("influence_trace", 1).meta
-    assert meta["second_moment_loss_term"].startswith("state_") and meta["optimizer_state"].endswith(
-        str(folder)
-    )
+    assert meta["second_moment_loss_term"].startswith("state_") and meta["optimizer_state"].endswith(str(folder))
     words = ["--budget", "20s", "--groups", "2", "--tokens", "2", "--halves", "0", "lr=1e-4"]
     assert main(["verify", str(run), "--model", str(folder), *words]) in (0, 1, 3)
 

@@ -83,8 +83,7 @@ def test_default_scores_are_those_of_autograd(tmp_path: Path, max_grad_norm: flo
     for r in group.nonzero()[0][:3]:
         values = log_probs(r)
         likelier = [
-            float(sum((a * b).sum() for a, b in zip(gradient(value), direction, strict=True)))
-            for value in values
+            float(sum((a * b).sum() for a, b in zip(gradient(value), direction, strict=True))) for value in values
         ]
         expected = float(step["advantage"][r]) * np.array(likelier)
         tolerance = 1e-4 * np.abs(expected).max()

@@ -65,13 +65,9 @@ def test_the_normaliser_of_every_loss_is_undone(loss_type: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "sapo", "cispo", "vespo"])
-def test_terms_of_every_kind_of_loss_are_right_where_the_policy_has_moved(
-    loss_type: str, tmp_path: Path
-) -> None:
+def test_terms_of_every_kind_of_loss_are_right_where_the_policy_has_moved(loss_type: str, tmp_path: Path) -> None:
     """Clipped, gated, bounded or weighed by the whole response: four ways to treat a ratio."""
-    high = (
-        1.1 if loss_type == "cispo" else CLIP
-    )  # so that some of the drifted ratios are bounded and some not
+    high = 1.1 if loss_type == "cispo" else CLIP  # so that some of the drifted ratios are bounded and some not
     setup = {
         "loss_type": loss_type,
         "steps_per_generation": 4,
@@ -89,9 +85,7 @@ def test_terms_of_every_kind_of_loss_are_right_where_the_policy_has_moved(
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
-def test_a_ratio_of_whole_responses_is_the_same_objective_at_ratio_one(
-    loss_type: str, tmp_path: Path
-) -> None:
+def test_a_ratio_of_whole_responses_is_the_same_objective_at_ratio_one(loss_type: str, tmp_path: Path) -> None:
     model = train(tmp_path, {"loss_type": loss_type, "importance_sampling_level": "sequence"})
     assert_equal(step_of(tmp_path), engine_scores(model, step_of(tmp_path), EXACT))
 
@@ -99,9 +93,7 @@ def test_a_ratio_of_whole_responses_is_the_same_objective_at_ratio_one(
 @pytest.mark.parametrize(
     "setup", [{"loss_type": "cispo"}, {"top_entropy_quantile": 0.5}], ids=["cispo", "high_entropy"]
 )
-def test_log_prob_does_not_ride_on_a_loss_that_is_not_proportional_to_it(
-    setup: dict[str, Any], tmp_path: Path
-) -> None:
+def test_log_prob_does_not_ride_on_a_loss_that_is_not_proportional_to_it(setup: dict[str, Any], tmp_path: Path) -> None:
     config = dataclasses.replace(UNSCALED, output_function="log_prob")
     model = train(tmp_path, setup, influence=config)
     assert_equal(step_of(tmp_path), engine_scores(model, step_of(tmp_path), config))

@@ -30,9 +30,7 @@ class CoarseSampler(GRPOTrainer):
         corrects, self.use_vllm = self.use_vllm, False
         completions, _ = super()._generate_single_turn(prompt_ids, *others, **more)
         self.use_vllm = corrects
-        coarse = (
-            type(self.model)(self.model.config).bfloat16().eval()
-        )  # TRL has changed the forward of its own
+        coarse = type(self.model)(self.model.config).bfloat16().eval()  # TRL has changed the forward of its own
         coarse.load_state_dict(self.model.state_dict())
         return completions, [
             log_probs(coarse, prompt, ids, self.temperature).tolist()
@@ -67,13 +65,9 @@ def share_by_brute_force(model: Any, step: Step) -> float:
         sampled = torch.tensor(step.tokens(r)["sampler_log_prob"]).double()
         for place, old in enumerate((sampled, own.detach())):
             ratio = (own - old).exp()
-            totals[place] = (
-                totals[place] - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
-            )
+            totals[place] = totals[place] - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
     with_ratio, plain = (
-        torch.cat(
-            [g.flatten() for g in torch.autograd.grad(total, list(model.parameters()), retain_graph=True)]
-        )
+        torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()), retain_graph=True)])
         for total in totals
     )
     return float((with_ratio - plain).norm() / with_ratio.norm())

@@ -37,9 +37,7 @@ UNTRACEABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "value", "message"), UNTRACEABLE, ids=[case[1] for case in UNTRACEABLE]
-)
+@pytest.mark.parametrize(("where", "name", "value", "message"), UNTRACEABLE, ids=[case[1] for case in UNTRACEABLE])
 def test_what_cannot_be_traced_is_refused_by_name(
     where: str, name: str, value: Any, message: str, tmp_path: Path
 ) -> None:
@@ -120,9 +118,7 @@ AT_THE_START = {
 
 
 @pytest.mark.parametrize("case", AT_THE_START)
-def test_settings_that_contradict_the_trainer_are_refused_when_training_begins(
-    case: str, tmp_path: Path
-) -> None:
+def test_settings_that_contradict_the_trainer_are_refused_when_training_begins(case: str, tmp_path: Path) -> None:
     settings, options, message = AT_THE_START[case]
     trainer = grpo_trainer(tmp_path, **{"max_steps": 1, **options})
     attach(trainer, tmp_path / "run", **{"influence": None, **settings})

@@ -129,9 +129,7 @@ def test_tools_and_environments_are_traced_through_trls_mask(
         model=model,
         reward_funcs=lambda completions, **row: [float(len(str(c)) % 3) for c in completions],
         args=grpo_config(tmp_path, max_completion_length=400, max_steps=1, learning_rate=0.0),
-        train_dataset=Dataset.from_dict(
-            {"prompt": [[{"role": "user", "content": f"{i}?"}] for i in range(4)]}
-        ),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}?"}] for i in range(4)]}),
         processing_class=tokenizer,
         **more,
     )

@@ -120,9 +120,7 @@ def test_a_group_lay_on_both_processes_and_has_scores(launched: tuple[Path, list
 
 def test_tracing_changes_nothing_on_either_process(launched: tuple[Path, list[dict[str, Any]]]) -> None:
     for left in launched[1]:
-        (plain, state, norms), (traced, traced_state, traced_norms) = (
-            left["bits"][k] for k in ("False", "True")
-        )
+        (plain, state, norms), (traced, traced_state, traced_norms) = (left["bits"][k] for k in ("False", "True"))
         assert all(torch.equal(traced[name], value) for name, value in plain.items())
         assert torch.equal(state, traced_state) and norms == traced_norms
     first, second = (left["bits"]["True"][0] for left in launched[1])
@@ -149,9 +147,7 @@ def test_fsdp2_writes_what_one_process_writes_and_changes_no_more_than_rounding(
 ) -> None:
     """Loss terms are differences of passes there, to three digits and more."""
     run("default", tmp_path, processes=1, dtype=torch.float32)
-    ours, alone = (
-        gradtrace.open_run(path) for path in (launched[0] / "sharded/run", tmp_path / "default/run")
-    )
+    ours, alone = (gradtrace.open_run(path) for path in (launched[0] / "sharded/run", tmp_path / "default/run"))
     assert_same_files(ours, alone, {"influence_trace", "entropy_trace"}, [1, 2], tolerance=1e-3)
     for left in launched[1]:
         plain, traced = (left["sharded"]["weights"][key] for key in ("False", "True"))

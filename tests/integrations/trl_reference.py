@@ -28,9 +28,7 @@ def step_of(folder: Path, number: int = 1, kind: str = "influence_trace") -> Ste
     return run.step(kind, number)
 
 
-def train(
-    folder: Path, setup: dict[str, Any], cls: type[GRPOTrainer] = GRPOTrainer, **settings: Any
-) -> nn.Module:
+def train(folder: Path, setup: dict[str, Any], cls: type[GRPOTrainer] = GRPOTrainer, **settings: Any) -> nn.Module:
     """The model of a traced run with a learning rate of 0: every pass was at the same θ, which it still has."""
     trainer = grpo_trainer(folder, cls, dtype=torch.float64, learning_rate=0.0, **{"max_steps": 1, **setup})
     attach(trainer, folder / "run", **{"influence": EXACT, "on_error": "raise", **settings})
@@ -54,8 +52,7 @@ def engine_scores(
     advantage = torch.tensor(step["advantage"]).double()
     rewards = torch.tensor(step["reward"]).double()
     prompts = [
-        step["prompt_ids"][a:b]
-        for a, b in zip(step["prompt_offsets"], step["prompt_offsets"][1:], strict=False)
+        step["prompt_ids"][a:b] for a, b in zip(step["prompt_offsets"], step["prompt_offsets"][1:], strict=False)
     ]
     responses = [step.tokens(r)["token_id"] for r in range(step.n_responses)]
     rows = [np.concatenate([prompts[step["group"][r]], responses[r]]) for r in range(step.n_responses)]
@@ -73,9 +70,7 @@ def engine_scores(
     token_weight = weight[:, None].repeat(1, ids.shape[1])
     for r, slope in enumerate(slopes or []):
         token_weight[r, tokens[r]] = slope.double()
-    signs = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(
-        config.output_function, advantage
-    )
+    signs = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(config.output_function, advantage)
 
     def terms(chosen: list[int]) -> Tensor:
         logits = model(input_ids=ids[chosen]).logits[:, :-1].double()

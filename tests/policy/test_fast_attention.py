@@ -27,9 +27,7 @@ def small_model(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     size = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(name, vocab_size=18, **size, **heads, **options)
-    )
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=18, **size, **heads, **options))
 
 
 def test_derivatives_of_a_rotation_agree_with_finite_differences() -> None:
@@ -121,15 +119,10 @@ def test_short_attention_is_the_fused_kernels(
         directions = [x.detach().cos() if i in moving else None for i, x in enumerate(inputs)]
         monkeypatch.undo()
         with math_kernel(), forward_ad.dual_level(), torch.no_grad():
-            duals = [
-                x if d is None else forward_ad.make_dual(x, d)
-                for x, d in zip(inputs, directions, strict=True)
-            ]
+            duals = [x if d is None else forward_ad.make_dual(x, d) for x, d in zip(inputs, directions, strict=True)]
             tangent = forward_ad.unpack_dual(output(*duals)).tangent
         ahead, behind = (
-            output(
-                *(x if d is None else x + sign * step * d for x, d in zip(inputs, directions, strict=True))
-            )
+            output(*(x if d is None else x + sign * step * d for x, d in zip(inputs, directions, strict=True)))
             for sign in (1, -1)
         )
         torch.testing.assert_close(tangent, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)

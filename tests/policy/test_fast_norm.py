@@ -17,14 +17,10 @@ def test_derivatives_agree_with_finite_differences(shape: tuple[int, ...]) -> No
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(shape[-1], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda x, w: RmsNorm.apply(x, w, 1e-6), (x, weight), check_forward_ad=True
-    )
+    assert torch.autograd.gradcheck(lambda x, w: RmsNorm.apply(x, w, 1e-6), (x, weight), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(lambda x, w: RmsNorm.apply(x, w, 1e-6), (x, weight))
     if x.dim() > 2:  # a gradient that arrives transposed
-        assert torch.autograd.gradcheck(
-            lambda x, w: RmsNorm.apply(x, w, 1e-6).transpose(0, 1).clone(), (x, weight)
-        )
+        assert torch.autograd.gradcheck(lambda x, w: RmsNorm.apply(x, w, 1e-6).transpose(0, 1).clone(), (x, weight))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])

@@ -81,9 +81,7 @@ def test_layouts_work_with_other_architectures(layout: str, name: str) -> None:
     other = AutoModelForCausalLM.from_config(config).double().eval()
     batch, actor = random_batch(), Policy(other, torch.device("cpu"), 1.0)
     micro = next(MicroBatches(batch, 10**6, layout)(torch.arange(len(batch))))
-    torch.testing.assert_close(
-        micro.unflatten(actor.statistics(micro)[0]), one_by_one(batch, actor)[0][micro.rows]
-    )
+    torch.testing.assert_close(micro.unflatten(actor.statistics(micro)[0]), one_by_one(batch, actor)[0][micro.rows])
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
@@ -140,9 +138,7 @@ def gradients(batch: RolloutBatch, budget: int, layout: str, algorithm: Algorith
 
     class Catch(StepObserver):
         def around_optimizer_step(self, update: OptimizerStep):  # type: ignore[no-untyped-def]
-            found.update(
-                {name: p.grad.clone() for name, p in actor.trainable().items() if p.grad is not None}
-            )
+            found.update({name: p.grad.clone() for name, p in actor.trainable().items() if p.grad is not None})
             return super().around_optimizer_step(update)
 
     update = PolicyUpdate(PolicyLoss(actor, algorithm, max_response_length=10), optimizer)
@@ -175,9 +171,7 @@ ALGORITHMS = [
         (10**6, "shared"),
     ],
 )
-def test_cutting_and_packing_do_not_change_gradients(
-    algorithm: AlgorithmConfig, budget: int, layout: str
-) -> None:
+def test_cutting_and_packing_do_not_change_gradients(algorithm: AlgorithmConfig, budget: int, layout: str) -> None:
     batch = random_batch()
     whole = gradients(batch, 10**6, "padded", algorithm)
     assert sum(float(g.abs().sum()) for g in whole.values()) > 1e-3
@@ -189,9 +183,7 @@ def test_cutting_and_packing_do_not_change_gradients(
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.integers(1, 6), st.integers(1, 5), st.integers(1, 200), st.sampled_from(LAYOUTS), st.integers(0, 100)
-)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 200), st.sampled_from(LAYOUTS), st.integers(0, 100))
 def test_split_covers_every_row_once_within_the_budget(
     groups: int, n: int, budget: int, layout: str, seed: int
 ) -> None:
@@ -222,9 +214,7 @@ def test_layout_describes_the_input(packed: bool) -> None:
     response = micro.response if packed else micro.response[:, None].expand(micro.input_ids.shape)
     assert torch.equal(micro.input_ids[micro.tokens], micro.targets)
     assert torch.equal(micro.input_ids.flatten()[micro.logit_positions + 1], micro.targets)
-    assert torch.equal(
-        response.flatten()[micro.logit_positions], response.flatten()[micro.logit_positions + 1]
-    )
+    assert torch.equal(response.flatten()[micro.logit_positions], response.flatten()[micro.logit_positions + 1])
     for row in rows.tolist():
         length = int(batch.response_lengths[row])
         here = micro.tokens & (response == row)

@@ -132,6 +132,4 @@ def test_critic_warms_up_before_the_policy_moves(tmp_path: Path) -> None:
     step(run, 2)
     assert all(torch.equal(a, b) for a, b in zip(before, run.parts.policy.model.parameters(), strict=True))
     step(run, 3)
-    assert not all(
-        torch.equal(a, b) for a, b in zip(before, run.parts.policy.model.parameters(), strict=True)
-    )
+    assert not all(torch.equal(a, b) for a, b in zip(before, run.parts.policy.model.parameters(), strict=True))

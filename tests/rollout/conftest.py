@@ -55,9 +55,7 @@ def llama(**changes: Any) -> Any:
 
 
 def qwen2(**changes: Any) -> Any:
-    model = Qwen2ForCausalLM(
-        Qwen2Config(**{**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True, **changes})
-    )
+    model = Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True, **changes}))
     for layer in model.model.layers:  # transformers starts them at zero, where they could be forgotten unseen
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             torch.nn.init.normal_(projection.bias)
@@ -73,9 +71,7 @@ def qwen3(**changes: Any) -> Any:
 
 
 def mistral(**changes: Any) -> Any:
-    return MistralForCausalLM(
-        MistralConfig(**{**SIZES, "num_key_value_heads": 1, "sliding_window": None, **changes})
-    )
+    return MistralForCausalLM(MistralConfig(**{**SIZES, "num_key_value_heads": 1, "sliding_window": None, **changes}))
 
 
 def llama3_rope(**changes: Any) -> Any:

@@ -87,8 +87,6 @@ def test_impossible_tokens_are_never_drawn(uniform: float, possible: list[int], 
 
 def test_greedy_takes_the_largest() -> None:
     logits = torch.randn(5, SMALL)
-    tokens, log_probs = draw(
-        logits, SamplingParams(temperature=0, top_k=3), torch.zeros(5, dtype=torch.float64)
-    )
+    tokens, log_probs = draw(logits, SamplingParams(temperature=0, top_k=3), torch.zeros(5, dtype=torch.float64))
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(log_probs, logits.log_softmax(-1).amax(-1))

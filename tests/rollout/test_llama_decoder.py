@@ -62,9 +62,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.mark.parametrize("rows", [5, 8, 51], ids=["to_few_rows", "some_rows", "to_some_rows"])
-def test_logits_equal_those_of_the_model(
-    llama_like: Any, prompts: list[list[int]], rows: int, order: str
-) -> None:
+def test_logits_equal_those_of_the_model(llama_like: Any, prompts: list[list[int]], rows: int, order: str) -> None:
     assert supports(llama_like)
     decoder = assert_decoders_agree(llama_like, prompts, rows)
     linears = [
@@ -75,9 +73,7 @@ def test_logits_equal_those_of_the_model(
     assert all(linear.is_packed == (order == "packed") for linear in linears)
 
 
-def test_packed_weights_are_those_of_the_moment(
-    llama_like: Any, prompts: list[list[int]], order: str
-) -> None:
+def test_packed_weights_are_those_of_the_moment(llama_like: Any, prompts: list[list[int]], order: str) -> None:
     assert_decoders_agree(llama_like, prompts, 5)
     with torch.no_grad():
         for parameter in llama_like.parameters():

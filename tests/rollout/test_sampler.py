@@ -17,9 +17,7 @@ def seed(number: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def teacher_forced_log_probs(
-    model: Any, prompt: list[int], response: list[int], temperature: float
-) -> Tensor:
+def teacher_forced_log_probs(model: Any, prompt: list[int], response: list[int], temperature: float) -> Tensor:
     ids = torch.tensor([prompt + response])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
@@ -31,17 +29,13 @@ def responses_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_log_probs_equal_teacher_forced_ones(
-    model: Any, prompts: list[list[int]], temperature: float
-) -> None:
+def test_sampled_log_probs_equal_teacher_forced_ones(model: Any, prompts: list[list[int]], temperature: float) -> None:
     params = SamplingParams(n=3, max_new_tokens=14, temperature=temperature, stop_token_ids=(0,))
     batch = Sampler(model).generate(prompts, params, seed())
     assert len(set(batch.response_lengths.tolist())) > 2, "rows should leave at different steps in this test"
     for row, response in enumerate(responses_of(batch)):
         expected = teacher_forced_log_probs(model, prompts[int(batch.group[row])], response, temperature)
-        torch.testing.assert_close(
-            batch.sampler_log_probs[row, : len(response)], expected, atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(batch.sampler_log_probs[row, : len(response)], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_equals_transformers_generate(model: Any, prompts: list[list[int]]) -> None:
@@ -134,9 +128,7 @@ def test_global_generator_is_used_when_none_is_given(either: Any, prompts: list[
 
 
 @pytest.mark.parametrize("max_batch_tokens", [1, 70, 300])
-def test_chunking_does_not_change_responses(
-    model: Any, prompts: list[list[int]], max_batch_tokens: int
-) -> None:
+def test_chunking_does_not_change_responses(model: Any, prompts: list[list[int]], max_batch_tokens: int) -> None:
     params = SamplingParams(n=3, max_new_tokens=12, stop_token_ids=(0,))
     whole = Sampler(model).generate(prompts, params, seed())
     split = Sampler(model, max_batch_tokens=max_batch_tokens).generate(prompts, params, seed())
@@ -195,9 +187,7 @@ def test_dropout_is_off_while_sampling(prompts: list[list[int]]) -> None:
 def test_results_can_enter_a_loss_and_the_model_still_trains(either: Any, prompts: list[list[int]]) -> None:
     batch = Sampler(either).generate(prompts, SamplingParams(max_new_tokens=4), seed())
     ids = torch.tensor([prompts[0] + responses_of(batch)[0]])
-    log_probs = (
-        either(ids).logits[0, 2:-1].log_softmax(-1).gather(-1, batch.responses[0][:, None]).squeeze(-1)
-    )
+    log_probs = either(ids).logits[0, 2:-1].log_softmax(-1).gather(-1, batch.responses[0][:, None]).squeeze(-1)
     ratio = (log_probs - batch.sampler_log_probs[0]).exp()
     (ratio * batch.sampler_log_probs[0]).sum().backward()  # the product saves the sampler's tensor
     assert all(parameter.grad is not None for parameter in either.parameters() if parameter.requires_grad)

@@ -15,9 +15,7 @@ from gradtrace.rollout.sampler import Start
 
 def test_each_start_has_its_own_number_and_limit(either: Any, prompts: list[list[int]]) -> None:
     starts = [Start(prompt, n=2 + i, limit=3 + 2 * i) for i, prompt in enumerate(prompts)]
-    found = Sampler(either, max_batch_tokens=60).respond(
-        starts, SamplingParams(), torch.Generator().manual_seed(0)
-    )
+    found = Sampler(either, max_batch_tokens=60).respond(starts, SamplingParams(), torch.Generator().manual_seed(0))
     expected = [start.limit for start in starts for _ in range(start.n)]
     assert found.lengths.tolist() == expected and not found.finished.any()
 
@@ -42,11 +40,7 @@ def test_beginnings_that_prompts_share_are_read_once_and_change_nothing(either: 
     whole = [3, 7, 4, 9, 2, 2, 8, 5]
     prompts = [whole[:3], whole, [6, 1], whole[:5], whole[:5], [6, 1, 1], [3, 7, 9]]
     readers, reader = Prompts(prompts, torch.device("cpu")).readers()
-    assert (
-        len(readers.lengths) == 3
-        and reader[0] == reader[1] == reader[3] == reader[4]
-        and reader[2] == reader[5]
-    )
+    assert len(readers.lengths) == 3 and reader[0] == reader[1] == reader[3] == reader[4] and reader[2] == reader[5]
     starts = [Start(prompt, 2, 6) for prompt in prompts]
     together = Sampler(either).respond(starts, SamplingParams(), torch.Generator().manual_seed(2))
     uniforms = torch.Generator().manual_seed(2)

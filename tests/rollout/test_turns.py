@@ -57,9 +57,7 @@ def test_replies_follow_calls_and_log_probs_are_teacher_forced(
     assert seen == {1, 2, 3}, "the test should see responses of one, two and three turns"
 
 
-def test_one_turn_ends_at_the_first_call(
-    model: Any, prompts: list[list[int]], params: SamplingParams
-) -> None:
+def test_one_turn_ends_at_the_first_call(model: Any, prompts: list[list[int]], params: SamplingParams) -> None:
     batch = Sampler(model, environment=Echo(), max_turns=1).generate(prompts, params, seed())
     assert bool(batch.response_mask[batch.present].all())
     assert batch.segments == [[Segment(0, 0, "assistant")]] * len(batch)
@@ -67,13 +65,9 @@ def test_one_turn_ends_at_the_first_call(
     assert called and not {t for ids in batch.response_ids for t in ids[:-1]} & {*CALLS, STOP}
 
 
-def test_the_same_seed_gives_the_same_turns(
-    model: Any, prompts: list[list[int]], params: SamplingParams
-) -> None:
+def test_the_same_seed_gives_the_same_turns(model: Any, prompts: list[list[int]], params: SamplingParams) -> None:
     one, other = (
-        Sampler(model, environment=Echo(), max_turns=3, max_batch_tokens=size).generate(
-            prompts, params, seed(5)
-        )
+        Sampler(model, environment=Echo(), max_turns=3, max_batch_tokens=size).generate(prompts, params, seed(5))
         for size in (32_768, 100)
     )
     assert one.response_ids == other.response_ids and one.segments == other.segments

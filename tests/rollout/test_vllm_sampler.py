@@ -36,9 +36,7 @@ class StandIn:
     @property
     def llm_engine(self) -> Any:
         runner = SimpleNamespace(model=self)
-        return SimpleNamespace(
-            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-        )
+        return SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         parameters, self.handed = dict(self.model.named_parameters()), []
@@ -67,9 +65,7 @@ class StandIn:
                 log_probs = batch.sampler_log_probs[row].tolist()
                 known = [{t: SimpleNamespace(logprob=p)} for t, p in zip(tokens, log_probs, strict=False)]
                 reason = "stop" if batch.finished[row] else "length"
-                completions.append(
-                    SimpleNamespace(token_ids=tuple(tokens), logprobs=known, finish_reason=reason)
-                )
+                completions.append(SimpleNamespace(token_ids=tuple(tokens), logprobs=known, finish_reason=reason))
             found.append(SimpleNamespace(outputs=completions))
         return found
 
@@ -95,15 +91,11 @@ def test_responses_and_log_probs_are_those_of_the_current_weights(
     for row, response in enumerate(responses_of(batch)):
         prompt = prompts[int(batch.group[row])]
         expected = teacher_forced_log_probs(sampler.model, prompt, response, PARAMS.temperature)
-        torch.testing.assert_close(
-            batch.sampler_log_probs[row, : len(response)], expected, atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(batch.sampler_log_probs[row, : len(response)], expected, atol=1e-5, rtol=1e-5)
         assert bool(batch.finished[row]) == (response[-1] == 0)
 
 
-def test_weights_are_handed_over_as_they_lie_in_memory(
-    sampler: VllmSampler, prompts: list[list[int]]
-) -> None:
+def test_weights_are_handed_over_as_they_lie_in_memory(sampler: VllmSampler, prompts: list[list[int]]) -> None:
     generate(sampler, prompts)
     assert sampler.engine.handed == [p.data_ptr() for p in sampler.model.parameters()]
     assert sampler.engine.resets == 1

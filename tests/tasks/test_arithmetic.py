@@ -14,9 +14,7 @@ from gradtrace.tasks.arithmetic import ArithmeticTask, Chain, misapply
 from gradtrace.tasks.warm_start import warm_start
 
 EXAMPLE = Chain((3, 7, 4, 2, 9), "+*-+")
-chains = st.builds(
-    Chain.draw, st.integers(0, 10**6).map(random.Random), st.integers(min_value=1, max_value=6)
-)
+chains = st.builds(Chain.draw, st.integers(0, 10**6).map(random.Random), st.integers(min_value=1, max_value=6))
 
 
 def task(seed: int = 0) -> ArithmeticTask:

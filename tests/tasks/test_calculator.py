@@ -104,9 +104,7 @@ def test_counterfactuals_of_a_loop_of_ones_own_call_the_tool() -> None:
     def judge(text: str) -> float:
         return task.reward(text, item)
 
-    found = gradtrace.counterfactual(
-        model, task.tokenizer, prompt, responses, judge, loss_mask=masks, **options
-    )
+    found = gradtrace.counterfactual(model, task.tokenizer, prompt, responses, judge, loss_mask=masks, **options)
     for one, mask, reward in zip(found, masks, (1.0, 0.0), strict=True):
         assert np.isnan(one.delta_v).tolist() == [not own for own in mask]
         assert one.value[0] + np.nansum(one.delta_v) == pytest.approx(reward)

@@ -81,9 +81,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", [{"prompt": messages, "answer": "7"}])
     config = DataConfig(train=[file], validation_fraction=0.0, instruction="-5")
     prompt = DatasetTask(config, tokenizer).next_prompts(1)[0]
-    assert tokenizer.decode(prompt.ids) == "2+2+3=-5*2+2=4", (
-        "no end of turn, and the instruction is the user's"
-    )
+    assert tokenizer.decode(prompt.ids) == "2+2+3=-5*2+2=4", "no end of turn, and the instruction is the user's"
 
 
 def test_system_prompt_takes_the_place_of_the_rows_own(tmp_path: Path) -> None:
@@ -107,9 +105,7 @@ def test_folder_of_files_is_one_data_set(tmp_path: Path) -> None:
     assert [prompt.item["prompt"] for prompt in prompts] == [row["prompt"] for row in ROWS]
 
 
-def test_hugging_face_data_sets_give_the_same_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hugging_face_data_sets_give_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="the optional package `datasets` is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "repository").mkdir()

@@ -172,10 +172,7 @@ def test_hostile_answers_score_zero_in_order_and_leave_the_pool_whole() -> None:
 @pytest.mark.slow
 def test_two_hundred_at_once_with_hostile_ones_among_them() -> None:
     """One in ten never ends: none is lost, none wrong, and no process is left behind."""
-    pairs = [
-        (HOSTILE[i // 10 % 4], "5") if i % 10 == 3 else (rf"\boxed{{{i}}}", str(i - i % 2))
-        for i in range(200)
-    ]
+    pairs = [(HOSTILE[i // 10 % 4], "5") if i % 10 == 3 else (rf"\boxed{{{i}}}", str(i - i % 2)) for i in range(200)]
     expected = [0.0 if i % 10 == 3 else float(i % 2 == 0) for i in range(200)]
     requests = [{"response": r, "answer": a, "require": "any", "timeout": 3.0} for r, a in pairs]
     with WorkerPool(JUDGE, 4) as pool:
@@ -235,9 +232,7 @@ def test_workers_end_when_the_trainer_is_killed() -> None:
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    while any(
-        Path(f"/proc/{pid}").exists() for pid in everyone
-    ):  # pytest's own timeout ends a test that fails
+    while any(Path(f"/proc/{pid}").exists() for pid in everyone):  # pytest's own timeout ends a test that fails
         time.sleep(0.05)
 
 
@@ -273,9 +268,7 @@ def check_gsm8k(rows: list[dict[str, str]]) -> None:
     finals = [answer.rpartition("####")[2].strip() for answer in answers]
     assert score([(answer, answer) for answer in answers]) == [1.0] * len(rows)
     assert score([(rf"So \boxed{{{final}}}.", final) for final in finals]) == [1.0] * len(rows)
-    wrong = [
-        (rng.choice(near_misses(final, rng)), answer) for final, answer in zip(finals, answers, strict=True)
-    ]
+    wrong = [(rng.choice(near_misses(final, rng)), answer) for final, answer in zip(finals, answers, strict=True)]
     judged = score([(f"#### {text}", answer) for text, answer in wrong])
     assert [pair for pair, value in zip(wrong, judged, strict=True) if value] == []
 
@@ -287,9 +280,7 @@ def test_solutions_verify_against_themselves_and_near_misses_do_not() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not GSM8K.is_file(), reason=f"no GSM8K at {GSM8K}; set GRADTRACE_DATA to the folder of data sets"
-)
+@pytest.mark.skipif(not GSM8K.is_file(), reason=f"no GSM8K at {GSM8K}; set GRADTRACE_DATA to the folder of data sets")
 def test_every_gsm8k_answer_verifies_against_itself_and_near_misses_do_not() -> None:
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
     assert len(rows) == 7473

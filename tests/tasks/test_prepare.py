@@ -86,9 +86,7 @@ def test_splits_do_not_touch_and_do_not_depend_on_the_order_of_rows(tmp_path: Pa
     rows = problems(40)
     shuffled = random.Random(1).sample(rows, len(rows))
     for name, some in (("a", rows), ("b", shuffled)):
-        prepare(
-            Request("dapo_math", tmp_path / name, write(tmp_path / f"{name}.jsonl", some), validation=0.2)
-        )
+        prepare(Request("dapo_math", tmp_path / name, write(tmp_path / f"{name}.jsonl", some), validation=0.2))
     assert set(questions(tmp_path / "a", "validation")) == set(questions(tmp_path / "b", "validation"))
     assert len(questions(tmp_path / "a", "validation")) == 8
     assert not set(questions(tmp_path / "a", "train")) & set(questions(tmp_path / "a", "validation"))
@@ -98,8 +96,7 @@ def test_near_copies_stay_on_one_side_of_the_split(tmp_path: Path) -> None:
     rows = [verl(f"What is {i} plus {i}{end}", str(2 * i)) for i in range(30) for end in ("?", " ?!")]
     prepare(Request("dapo_math", tmp_path / "out", write(tmp_path / "r.jsonl", rows), validation=10))
     sides = [
-        {question.rstrip(" ?!") for question in questions(tmp_path / "out", split)}
-        for split in ("train", "validation")
+        {question.rstrip(" ?!") for question in questions(tmp_path / "out", split)} for split in ("train", "validation")
     ]
     assert len(sides[1]) == 5 and not sides[0] & sides[1]
 
@@ -108,19 +105,13 @@ def test_train_test_overlap_is_refused_even_behind_other_punctuation(tmp_path: P
     source = write(tmp_path / "train.jsonl", problems(10))
     test = write(tmp_path / "test.jsonl", [verl("what is *3* plus 3", "6"), verl("What is 77 plus 1?", "78")])
     request = Request("dapo_math", tmp_path / "out", source, test=(test,), validation=2)
-    with pytest.raises(
-        GradtraceError, match=r"1 problems are in the training and in the test data.*--drop-overlap"
-    ):
+    with pytest.raises(GradtraceError, match=r"1 problems are in the training and in the test data.*--drop-overlap"):
         prepare(request)
     assert not (tmp_path / "out").exists()
-    report = prepare(
-        Request("dapo_math", tmp_path / "out", source, test=(test,), validation=2, drop_overlap=True)
-    )
+    report = prepare(Request("dapo_math", tmp_path / "out", source, test=(test,), validation=2, drop_overlap=True))
     assert report["dropped_because_in_test"] == ["What is 3 plus 3?"]
     assert report["splits"] == {"train": 7, "validation": 2, "test": 2}
-    assert "What is 3 plus 3?" not in questions(tmp_path / "out", "train") + questions(
-        tmp_path / "out", "validation"
-    )
+    assert "What is 3 plus 3?" not in questions(tmp_path / "out", "train") + questions(tmp_path / "out", "validation")
 
 
 def test_prepared_gsm8k_trains_as_it_is(tmp_path: Path) -> None:
@@ -181,9 +172,7 @@ def test_shots_are_earlier_turns_of_the_conversation_and_right(tmp_path: Path) -
 
 def test_few_operations_only(tmp_path: Path) -> None:
     rows = [{"question": f"question {i}", "answer": "<<1+1=2>>" * (i % 4) + f" #### {i}"} for i in range(12)]
-    request = Request(
-        "gsm8k", tmp_path / "out", write(tmp_path / "g.jsonl", rows), validation=1, max_operations=2
-    )
+    request = Request("gsm8k", tmp_path / "out", write(tmp_path / "g.jsonl", rows), validation=1, max_operations=2)
     report = prepare(request)
     assert sum(report["splits"].values()) == left(report, "at most 2 calculations") == 6
     with pytest.raises(GradtraceError, match="--max-operations"):
@@ -197,12 +186,8 @@ def test_calculations_without_an_annotation_count_too() -> None:
 
 
 def test_an_answer_can_begin_with_the_solution(tmp_path: Path) -> None:
-    solution = (
-        "Ana had 3*4=<<3*4=12>>12 eggs.\nShe used 2.\nSo 12-2=<<12-2=10>>10 are left.\nThat is all.\n#### 10"
-    )
-    assert beginning(solution, 1) == "Ana had 3*4=12 eggs.\nShe used 2.\n", (
-        "no annotation, no answer, no calculation"
-    )
+    solution = "Ana had 3*4=<<3*4=12>>12 eggs.\nShe used 2.\nSo 12-2=<<12-2=10>>10 are left.\nThat is all.\n#### 10"
+    assert beginning(solution, 1) == "Ana had 3*4=12 eggs.\nShe used 2.\n", "no annotation, no answer, no calculation"
     assert beginning(solution, 2) == "", "nothing is given where all of it is to be found"
     rows = [{"question": f"Question {i}", "answer": solution} for i in range(2)]
     source = write(tmp_path / "g.jsonl", rows)
@@ -254,9 +239,7 @@ def test_small_whole_numbers_only(tmp_path: Path) -> None:
         "a share": ("Ana has 5% of 20.", "20*5%=<<20*5*.01=1>>1 #### 1"),
     }
     rows = [{"question": question, "answer": answer} for question, answer in kinds.values()]
-    request = Request(
-        "gsm8k", tmp_path / "out", write(tmp_path / "g.jsonl", rows), validation=0.5, max_number=20
-    )
+    request = Request("gsm8k", tmp_path / "out", write(tmp_path / "g.jsonl", rows), validation=0.5, max_number=20)
     report = prepare(request)
     assert left(report, "whole numbers up to 20") == 2
     assert report["splits"] == {"train": 1, "validation": 1, "test": 0}, "a share is one of what is wanted"
@@ -266,11 +249,7 @@ def test_generated_countdown_is_the_same_every_time_and_has_no_repetition(tmp_pa
     for name in ("a", "b"):
         prepare(Request("countdown", tmp_path / name, numbers=(2, 3), count=60, largest=9, validation=10))
     assert (tmp_path / "a" / "train.parquet").read_bytes() == (tmp_path / "b" / "train.parquet").read_bytes()
-    truths = [
-        row["reward_model"]["ground_truth"]
-        for s in ("train", "validation")
-        for row in read(tmp_path / "a", s)
-    ]
+    truths = [row["reward_model"]["ground_truth"] for s in ("train", "validation") for row in read(tmp_path / "a", s)]
     assert len({(tuple(truth["numbers"]), truth["target"]) for truth in truths}) == 60
     assert {len(truth["numbers"]) for truth in truths} == {2, 3}
     with pytest.raises(GradtraceError, match="Lower --count"):
@@ -300,8 +279,7 @@ def test_mbpp_keeps_its_tests_and_shows_them(tmp_path: Path) -> None:
 
 def test_benchmarks_take_their_own_rows_of_a_mixed_file(tmp_path: Path) -> None:
     rows = [
-        {**verl(f"problem {name}", "1"), "data_source": name}
-        for name in ("MATH-500", "AIME-2024-30", "AIME-2025-30")
+        {**verl(f"problem {name}", "1"), "data_source": name} for name in ("MATH-500", "AIME-2024-30", "AIME-2025-30")
     ]
     file = write(tmp_path / "mixed.jsonl", rows)
     for name, wanted in (("math500", "MATH-500"), ("aime24", "AIME-2024-30"), ("aime25", "AIME-2025-30")):
@@ -323,9 +301,7 @@ def test_benchmarks_take_their_own_rows_of_a_mixed_file(tmp_path: Path) -> None:
         ("dapo_math", {"prompt": "x"}, "row 0.*no answer"),
     ],
 )
-def test_rows_of_another_data_set_are_named(
-    tmp_path: Path, name: str, row: dict[str, Any], words: str
-) -> None:
+def test_rows_of_another_data_set_are_named(tmp_path: Path, name: str, row: dict[str, Any], words: str) -> None:
     with pytest.raises(GradtraceError, match=words):
         prepare(Request(name, tmp_path / "out", write(tmp_path / "r.jsonl", [row])))
 
@@ -367,9 +343,7 @@ def test_reward_of_a_data_set_judges_its_prepared_rows(
 
 def test_validation_cannot_take_everything(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match="nothing to train on"):
-        prepare(
-            Request("dapo_math", tmp_path / "out", write(tmp_path / "r.jsonl", problems(3)), validation=3)
-        )
+        prepare(Request("dapo_math", tmp_path / "out", write(tmp_path / "r.jsonl", problems(3)), validation=3))
 
 
 @needs_shared

@@ -120,9 +120,7 @@ def test_gsm8k(response: str, answer: str, reward: float) -> None:
         ("", 0.0),
     ],
 )
-def test_a_calculation_is_computed_and_its_claimed_result_is_not_looked_at(
-    response: str, reward: float
-) -> None:
+def test_a_calculation_is_computed_and_its_claimed_result_is_not_looked_at(response: str, reward: float) -> None:
     judge = named_reward("gsm8k_calculation")
     assert judge([response], [{"answer": "#### 15"}]) == [reward]
 
@@ -238,13 +236,9 @@ def test_formats(name: str, good: list[str], bad: list[str]) -> None:
      ("not 18", 0.0), ("18 to 20", 0.0), ("17 to 18", 0.0), (r"\\ge 18", 0.0), ("at least 18", 0.0), ("18=19", 0.0),
      ("18 or 19", 0.0), ("1800%", 0.0), ("> 18", 0.0)],
 )  # fmt: skip
-def test_numbers_that_are_denied_bounded_or_left_open_are_no_answer(
-    name: str, text: str, expected: float
-) -> None:
+def test_numbers_that_are_denied_bounded_or_left_open_are_no_answer(name: str, text: str, expected: float) -> None:
     response = f"#### {text}" if name == "gsm8k" else f"Answer: {text}"
-    assert named_reward(name)([response], [{"answer": "18" if name == "last_number" else "#### 18"}]) == [
-        expected
-    ]
+    assert named_reward(name)([response], [{"answer": "18" if name == "last_number" else "#### 18"}]) == [expected]
 
 
 def test_answer_in_nested_tags_is_the_innermost() -> None:

@@ -100,9 +100,9 @@ def test_right_and_wrong_programs() -> None:
 @isolated
 def test_partial_credit_is_the_share_of_tests() -> None:
     assert score("def double(x): return 2 * int(x)", partial=True) == pytest.approx(2 / 3)
-    assert score(
-        "def double(x):\n    if x == 5: raise ValueError\n    return x + x", partial=True
-    ) == pytest.approx(2 / 3)
+    assert score("def double(x):\n    if x == 5: raise ValueError\n    return x + x", partial=True) == pytest.approx(
+        2 / 3
+    )
 
 
 HANGING = {
@@ -339,9 +339,7 @@ def test_double_forked_orphans_die_with_their_program() -> None:
         ("import os\nos.write(1, b'4')\nos._exit(0)", [("", "4")], 1.0),
     ],
 )
-def test_scripts_are_judged_by_what_they_print(
-    code: str, tests: list[tuple[str, str]], expected: float
-) -> None:
+def test_scripts_are_judged_by_what_they_print(code: str, tests: list[tuple[str, str]], expected: float) -> None:
     inputs, outputs = zip(*tests, strict=True)
     assert score(code, {"answer": json.dumps({"inputs": inputs, "outputs": outputs})}) == expected
     listed = [{"input": given, "output": right, "testtype": "stdin"} for given, right in tests]
@@ -421,9 +419,7 @@ def test_no_capabilities_and_no_writes_on_other_kinds_of_hosts(host: str) -> Non
         "from gradtrace.tasks.verification.pool import WorkerPool\n"
         f"with WorkerPool({SERVICE!r}, 1) as pool: print(pool.map([{request!r}]))\n"
     )
-    done = subprocess.run(
-        [*HOSTS[host], sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*HOSTS[host], sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[{'passed': [True, True], 'why': ''}]\n"
 
 
@@ -464,9 +460,7 @@ def test_item_without_tests_is_refused() -> None:
 
 def no_namespaces(*command: str) -> list[str]:
     """The command where Linux grants none, for real: no user namespaces and no capabilities."""
-    forbid = (
-        'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --no-new-privs "$@"'
-    )
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --no-new-privs "$@"'
     return ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", *command]
 
 
@@ -518,10 +512,7 @@ def test_without_isolation_time_memory_output_and_verdict_are_kept() -> None:
     hostile = [
         *(HANGING[name] for name in ("infinite loop", "ignored signals")),
         *(EXCESSIVE[name] for name in ("slow memory bomb", "a gigabyte of output")),
-        *(
-            CHEATING[name]
-            for name in ("os._exit(0) in a call", "always equal", "verdict written to every descriptor")
-        ),
+        *(CHEATING[name] for name in ("os._exit(0) in a call", "always equal", "verdict written to every descriptor")),
         ORPHAN + "while True: pass",
         FORGE_BY_PROC,
     ]
@@ -560,12 +551,7 @@ def test_two_hundred_at_once_with_hostile_ones_among_them() -> None:
 
 def mutated(row: dict[str, Any]) -> str:
     """The reference, but the first value that it returns to its tests is turned into its opposite."""
-    calls = [
-        node.func
-        for test in row["test_list"]
-        for node in ast.walk(ast.parse(test))
-        if isinstance(node, ast.Call)
-    ]
+    calls = [node.func for test in row["test_list"] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
     called = {function.id for function in calls if isinstance(function, ast.Name)}
     functions = [node.name for node in ast.parse(row["code"]).body if isinstance(node, ast.FunctionDef)]
     name = next(name for name in functions if name in called)
@@ -614,9 +600,7 @@ def test_references_score_one_and_zero_with_one_mutated_return_value() -> None:
 
 @isolated
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not MBPP.is_file(), reason=f"no MBPP at {MBPP}; set GRADTRACE_DATA to the folder of data sets"
-)
+@pytest.mark.skipif(not MBPP.is_file(), reason=f"no MBPP at {MBPP}; set GRADTRACE_DATA to the folder of data sets")
 def test_every_mbpp_reference_scores_one_and_zero_with_one_mutated_return_value() -> None:
     rows = json.loads(MBPP.read_text())
     assert len(rows) == 427

@@ -47,9 +47,7 @@ def test_memory_that_no_process_is_charged_for_is_refused() -> None:
 
 
 def test_it_is_refused_without_namespaces_as_well() -> None:
-    code = (
-        "import os\nfound = []\n" + OUTSIDE_OF_ANY_PROCESS.replace("/dev/zero", "/tmp/none") + "print(found)"
-    )
+    code = "import os\nfound = []\n" + OUTSIDE_OF_ANY_PROCESS.replace("/dev/zero", "/tmp/none") + "print(found)"
     (line,) = run_without_isolation(
         "from gradtrace.tasks.verification.pool import WorkerPool\n"
         f"with WorkerPool({SERVICE!r}, 1) as pool: print(pool.map([{ {**script(code, '[]'), 'unsafe': True}!r}]))\n"
@@ -289,9 +287,7 @@ def test_helper_of_the_prompt_is_not_the_candidates_to_define() -> None:
     ],
 )
 def test_names_that_might_judge_are_refused_with_the_row(item: dict[str, Any], names: str) -> None:
-    with pytest.raises(
-        GradtraceError, match=f"tests of a.jsonl, row 3 use {names}, which they do not define"
-    ):
+    with pytest.raises(GradtraceError, match=f"tests of a.jsonl, row 3 use {names}, which they do not define"):
         unit_tests({**item, "row": "a.jsonl, row 3"})
 
 
@@ -304,9 +300,7 @@ def test_names_that_might_judge_are_refused_with_the_row(item: dict[str, Any], n
         ({"answer": {"inputs": [[float("nan")]], "outputs": [[float("inf")]], "fn_name": "f"}}, {"f"}),
     ],
 )  # fmt: skip
-def test_entry_points_are_declared_or_found_in_the_reference(
-    item: dict[str, Any], expected: set[str]
-) -> None:
+def test_entry_points_are_declared_or_found_in_the_reference(item: dict[str, Any], expected: set[str]) -> None:
     assert set(unit_tests(item).entry_points) == expected
 
 

@@ -205,9 +205,7 @@ def try_error(folder: Path, mode: str, fsync: bool, fail_at: int) -> tuple[bool,
             if seen not in (state, after):
                 violations.append(f"{mode} at {fail_at}, in {action}: saw {seen}, allowed {state} or {after}")
             if seen == state != after and not reported:
-                violations.append(
-                    f"{mode} at {fail_at}, in {action}: nothing was written and nothing was reported"
-                )
+                violations.append(f"{mode} at {fail_at}, in {action}: nothing was written and nothing was reported")
             if len(disk.log) == faults_before and seen != after:
                 violations.append(f"{mode} at {fail_at}, in {action}: no fault, and still {seen}")
             if problems:

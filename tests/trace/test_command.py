@@ -37,9 +37,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     with TraceWriter(folder, "influence_trace") as writer:
         for step in (1, 2, 3):
-            writer.write(
-                step, {**influence_columns(step), "token_id": influence_columns(step)["token_id"] % 20}
-            )
+            writer.write(step, {**influence_columns(step), "token_id": influence_columns(step)["token_id"] % 20})
     with TraceWriter(folder, "entropy_trace") as writer:
         writer.write(1, entropy_columns(1))
     TokenBytes.from_tokenizer(FAMILIES["characters"](tmp_path)).save(folder / "token_bytes.npz")
@@ -74,9 +72,7 @@ def test_ls_names_a_damaged_step_and_fails(run: Path, capsys: pytest.CaptureFixt
     assert "influence_trace/steps/step_000002.npz" in capsys.readouterr().out
 
 
-def test_show_prints_every_token_of_the_group_with_its_score(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_every_token_of_the_group_with_its_score(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace("show", run, "--step", 2, "--group", 1) == 0
     lines = capsys.readouterr().out.splitlines()
     step = gradtrace.open_run(run).step("influence_trace", 2)
@@ -85,9 +81,7 @@ def test_show_prints_every_token_of_the_group_with_its_score(
     for r in step.group(1).responses:
         start = 1 + next(i for i, line in enumerate(lines) if line.startswith(f"response {r} "))
         tokens = step.tokens(r)
-        for i, (token_id, score) in enumerate(
-            zip(tokens["token_id"], tokens["influence_position"], strict=True)
-        ):
+        for i, (token_id, score) in enumerate(zip(tokens["token_id"], tokens["influence_position"], strict=True)):
             index, shown_score, *_, text = lines[start + 1 + i].split()
             assert int(index) == i
             assert float(shown_score) == pytest.approx(score, rel=1e-4)
@@ -96,9 +90,7 @@ def test_show_prints_every_token_of_the_group_with_its_score(
     assert "helps the accepted responses" in " ".join(" ".join(lines).split())
 
 
-def test_show_colours_on_request_and_its_text_stays_whole(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_colours_on_request_and_its_text_stays_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace("show", run, "--color", "always", "--by", "entropy") == 0
     shown = capsys.readouterr().out
     assert "\x1b[" in shown
@@ -113,9 +105,7 @@ def test_show_says_why_a_group_was_skipped(run: Path, capsys: pytest.CaptureFixt
     assert "no response" in shown
 
 
-def test_show_takes_the_best_scores_that_a_group_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_takes_the_best_scores_that_a_group_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     columns = influence_columns()
     columns["influence_tail"] = columns.pop("influence_position")
     columns["credit"] = np.where(columns["group"] == 0, int(Credit.TAIL), int(Credit.LOSS_TERM))
@@ -245,9 +235,7 @@ def test_show_of_responses_that_have_scores_while_their_tokens_have_none(
         writer.write(1, {**kept, **scores, "reason": np.zeros(responses, np.uint8)})
     assert trace("show", run, "--kind", "tracin") == 0
     assert "score -1.0" in capsys.readouterr().out
-    with pytest.raises(
-        GradtraceError, match="cannot colour by 'entropy'; tracin has scores of responses alone"
-    ):
+    with pytest.raises(GradtraceError, match="cannot colour by 'entropy'; tracin has scores of responses alone"):
         trace("show", run, "--kind", "tracin", "--by", "entropy")
 
 

@@ -35,6 +35,4 @@ def test_reader_sees_old_or_new_state_after_a_fault_anywhere(mode: str, fsync: s
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["violations"] == []
-    assert report["tries"] > 100, (
-        "the scenario has more file operations than that: the faults did not reach them"
-    )
+    assert report["tries"] > 100, "the scenario has more file operations than that: the faults did not reach them"

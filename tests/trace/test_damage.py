@@ -122,9 +122,7 @@ def test_a_flipped_byte_is_found_anywhere(name: str, run: Run, truth: Content) -
         changed = bytearray(original)
         changed[position] ^= FLIPS[index % len(FLIPS)]
         content, complaints = damaged(run, name, bytes(changed))
-        if (
-            name == "metrics.jsonl" and position == len(original) - 1
-        ):  # a last line that is being written, it seems
+        if name == "metrics.jsonl" and position == len(original) - 1:  # a last line that is being written, it seems
             assert content == truth[name][:-1]
         elif name == STEP:
             assert name in complaints, position

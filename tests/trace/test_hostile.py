@@ -149,9 +149,7 @@ def test_a_member_that_inflates_to_more_than_it_declares_is_refused() -> None:
     assert peak < 3 << 20
 
 
-@pytest.mark.parametrize(
-    "name", ["../../evil.npy", "/etc/passwd.npy", "a/b.npy", "x.txt", "a b.npy", ".npy", "é.npy"]
-)
+@pytest.mark.parametrize("name", ["../../evil.npy", "/etc/passwd.npy", "a/b.npy", "x.txt", "a b.npy", ".npy", "é.npy"])
 def test_member_names_that_are_not_array_names_are_refused(name: str) -> None:
     with pytest.raises(UnsafeNpzError, match="member name"):
         SafeNpz(zipped({name: npy("(0,)")}))
@@ -262,9 +260,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
         {"group_id": np.zeros((0,), np.int64)},
     ],
 )
-def test_columns_that_contradict_each_other_are_refused(
-    changes: dict[str, np.ndarray], tmp_path: Path
-) -> None:
+def test_columns_that_contradict_each_other_are_refused(changes: dict[str, np.ndarray], tmp_path: Path) -> None:
     refusal(forge(tmp_path, dump_npz(step_arrays(**changes))))
 
 

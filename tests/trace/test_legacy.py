@@ -59,9 +59,7 @@ def test_padding_goes_and_every_value_stays(compressed: bool, tmp_path: Path) ->
         tokens = step.tokens(r)
         assert tokens["token_id"].tolist() == old["responses"][r, :length].tolist()
         assert tokens["entropy"].tolist() == old["entropies"][r, :length].tolist()
-        assert (
-            tokens["influence_position"].tolist() == old["influence"][r, :length].astype(np.float32).tolist()
-        )
+        assert tokens["influence_position"].tolist() == old["influence"][r, :length].astype(np.float32).tolist()
     assert [step.response(r).accepted for r in range(4)] == [False, True, True, True]
     groups = [step.group(g) for g in range(2)]
     assert [(group.group_id, group.prompt_ids.tolist(), group.responses) for group in groups] == [

@@ -144,9 +144,7 @@ def test_special_tokens_are_marked(tokenizer: Any) -> None:
 def test_transformers_wrapper_reads_as_the_tokenizer_inside() -> None:
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=FAMILIES["byte_level_gpt2"](Path()), eos_token="<|endoftext|>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=FAMILIES["byte_level_gpt2"](Path()), eos_token="<|endoftext|>")
     token_bytes = TokenBytes.from_tokenizer(tokenizer)
     ids = tokenizer.encode("日本語 😀 café<|endoftext|>")
     assert token_bytes.decode(ids) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -218,9 +218,7 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path: Path) 
     def content(run: Path) -> dict[str, bytes]:
         files = {path.name: path.read_bytes() for path in (run / KIND).rglob("*") if path.is_file()}
         lines = [json.loads(line) for line in files.pop("manifest.jsonl").splitlines()]
-        stable = [
-            {key: value for key, value in line.items() if key not in ("time", "check")} for line in lines
-        ]
+        stable = [{key: value for key, value in line.items() if key not in ("time", "check")} for line in lines]
         return {**files, "manifest": json.dumps(stable).encode()}
 
     assert content(tmp_path / "whole") == content(tmp_path / "resumed")
@@ -346,16 +344,12 @@ def test_a_script_that_forgets_to_close_keeps_its_last_steps(tmp_path: Path) -> 
 
 
 def test_importing_gradtrace_is_light() -> None:
-    code = (
-        "import sys, gradtrace; heavy = {'numpy', 'torch', 'yaml'} & set(sys.modules); sys.exit(bool(heavy))"
-    )
+    code = "import sys, gradtrace; heavy = {'numpy', 'torch', 'yaml'} & set(sys.modules); sys.exit(bool(heavy))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_reading_and_writing_traces_does_not_import_torch() -> None:
-    code = (
-        "import sys, gradtrace; gradtrace.open_run, gradtrace.TraceWriter; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, gradtrace; gradtrace.open_run, gradtrace.TraceWriter; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -108,9 +108,7 @@ FAMILIES = {
     "gemma_byte_fallback": lambda folder: _byte_fallback(strip=False),
     "characters": lambda folder: _characters(with_decoder=True),
     "no_decoder": lambda folder: _characters(with_decoder=False),
-    "sentencepiece_llama": lambda folder: _sentencepiece(
-        folder, **BPE_OPTIONS, remove_extra_whitespaces=False
-    ),
+    "sentencepiece_llama": lambda folder: _sentencepiece(folder, **BPE_OPTIONS, remove_extra_whitespaces=False),
     "sentencepiece_default": lambda folder: _sentencepiece(folder, vocab_size=97, model_type="unigram"),
     "sentencepiece_no_prefix": lambda folder: _sentencepiece(
         folder, **BPE_OPTIONS, remove_extra_whitespaces=False, add_dummy_prefix=False

@@ -61,9 +61,7 @@ def overrides(folder: Path, *more: str) -> list[str]:
 
 def resume(run_dir: Path, *more: str) -> Config:
     """The run goes on, with its own reward, which has to be asked for."""
-    return load_config(
-        [f"resume={run_dir}", f"reward.path={run_dir.parents[1] / 'reward.py'}:count_ones", *more]
-    )
+    return load_config([f"resume={run_dir}", f"reward.path={run_dir.parents[1] / 'reward.py'}:count_ones", *more])
 
 
 def config(folder: Path, *more: str) -> Config:
@@ -71,9 +69,7 @@ def config(folder: Path, *more: str) -> Config:
 
 
 def trainer(folder: Path, *more: str, observer: StepObserver | None = None) -> Trainer:
-    return Trainer(
-        parts(folder, *more), RunFiles(folder / "run"), observer or StepObserver(), SilentDisplay()
-    )
+    return Trainer(parts(folder, *more), RunFiles(folder / "run"), observer or StepObserver(), SilentDisplay())
 
 
 def parts(folder: Path, *more: str) -> Parts:
@@ -85,8 +81,7 @@ def metrics(run_dir: Path, timings: bool = False) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     unstable = ("timing_s/", "perf/", "check")
     return [
-        {key: value for key, value in record.items() if timings or not key.startswith(unstable)}
-        for record in records
+        {key: value for key, value in record.items() if timings or not key.startswith(unstable)} for record in records
     ]
 
 

@@ -83,9 +83,7 @@ def test_failing_reward_saves_the_run_before_the_failed_step(tmp_path: Path, kin
     body, words = FAILING[kind]
     straight = train(config(tmp_path, "trainer.validation.every=0")).run_dir
     source = (tmp_path / "reward.py").read_text()
-    failing = source.replace(
-        "    return", f"    calls.append(1)\n    if len(calls) > 2 * 12: {body}\n    return"
-    )
+    failing = source.replace("    return", f"    calls.append(1)\n    if len(calls) > 2 * 12: {body}\n    return")
     settings = config(tmp_path, "trainer.validation.every=0", "trainer.name=broken")
     (tmp_path / "reward.py").write_text("calls = []\n" + failing)
     with pytest.raises(GradtraceError) as caught:

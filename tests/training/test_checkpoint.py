@@ -174,9 +174,7 @@ def test_kill_at_any_file_operation_leaves_a_loadable_checkpoint(tmp_path: Path)
         latest_names.append(latest.name)
         run.train(small.resume(run_dir))
         assert metrics(run_dir) == metrics(straight)
-    assert len(latest_names) >= 8, (
-        "the checkpoint made fewer file operations than expected: is it still caught?"
-    )
+    assert len(latest_names) >= 8, "the checkpoint made fewer file operations than expected: is it still caught?"
     assert latest_names[0] == "step_000002" and latest_names[-1] == "step_000004"
 
 

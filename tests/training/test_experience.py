@@ -66,9 +66,7 @@ def test_kept_groups_keep_their_own_prompts_items_and_texts(tmp_path: Path) -> N
         assert tokenizer.decode(batch.prompts[group]) == batch.items[group]["prompt"]
         ids = batch.responses[row, : int(batch.response_lengths[row])].tolist()
         assert tokenizer.decode(ids, skip_special_tokens=True) == batch.texts[row]
-        assert float(batch.rewards[row]) == pytest.approx(
-            some_prompts_mixed(batch.texts[row], batch.items[group])
-        )
+        assert float(batch.rewards[row]) == pytest.approx(some_prompts_mixed(batch.texts[row], batch.items[group]))
 
 
 def test_dynamic_sampling_gives_up_with_what_it_has(tmp_path: Path) -> None:

@@ -56,9 +56,7 @@ def test_first_interrupt_saves_a_run_that_resumes(tmp_path: Path, number: signal
     resumed = small.resume(run_dir, f"trainer.total_steps={made + 2}")
     assert train(resumed).finished
     straight = train(
-        config(
-            tmp_path, "trainer.validation.every=0", f"trainer.total_steps={made + 2}", "trainer.name=straight"
-        )
+        config(tmp_path, "trainer.validation.every=0", f"trainer.total_steps={made + 2}", "trainer.name=straight")
     ).run_dir
     assert metrics(run_dir) == metrics(straight)
 

@@ -75,9 +75,7 @@ def test_live_means_that_a_process_holds_the_lock(tmp_path: Path) -> None:
 
 def test_loop_that_raised_did_not_finish(tmp_path: Path) -> None:
     code = HOLD.replace("sys.stdin.read()", "1 / 0")
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run"), lock.LOCK], capture_output=True, check=False
-    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run"), lock.LOCK], capture_output=True, check=False)
     assert open_run(tmp_path / "run").summary == {"steps": 1, "finished": False}
     with pytest.raises(ZeroDivisionError), RunFiles(tmp_path / "with") as files:
         files.log(3, {})
@@ -101,10 +99,7 @@ def test_trainer_in_this_process_lets_go_at_its_end(tmp_path: Path) -> None:
 def test_failed_start_leaves_no_folder(tmp_path: Path, override: str) -> None:
     more = ["trainer.influence_trace.enable=true", override]
     if override.startswith("data"):
-        model = (
-            train(small.config(tmp_path / "", "trainer.total_steps=1", "trainer.name=model")).run_dir
-            / "policy"
-        )
+        model = train(small.config(tmp_path / "", "trainer.total_steps=1", "trainer.name=model")).run_dir / "policy"
         more += ["task.name=dataset", f"model.path={model}"]
     with pytest.raises(GradtraceError):
         train(small.config(tmp_path, *more))
@@ -112,9 +107,7 @@ def test_failed_start_leaves_no_folder(tmp_path: Path, override: str) -> None:
     assert train(small.config(tmp_path, "trainer.total_steps=1")).run_dir.name == "demo"
 
 
-def test_doctor_does_not_call_an_empty_folder_healthy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_does_not_call_an_empty_folder_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("trainer: {total_steps: 3}\n")
     for kind in ("entropy_trace", "influence_trace"):

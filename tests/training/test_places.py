@@ -24,9 +24,7 @@ def run(folder: Path, *more: str) -> Path:
     return train(small.config(folder, *TRACED, f"trainer.trace_dir={folder / 'big disk'}", *more)).run_dir
 
 
-def test_traces_elsewhere_are_found_by_every_reader(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_traces_elsewhere_are_found_by_every_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = run(tmp_path)
     traces = tmp_path / "big disk" / "demo"
     assert (traces / "influence_trace" / "manifest.jsonl").is_file()

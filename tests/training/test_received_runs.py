@@ -57,9 +57,7 @@ def test_pickles_in_a_verl_checkpoint_are_not_executed(tmp_path: Path) -> None:
 
     executed = tmp_path / "executed"
     torch.save({"w": Payload(executed)}, tmp_path / "model_world_size_1_rank_0.pt")
-    with pytest.raises(
-        GradtraceError, match=r"model_world_size_1_rank_0\.pt cannot be read as plain tensors"
-    ):
+    with pytest.raises(GradtraceError, match=r"model_world_size_1_rank_0\.pt cannot be read as plain tensors"):
         full_model(tmp_path)
     assert not executed.exists()
     (tmp_path / "model_world_size_1_rank_0.pt").write_bytes(pickle.dumps(Payload(executed)))

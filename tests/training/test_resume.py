@@ -30,11 +30,7 @@ VARIANTS = {
 
 def files(run_dir: Path, step: int) -> dict[str, bytes]:
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -49,9 +49,7 @@ def test_long_run_prints_about_forty_lines() -> None:
 def test_markup_and_control_characters_of_a_model_are_shown_not_obeyed() -> None:
     batch = random_batch(groups=1, n=2)
     texts = ["[bold]not bold[/bold]", "\x1b[31mred\x1b[0m"]
-    batch = batch.replace(
-        texts=texts, items=[{"prompt": "[link=x]p"}], rewards=torch.tensor([1.0, 0.0]), kept=None
-    )
+    batch = batch.replace(texts=texts, items=[{"prompt": "[link=x]p"}], rewards=torch.tensor([1.0, 0.0]), kept=None)
     out = io.StringIO()
     Console(file=out, width=120, force_terminal=True).print(samples_table(1, batch))
     assert "[bold]not bold[/bold]" in out.getvalue() and "[link=x]p" in out.getvalue()

@@ -47,10 +47,7 @@ def test_every_epoch_trains_on_every_kept_response_once(
 
 def test_nothing_kept_is_no_update() -> None:
     batch = random_batch()
-    assert (
-        plan_updates(batch.replace(kept=torch.zeros(9, dtype=torch.bool)), 2, 2, True, 1, torch.Generator())
-        == []
-    )
+    assert plan_updates(batch.replace(kept=torch.zeros(9, dtype=torch.bool)), 2, 2, True, 1, torch.Generator()) == []
 
 
 def test_groups_stay_whole() -> None:

@@ -74,9 +74,7 @@ def test_values_are_a_channel_a_line_and_what_follows_a_token(page: Watched, mea
     strongest = int(np.nanargmax(np.abs(delta)))
     cell = shown.locator(".row[aria-label^='Response r0,'] .slot-1 .t").nth(strongest)
     sign = "p" if delta[strongest] > 0 else "n"
-    assert any(
-        name.startswith(sign) and name[1:].isdigit() for name in (cell.get_attribute("class") or "").split()
-    )
+    assert any(name.startswith(sign) and name[1:].isdigit() for name in (cell.get_attribute("class") or "").split())
     cell.click()
     expect(shown.locator(".dock dl").first).to_contain_text("ΔV")
     expect(shown.locator(".following")).to_contain_text("2 continuations from step_000001, 1 steps after")
@@ -109,9 +107,7 @@ def test_values_of_other_responses_are_not_shown(page: Watched, tmp_path: Path, 
 
 def test_a_report_holds_the_values(measured: Measurement, run_dir: Path) -> None:
     chosen = make_report([run_dir], max_groups=0).page
-    assert (
-        f'"runs/0/steps/{STEP}/groups/{GROUP}"' in chosen
-    )  # what was measured comes without being asked for
+    assert f'"runs/0/steps/{STEP}/groups/{GROUP}"' in chosen  # what was measured comes without being asked for
     report = make_report([run_dir], steps=[STEP], groups=[GROUP])
     assert f"groups/{GROUP}/counterfactual" in report.page
 

@@ -32,9 +32,7 @@ def falling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "query", [Query("text", "=1"), Query("token", "7"), Query("harm"), Query("prompts")], ids=str
-)
+@pytest.mark.parametrize("query", [Query("text", "=1"), Query("token", "7"), Query("harm"), Query("prompts")], ids=str)
 def test_step_by_step_finds_the_same_as_in_one_go(served: ServedRun, query: Query) -> None:
     whole = search(served, query, 0, seconds=600)
     assert whole["next"] is None and whole["searched"] == whole["steps"] == 5

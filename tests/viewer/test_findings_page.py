@@ -35,9 +35,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.entropy_trace.enable=true",
         "trainer.validation.every=0",
     )
-    path = train(
-        small.config(folder, "trainer.total_steps=2", "trainer.findings.enable=false", *more)
-    ).run_dir
+    path = train(small.config(folder, "trainer.total_steps=2", "trainer.findings.enable=false", *more)).run_dir
     JsonLines(path / "findings.jsonl").append(FINDING)
     return path
 
@@ -62,16 +60,12 @@ def test_a_report_holds_the_groups_that_findings_name(run_dir: Path) -> None:
     assert '"runs/0/steps/2/groups/1"' in report.page and '"runs/0/findings"' in report.page
 
 
-def test_the_blame_page_says_who_made_the_gradient_largest_share_first(
-    run_dir: Path, browser: Browser
-) -> None:
+def test_the_blame_page_says_who_made_the_gradient_largest_share_first(run_dir: Path, browser: Browser) -> None:
     step = open_run(run_dir).step("blame", 2)
     with serving([run_dir]) as address:
         watched = Watched(browser.new_page(viewport={"width": 1440, "height": 900}), address)
         page = watched.open("#/blame?step=2")
-        expect(page.locator(".blame-report > p")).to_contain_text(
-            "Step 2: the gradient of 2 optimizer step(s)"
-        )
+        expect(page.locator(".blame-report > p")).to_contain_text("Step 2: the gradient of 2 optimizer step(s)")
         expect(page.locator(".blame-prompts tr")).to_have_count(4)
         first = page.locator("tr.opens").first
         assert first.get_attribute("data-response") == str(int(step["grad_share"].argmax()))

@@ -30,12 +30,8 @@ def status(port: int) -> int:
         connection.close()
 
 
-@pytest.mark.parametrize(
-    "beginning", [b"", b"GET / HTTP/1.1\r\nHost: 127", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET"]
-)
-def test_half_open_connections_are_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: bytes
-) -> None:
+@pytest.mark.parametrize("beginning", [b"", b"GET / HTTP/1.1\r\nHost: 127", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET"])
+def test_half_open_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.3)
     with RunFiles(tmp_path / "run") as files:
         files.write_config("trainer: {total_steps: 1}\n")

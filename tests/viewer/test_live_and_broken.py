@@ -114,9 +114,7 @@ def test_zero_influence_rows_are_explained(page: Page, tmp_path: Path) -> None:
 def test_tracing_that_was_off_is_explained(page: Page, tmp_path: Path) -> None:
     untraced = tmp_path / "untraced"
     files = RunFiles(untraced)
-    files.write_config(
-        "trainer: {total_steps: 2, entropy_trace: {enable: false}, influence_trace: {enable: false}}\n"
-    )
+    files.write_config("trainer: {total_steps: 2, entropy_trace: {enable: false}, influence_trace: {enable: false}}\n")
     files.log(1, {"critic/rewards/mean": 0.25})
     entropy_only = write_run(tmp_path / "entropy-only", groups=8, steps=1, influence=False)
     view = load_step_view(open_run(entropy_only), 1)
@@ -170,14 +168,10 @@ RUN_NAME = "<img src=x onerror=window.hacked='name'>&\"'"
 def hostile_run(folder: Path) -> Path:
     run = SampleRun(folder / RUN_NAME, groups=1, responses=2, total_steps=1)
     run.files.write_config("model: {path: \"<script>window.hacked='config'</script>\"}\n")
-    run.files.write_token_bytes(
-        TokenBytes(HOSTILE, [1 if i % 2 else 0 for i in range(len(HOSTILE))], Rules())
-    )
+    run.files.write_token_bytes(TokenBytes(HOSTILE, [1 if i % 2 else 0 for i in range(len(HOSTILE))], Rules()))
     ids = list(range(len(HOSTILE)))
     made = [
-        SampleResponse(
-            ids, float(i), np.full(len(ids), 0.5), np.full(len(ids), -0.5), np.linspace(-1, 1, len(ids)), 1
-        )
+        SampleResponse(ids, float(i), np.full(len(ids), 0.5), np.full(len(ids), -0.5), np.linspace(-1, 1, len(ids)), 1)
         for i in range(2)
     ]
     run.write_step(1, [SampleGroup(ids, made, ids)])

@@ -81,9 +81,7 @@ def test_several_runs_are_laid_over_one_another(viewer: Watched) -> None:
     page.reload()
     expect(page.locator(".keys .key .mono")).to_have_text(["chains", "chains-b", "prose"])
     patterns = {
-        curves.nth(i).evaluate(
-            "node => getComputedStyle(node).strokeDasharray + getComputedStyle(node).stroke"
-        )
+        curves.nth(i).evaluate("node => getComputedStyle(node).strokeDasharray + getComputedStyle(node).stroke")
         for i in range(3)
     }
     assert len(patterns) == 3
@@ -242,9 +240,7 @@ def test_hover_tells_every_metric_and_covers_nothing(viewer: Watched, view: Step
     expect(readout).to_be_hidden()
 
 
-def test_clicking_a_token_shows_its_effect_on_every_sibling(
-    viewer: Watched, view: StepView, scored: int
-) -> None:
+def test_clicking_a_token_shows_its_effect_on_every_sibling(viewer: Watched, view: StepView, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     token(page, 3, 8).click()
     assert view.influence is not None
@@ -258,9 +254,7 @@ def test_clicking_a_token_shows_its_effect_on_every_sibling(
         shown = float(label.split(": ")[1].split(". ")[0].replace("−", "-"))
         assert shown == pytest.approx(effect, abs=0.006)
         remark = page.locator(f".row[aria-label^='Response r{index},'] .remarks b").text_content() or ""
-        assert float(remark.replace("−", "-")) == pytest.approx(
-            effect, abs=float(0.0006 + 0.01 * abs(effect))
-        )
+        assert float(remark.replace("−", "-")) == pytest.approx(effect, abs=float(0.0006 + 0.01 * abs(effect)))
     accepted = np.array([bool(view.layout["accepted"][r]) for r in view.members[scored]])
     total = effects[accepted].mean() - effects[~accepted].mean()
     shown = page.locator(".sum-table dd.total").text_content() or ""
@@ -276,9 +270,7 @@ def test_clicking_a_token_shows_its_effect_on_every_sibling(
     expect(page.locator(".meta.tinted")).to_have_count(0)
 
 
-def test_clicking_a_response_shows_what_every_token_does_to_it(
-    viewer: Watched, view: StepView, scored: int
-) -> None:
+def test_clicking_a_response_shows_what_every_token_does_to_it(viewer: Watched, view: StepView, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     show_twins(page)
     page.locator(".response-id", has_text=re.compile("r5$")).click()
@@ -327,21 +319,15 @@ def test_credit_switch_changes_scores_and_says_what_it_shows(viewer: Watched, sc
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     expect(page.locator(".legend.slot-1 .unit")).to_contain_text("loss term credit")  # the best there is
     page.get_by_role("radio", name="position").click()
-    expect(page.locator(".legend.slot-1 .unit")).to_contain_text(
-        "position credit, change in objective per unit step"
-    )
-    expect(page.locator(".explain .slot-1")).to_contain_text(
-        "helps the accepted responses against the rejected ones"
-    )
+    expect(page.locator(".legend.slot-1 .unit")).to_contain_text("position credit, change in objective per unit step")
+    expect(page.locator(".explain .slot-1")).to_contain_text("helps the accepted responses against the rejected ones")
     before = page.locator(".remarks").first.text_content()
     assert "prompt" in (before or "")
     page.get_by_role("radio", name="loss term").click()
     expect(page.locator(".legend.slot-1 .unit")).to_contain_text("loss term credit")
     assert page.locator(".remarks").first.text_content() != before
     token(page, 0, 4).click()
-    expect(page.locator(".dock")).to_contain_text(
-        "effects were stored by position credit; the tokens show loss term"
-    )
+    expect(page.locator(".dock")).to_contain_text("effects were stored by position credit; the tokens show loss term")
     expect(page.locator(".bar-column")).to_have_count(8)
 
 
@@ -357,9 +343,7 @@ def test_log_prob_and_advantage_can_be_shown(viewer: Watched, scored: int) -> No
 def test_a_group_of_equal_rewards_says_why_it_has_no_influence(viewer: Watched, view: StepView) -> None:
     constant = next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.CONSTANT_REWARD)
     page = viewer.open(f"#/group?step={STEP}&group={constant}")
-    expect(page.locator(".notice")).to_contain_text(
-        "all 8 rewards are equal, so there is nothing to contrast"
-    )
+    expect(page.locator(".notice")).to_contain_text("all 8 rewards are equal, so there is nothing to contrast")
     expect(page.locator(".row .slot-1 .t[class*=' e']").first).to_be_visible()
     token(page, 0, 4).click()
     expect(page.locator(".dock")).to_contain_text("not scored")
@@ -465,9 +449,7 @@ def test_a_token_of_the_leaderboard_leads_to_where_it_stands(viewer: Watched) ->
 # ---------------------------------------------------------------- everywhere
 
 
-def test_dark_mode_follows_the_system_and_the_key_and_stays(
-    browser: Browser, origin: str, scored: int
-) -> None:
+def test_dark_mode_follows_the_system_and_the_key_and_stays(browser: Browser, origin: str, scored: int) -> None:
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()
     page.goto(f"{origin}/#/group?step={STEP}&group={scored}")

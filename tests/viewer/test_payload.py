@@ -77,9 +77,7 @@ def test_pairwise_blocks_contrast_to_the_scores(chains: tuple[StepView, Vocabula
     scores = decode(view, g, vocabulary)["influence_position"]
     start = 0
     for r, response in enumerate(structure["responses"]):
-        block = np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(
-            response["length"], -1
-        )
+        block = np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(response["length"], -1)
         contrast = block[:, accepted].mean(1) - block[:, ~accepted].mean(1)
         np.testing.assert_allclose(contrast, scores[start : start + response["length"]], atol=1e-6)
         start += response["length"]
@@ -88,9 +86,7 @@ def test_pairwise_blocks_contrast_to_the_scores(chains: tuple[StepView, Vocabula
 def test_a_column_is_the_same_numbers_as_the_blocks(chains: tuple[StepView, Vocabulary]) -> None:
     view, _ = chains
     g = scored(view)
-    blocks = [
-        np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(-1, 8) for r in range(8)
-    ]
+    blocks = [np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(-1, 8) for r in range(8)]
     for target in (0, 5):
         column = np.frombuffer(payload.pairwise_column(view, g, target) or b"", "<f4")
         assert np.array_equal(column, np.concatenate([block[:, target] for block in blocks]))

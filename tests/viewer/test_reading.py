@@ -74,9 +74,7 @@ def test_chat_templates_say_who_speaks(viewer: Watched) -> None:
     page = viewer.open("#/run")
     for prompt, messages in TEMPLATES.items():
         parts = [part for part in CONTROL.split(prompt) if part]
-        found = page.evaluate(
-            MESSAGES, [(part.encode().hex(), bool(CONTROL.fullmatch(part))) for part in parts]
-        )
+        found = page.evaluate(MESSAGES, [(part.encode().hex(), bool(CONTROL.fullmatch(part))) for part in parts])
         assert (None if found is None else [(each["role"], each["text"]) for each in found]) == messages
 
 
@@ -88,9 +86,7 @@ def test_characters_cut_over_tokens_are_whole_again(viewer: Watched) -> None:
     assert found == [{"role": "user", "text": "日本🙂 שלום"}]
 
 
-def test_a_group_is_read_without_boilerplate_and_its_tokens_are_a_key_away(
-    viewer: Watched, runs_dir: Path
-) -> None:
+def test_a_group_is_read_without_boilerplate_and_its_tokens_are_a_key_away(viewer: Watched, runs_dir: Path) -> None:
     page = viewer.open("#/group?run=prose&step=1&group=1&view=read")
     expect(page.locator(".prompt .readable")).to_be_visible()
     expect(page.locator(".prompt .readable")).not_to_contain_text("im_start")

@@ -45,9 +45,7 @@ def test_scores_and_validation_set_of_a_real_step(real: Path) -> None:
     kept = [row for row in page["candidates"] if row["kept"]]
     last = run.metrics()[0][-1]
     assert len(kept) == last["tracin/selected"] == last["perf/trained_responses"] - len(page["validation"])
-    assert (
-        last["perf/generated_responses"] == 4 * 3 + 4 * 3 + 6
-    )  # rollout, TracIn's validation, the probe's E
+    assert last["perf/generated_responses"] == 4 * 3 + 4 * 3 + 6  # rollout, TracIn's validation, the probe's E
     assert (step["reason"] == int(TracinReason.VALIDATION)).sum() == len(page["validation"])
 
 

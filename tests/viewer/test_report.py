@@ -95,9 +95,7 @@ def test_asking_for_what_is_not_there_is_an_error(runs_dir: Path, tmp_path: Path
         show(tmp_path)
 
 
-def test_effects_beyond_the_budget_are_left_out_and_said(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_effects_beyond_the_budget_are_left_out_and_said(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradtrace.viewer.report.PAIRWISE_BUDGET", 10_000)
     report = make_report([runs_dir / "chains"], steps=[2], max_groups=4)
     assert report.groups == 4 and any("left out" in remark for remark in report.remarks)
@@ -153,6 +151,4 @@ def test_what_a_report_leaves_out_is_said_on_its_page(
     output.write_text(make_report([runs_dir / "chains"], steps=[2]).page, encoding="utf-8")
     page.goto(output.as_uri() + "#/tracin")
     page.locator(".responses tr.opens").nth(3).click()
-    expect(page.locator(".opened")).to_contain_text(
-        "This report does not hold that part of the run. Its beginning:"
-    )
+    expect(page.locator(".opened")).to_contain_text("This report does not hold that part of the run. Its beginning:")

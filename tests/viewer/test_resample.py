@@ -28,9 +28,7 @@ GROUP = "/api/runs/0/steps/3/groups/0"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resample")
-    return train(
-        small.config(folder, "trainer.entropy_trace.enable=true", "trainer.checkpoint.every=2")
-    ).run_dir
+    return train(small.config(folder, "trainer.entropy_trace.enable=true", "trainer.checkpoint.every=2")).run_dir
 
 
 def reward_of(made: Path) -> str:
@@ -61,9 +59,7 @@ def ended(client: httpx.Client) -> dict[str, Any]:
     raise AssertionError("the job does not end")
 
 
-def test_a_token_is_resampled_and_stored_like_the_command_does(
-    client: httpx.Client, made: Path, run_dir: Path
-) -> None:
+def test_a_token_is_resampled_and_stored_like_the_command_does(client: httpx.Client, made: Path, run_dir: Path) -> None:
     before = client.get(f"{GROUP}/counterfactual").json()
     assert before["measured"] is None and before["resample"] is True
     assert client.get(f"{GROUP}/counterfactual/1/2").status_code == 404
@@ -180,9 +176,7 @@ def test_one_job_at_a_time_and_it_can_be_cancelled() -> None:
     job.cancel()
 
 
-def test_code_of_a_run_has_to_be_named_for_the_page_as_well(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_of_a_run_has_to_be_named_for_the_page_as_well(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(run_dir), "--resample", "--no-open"]) == 2
     assert "reward.path" in capsys.readouterr().err
     assert main(["view", str(run_dir), "--no-open", "reward.name=task"]) == 2

@@ -35,9 +35,7 @@ def hash_of(page: Page) -> str:
 
 def counts_of_bars(page: Page) -> list[tuple[int, int]]:
     """(kept, dropped) of every bar, from its words."""
-    labels = page.locator(".score-bar").evaluate_all(
-        "nodes => nodes.map(node => node.getAttribute('aria-label'))"
-    )
+    labels = page.locator(".score-bar").evaluate_all("nodes => nodes.map(node => node.getAttribute('aria-label'))")
     found = [re.search(r": ([\d,]+) responses? kept, (\d+) dropped", label) for label in labels]
     return [(int(match[1].replace(",", "")), int(match[2])) for match in found if match]
 
@@ -45,9 +43,7 @@ def counts_of_bars(page: Page) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- TracIn
 
 
-def test_scores_over_training_stay_readable_beside_one_extreme_value(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_scores_over_training_stay_readable_beside_one_extreme_value(browser: Browser, tmp_path: Path) -> None:
     """One step's scores are a million times larger: those of the others still lie at different heights."""
     run = write_run(tmp_path / "run", groups=6, steps=8)
     lines = open_run(run).metrics()[0]

@@ -34,9 +34,7 @@ META = {
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first scored group has loss terms, the others the tail alone; the third token of each response is clipped."""
-    path = write_run(
-        tmp_path_factory.mktemp("tiers") / "run", seed=5, groups=8, steps=1, tracin=False, probe=False
-    )
+    path = write_run(tmp_path_factory.mktemp("tiers") / "run", seed=5, groups=8, steps=1, tracin=False, probe=False)
     step = open_run(path).step(INFLUENCE_TRACE, 1)
     columns = {name: step[name] for name in step.columns if not name.startswith("influence_")}
     has_terms = step["group"] == step["group"].min()
@@ -66,9 +64,7 @@ def view(run_dir: Path) -> StepView:
 def groups(view: StepView) -> tuple[int, int]:
     """(the group with loss terms, one with the tail alone)."""
     best = {g: scores[0] for g in range(view.n_groups) if (scores := view.group_scores(g))}
-    return next(g for g, s in best.items() if s == "loss_term"), next(
-        g for g, s in best.items() if s == "tail"
-    )
+    return next(g for g, s in best.items() if s == "loss_term"), next(g for g, s in best.items() if s == "tail")
 
 
 @pytest.fixture
@@ -100,12 +96,8 @@ def test_a_group_shows_its_best_credit_and_names_the_score(page: Page, groups: t
     unit = "loss term credit, change in the log-prob contrast per unit of learning rate"
     expect(page.locator(".legend.slot-1 .unit")).to_have_text(unit)
     sentence = page.locator(".explain .slot-1")
-    expect(sentence).to_contain_text(
-        "Positive, bar above: training on this token helps the accepted responses"
-    )
-    expect(sentence).to_contain_text(
-        "when a step follows its own term of the training loss, in AdamW’s geometry"
-    )
+    expect(sentence).to_contain_text("Positive, bar above: training on this token helps the accepted responses")
+    expect(sentence).to_contain_text("when a step follows its own term of the training loss, in AdamW’s geometry")
     go(page, f"#/group?step=1&group={groups[1]}")
     expect(page.locator(".legend.slot-1 .unit")).to_contain_text("tail credit")
     expect(page.get_by_role("radio", name="loss term")).to_be_disabled()
@@ -116,9 +108,7 @@ def test_the_switch_asks_what_making_a_token_likelier_would_do(page: Page, group
     strongest = page.locator(".row .slot-1 .t.p5").first
     place = strongest.evaluate("node => node.token")
     page.get_by_role("radio", name="making it likelier would do").click()
-    expect(page.locator(".explain .slot-1")).to_contain_text(
-        "making this token likelier helps the accepted responses"
-    )
+    expect(page.locator(".explain .slot-1")).to_contain_text("making this token likelier helps the accepted responses")
     mirrored = page.evaluate(
         "t => [...document.querySelectorAll('.slot-1 .t')].find(n => n.token === t).className", place
     )

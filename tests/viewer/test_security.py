@@ -84,9 +84,7 @@ def test_no_path_leaves_the_served_files(origin: str, target: str) -> None:
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost@evil", "[::1", "", "a b"]
 )
 def test_foreign_hosts_are_refused(origin: str, host: str) -> None:
-    answer = raw_request(
-        origin, f"GET /api/runs HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
-    )
+    answer = raw_request(origin, f"GET /api/runs HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
     assert answer.split(b" ", 2)[1] in (b"421", b"400")
     assert b"chains" not in answer
 
@@ -104,9 +102,7 @@ def test_loopback_names_are_served_on_any_port_for_ssh_tunnels(client: httpx.Cli
     assert client.get("/api/runs", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "origin_header", ["http://evil.example", "null", "http://localhost.evil.example", "file://"]
-)
+@pytest.mark.parametrize("origin_header", ["http://evil.example", "null", "http://localhost.evil.example", "file://"])
 def test_pages_of_other_sites_get_nothing(client: httpx.Client, origin_header: str) -> None:
     assert client.get("/api/runs", headers={"origin": origin_header}).status_code == 403
 
@@ -287,9 +283,7 @@ def test_the_link_sets_a_cookie_and_leaves_the_address(guarded: str) -> None:
 
 
 def test_the_bearer_header_works_for_scripts(guarded: str) -> None:
-    assert (
-        httpx.get(guarded + "/api/runs", headers={"authorization": "Bearer right-token"}).status_code == 200
-    )
+    assert httpx.get(guarded + "/api/runs", headers={"authorization": "Bearer right-token"}).status_code == 200
 
 
 def test_any_host_but_loopback_gets_a_token() -> None:
@@ -339,9 +333,7 @@ def test_an_unchanged_answer_is_not_sent_twice(client: httpx.Client) -> None:
 
 def test_polling_sends_only_what_is_new(client: httpx.Client) -> None:
     everything = client.get("/api/runs/0/news").json()
-    assert (
-        len(everything["metrics"]["rows"]) == 5 and len(everything["traces"]["entropy_trace"]["steps"]) == 5
-    )
+    assert len(everything["metrics"]["rows"]) == 5 and len(everything["traces"]["entropy_trace"]["steps"]) == 5
     metrics = everything["metrics"]
     newest = {kind: trace["newest"] for kind, trace in everything["traces"].items()}
     query = {"metrics": metrics["to"], "metrics_file": metrics["file"], **newest}

@@ -26,9 +26,7 @@ def texts_of(view: StepView, g: int) -> list[tuple[int, ...]]:
     return [tuple(token_ids(view.layout, r).tolist()) for r in view.members[g]]
 
 
-def test_identical_responses_are_one_row_that_says_how_many_and_spreads(
-    viewer: Watched, view: StepView
-) -> None:
+def test_identical_responses_are_one_row_that_says_how_many_and_spreads(viewer: Watched, view: StepView) -> None:
     g = next(g for g in range(view.n_groups) if 1 < len(set(texts_of(view, g))) < len(texts_of(view, g)))
     texts = texts_of(view, g)
     page = viewer.open(f"#/group?step={STEP}&group={g}")

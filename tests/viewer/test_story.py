@@ -89,9 +89,7 @@ LOSS_TERM = [[0.1, 5.0, 0.2], [0.1, 1.0, 0.1], [0.1, 1.0, 0.1], [0.1, 4.0, 0.2]]
 
 def test_a_wrong_token_that_training_lowers_helps_and_its_siblings_are_counted(tmp_path: Path) -> None:
     effects = effects_of(ANSWERS, [-1.0, 1.0, 1.0, -1.0])
-    view = written(
-        tmp_path, ANSWERS, REWARDS, first_wrong={0: 1, 3: 1}, scores={"tail": LOSS_TERM}, effects=effects
-    )
+    view = written(tmp_path, ANSWERS, REWARDS, first_wrong={0: 1, 3: 1}, scores={"tail": LOSS_TERM}, effects=effects)
     story = group_story(view, 0, WORDS)
     assert story.sentence == (
         "r0 (×2) goes wrong at token 1, “7”, where “2” is right: training lowers it, which helps the accepted answers "
@@ -107,9 +105,7 @@ def test_a_wrong_token_that_training_lowers_helps_and_its_siblings_are_counted(t
 def test_harm_and_single_effects_are_told_with_their_sign_and_their_own_credit(tmp_path: Path) -> None:
     scores = [[-x for x in values] for values in LOSS_TERM]
     effects = effects_of(ANSWERS, [-1.0, 1.0, -1.0, -1.0])
-    view = written(
-        tmp_path, ANSWERS, REWARDS, first_wrong={0: 1}, scores={"loss_term": scores}, effects=effects
-    )
+    view = written(tmp_path, ANSWERS, REWARDS, first_wrong={0: 1}, scores={"loss_term": scores}, effects=effects)
     assert group_story(view, 0, WORDS).sentence.endswith(
         "training lowers it, which hurts the accepted answers against the rejected ones and makes 1 of 2 likelier "
         "(loss-term credit, single answers by tail credit)."
@@ -174,10 +170,7 @@ def test_a_measured_loss_of_expected_reward_is_told_with_its_error(tmp_path: Pat
     story = group_story(view, 0, WORDS, MeasuredGroup(0, measurement, {}, {}))
     assert story.as_json()["at"] == [0, 1]
     assert story.sentence.startswith("r0 goes wrong at token 1, “7”, where “2” is right: training lowers it")
-    assert (
-        "; by sampled continuations the expected reward is 0.90 before it and 0.00 after it (± "
-        in story.sentence
-    )
+    assert "; by sampled continuations the expected reward is 0.90 before it and 0.00 after it (± " in story.sentence
 
 
 def test_a_run_tells_changes_that_stand_out_and_the_last_finding() -> None:

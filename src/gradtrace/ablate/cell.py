@@ -102,9 +102,7 @@ def score_cell(parts: Parts, batch: RolloutBatch, config: Config, repeat: int) -
     """The cell's file: scores of the tokens, and what they cost."""
     costs, keeper = measure(parts, batch, config, repeat, traced=True)
     assert keeper is not None
-    columns: dict[str, Any] = {
-        name: np.asarray(keeper.columns[name]) for name in KEPT if name in keeper.columns
-    }
+    columns: dict[str, Any] = {name: np.asarray(keeper.columns[name]) for name in KEPT if name in keeper.columns}
     meta = costs | {
         "credit": config.trainer.influence_trace.credit,
         "output_function": keeper.config.output_function,

@@ -50,9 +50,7 @@ COLUMNS: list[dict[str, Any]] = [
 def collect(folder: Path) -> dict[str, Any]:
     """Write ablation.md, .csv and .json into `folder`; returns the content of the last."""
     if not (folder / SHARED).is_file():
-        raise GradtraceError(
-            f"{folder} holds no ablation: there is no {SHARED}. `gradtrace ablate --help` makes one."
-        )
+        raise GradtraceError(f"{folder} holds no ablation: there is no {SHARED}. `gradtrace ablate --help` makes one.")
     result = table_of(folder)
     atomic_write(folder / "ablation.json", json.dumps(result, indent=2, allow_nan=False).encode())
     atomic_write(folder / "ablation.csv", to_csv(result).encode())

@@ -77,9 +77,7 @@ def _check_knob(word: str, key: str, knob: str) -> None:
     knobs = [f.name for f in dataclasses.fields(InfluenceTraceConfig) if f.name not in NOT_SWEPT]
     if not key.startswith(SWEEP) or knob not in knobs:
         near = closest(knob, knobs)
-        raise GradtraceError(
-            f"'{word}': no such sweep. Did you mean {SWEEP}{near}? Knobs: {', '.join(knobs)}."
-        )
+        raise GradtraceError(f"'{word}': no such sweep. Did you mean {SWEEP}{near}? Knobs: {', '.join(knobs)}.")
 
 
 def _split(values: str) -> list[str]:

@@ -67,9 +67,7 @@ def label_r2(dense: np.ndarray, good: np.ndarray, group: np.ndarray, advantages:
     return float(1 - ((totals - fitted) ** 2).sum() / spread) if spread else None
 
 
-def first_wrong_ranks(
-    dense: np.ndarray, good: np.ndarray, wrong: np.ndarray
-) -> tuple[float | None, float | None, int]:
+def first_wrong_ranks(dense: np.ndarray, good: np.ndarray, wrong: np.ndarray) -> tuple[float | None, float | None, int]:
     """(hit@1, mean percentile, responses) of the first wrong token in rejected responses, the most negative first."""
     hits, percentiles = [], []
     for row in np.flatnonzero((wrong >= 0) & ~good):
@@ -88,9 +86,7 @@ def first_wrong_ranks(
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Rank correlation over the tokens that both have; None where it is not defined."""
     both = ~np.isnan(a) & ~np.isnan(b)
-    found = (
-        agreement.spearman(torch.from_numpy(a[both]), torch.from_numpy(b[both])) if both.any() else math.nan
-    )
+    found = agreement.spearman(torch.from_numpy(a[both]), torch.from_numpy(b[both])) if both.any() else math.nan
     return None if math.isnan(found) else found
 
 

@@ -53,9 +53,7 @@ def ablate(grid: Grid, out: Path, checkpoint: Path | None = None, repeat: int = 
                     atomic_write(failed, str(error).encode())
 
 
-def _shared_rollout(
-    grid: Grid, out: Path, parts: Parts, checkpoint: Path | None, repeat: int
-) -> RolloutBatch:
+def _shared_rollout(grid: Grid, out: Path, parts: Parts, checkpoint: Path | None, repeat: int) -> RolloutBatch:
     """The rollout that folder `out` holds, or a new one."""
     digest = weights_digest(parts)
     path = out / SHARED
@@ -101,11 +99,7 @@ def merged_axes(known: dict[str, list[str]], new: dict[str, list[str]]) -> dict[
 
 
 def machine(device: torch.device) -> str:
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} threads"
 
 

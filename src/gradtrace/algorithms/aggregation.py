@@ -68,9 +68,7 @@ def token_weights(
     raise GradtraceError(f"There is no aggregation '{mode}': {nearest(mode, AGGREGATIONS)}")
 
 
-def aggregate(
-    values: Tensor, mask: Tensor, mode: str = "token_mean", denominator: Denominator | None = None
-) -> Tensor:
+def aggregate(values: Tensor, mask: Tensor, mode: str = "token_mean", denominator: Denominator | None = None) -> Tensor:
     """Scalar from values float[R, T].
 
     - `token_mean`: Σ values / tokens. Every token weighs the same (DAPO).

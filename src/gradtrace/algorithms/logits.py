@@ -44,9 +44,7 @@ class _TokenStatistics(torch.autograd.Function):
     """(logits [N, V], tokens [N]) → log_probs [N], entropies [N] (of length 0 unless asked for)."""
 
     @staticmethod
-    def forward(
-        logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         log_probs, entropies = [], []
         for rows in _blocks(logits):
             log_p = _log_softmax(logits[rows], temperature)
@@ -107,13 +105,9 @@ class _TokenStatistics(torch.autograd.Function):
         return torch.cat(log_probs or [empty]), torch.cat(entropies or [empty])
 
 
-def _statistics(
-    logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
+def _statistics(logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
     if tokens.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"tokens {tuple(tokens.shape)} and logits {tuple(logits.shape)} must be [...] and [..., V]"
-        )
+        raise ValueError(f"tokens {tuple(tokens.shape)} and logits {tuple(logits.shape)} must be [...] and [..., V]")
     flat = logits.reshape(-1, logits.shape[-1])
     log_probs, entropies = _TokenStatistics.apply(flat, tokens.reshape(-1), temperature, with_entropy)
     return log_probs.view(tokens.shape), entropies.view(tokens.shape) if with_entropy else entropies
@@ -124,9 +118,7 @@ def log_probs_from_logits(logits: Tensor, tokens: Tensor, temperature: float = 1
     return _statistics(logits, tokens, temperature, with_entropy=False)[0]
 
 
-def log_probs_and_entropies(
-    logits: Tensor, tokens: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropies(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """[...] log-probs of `tokens` and [...] entropies in nats, from one softmax."""
     return _statistics(logits, tokens, temperature, with_entropy=True)
 

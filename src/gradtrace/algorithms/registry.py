@@ -105,19 +105,13 @@ class Registry(Generic[Inputs, Outputs]):
         bound = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         for option, value in options.items():
             if option not in bound:
-                raise GradtraceError(
-                    f"{self.kind} '{name}' has no option '{option}': {nearest(option, bound)}"
-                )
+                raise GradtraceError(f"{self.kind} '{name}' has no option '{option}': {nearest(option, bound)}")
             bound[option] = value
         missing = [option for option, value in bound.items() if value is inspect.Parameter.empty]
         if missing:
-            raise GradtraceError(
-                f"{self.kind} '{name}' needs the option '{missing[0]}', which has no default."
-            )
+            raise GradtraceError(f"{self.kind} '{name}' needs the option '{missing[0]}', which has no default.")
         own_kl = entry.own_kl(bound) if callable(entry.own_kl) else entry.own_kl
-        return Algorithm(
-            name, function, bound, frozenset(entry.needs(bound)), own_kl, entry.plain_at_ratio_one
-        )
+        return Algorithm(name, function, bound, frozenset(entry.needs(bound)), own_kl, entry.plain_at_ratio_one)
 
 
 policy_losses: Registry[LossInputs, LossOutputs] = Registry("policy loss")

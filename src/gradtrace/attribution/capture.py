@@ -188,9 +188,7 @@ class Capture:
         through_gradients = (positions + tokens * len(members)) * block.dim
         return positions**2 * (block.k_out + block.k_in) < through_gradients
 
-    def products(
-        self, calls: Sequence[Part], factors: Mapping[int, float], flat: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def products(self, calls: Sequence[Part], factors: Mapping[int, float], flat: Tensor) -> tuple[Tensor, Tensor]:
         """Of the gradients of n responses, each times its factor: [M, T, n] with those of the tokens at the flat
         positions (−1 = none, gives zeros), and [M, n, n] with each other. For modules that were called once.
 
@@ -203,9 +201,7 @@ class Capture:
         positions, owner, rows = positions[rows >= 0], owner[rows >= 0], rows[rows >= 0]
         chosen = chosen_rows(rows, part.u.device)
         weights = torch.zeros(len(positions), len(factors), dtype=torch.float64)
-        weights[torch.arange(len(positions)), owner] = torch.tensor(
-            list(factors.values()), dtype=torch.float64
-        )[owner]
+        weights[torch.arange(len(positions)), owner] = torch.tensor(list(factors.values()), dtype=torch.float64)[owner]
         mixing = weights.to(part.u)
         # One module after the other: a product of positions with each other is large.
         sides = ((u[chosen], v[chosen]) for u, v in zip(part.u, part.v, strict=True))
@@ -234,8 +230,4 @@ class Capture:
 
 def _by_row(x: Tensor, shape: tuple[int, int]) -> Tensor:
     """Inputs of a linear layer [.., d] or ids of an embedding, as [B, S, …]."""
-    return (
-        x.reshape(shape)
-        if x.numel() == shape[0] * shape[1] and not x.is_floating_point()
-        else x.reshape(*shape, -1)
-    )
+    return x.reshape(shape) if x.numel() == shape[0] * shape[1] and not x.is_floating_point() else x.reshape(*shape, -1)

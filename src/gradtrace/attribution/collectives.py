@@ -69,9 +69,7 @@ class Ranks:
         if not isinstance(tensor, DTensor):
             return self.size
         mesh = tensor.device_mesh
-        parts = math.prod(
-            mesh.size(dim) for dim, where in enumerate(tensor.placements) if isinstance(where, Shard)
-        )
+        parts = math.prod(mesh.size(dim) for dim, where in enumerate(tensor.placements) if isinstance(where, Shard))
         if self.size % parts:
             raise AttributionError(
                 f"a tensor in {parts} shards cannot be summed over {self.size} ranks: take the process group of all"
@@ -106,9 +104,7 @@ def on_mesh(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor) or tensor.to_local().device.type == tensor.device_mesh.device_type:
         return tensor
     part = tensor.to_local().to(tensor.device_mesh.device_type)
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def gathered(tensor: Tensor) -> Tensor:

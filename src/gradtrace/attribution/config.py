@@ -116,11 +116,7 @@ class InfluenceConfig:
             try:
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
-                glob = (
-                    " It looks like a glob: `mlp` alone finds every name with mlp in it."
-                    if "*" in pattern
-                    else ""
-                )
+                glob = " It looks like a glob: `mlp` alone finds every name with mlp in it." if "*" in pattern else ""
                 raise AttributionError(
                     f"module_name_filter: {pattern!r} is no regular expression ({error}).{glob}"
                 ) from None
@@ -146,9 +142,7 @@ class InfluenceConfig:
                 " 'auto'"
             )
         if (self.solver == "response") != (self.hessian_source == "response"):
-            fitting = (
-                "'response' or 'dense'" if self.hessian_source == "response" else "'gram', 'cg' or 'dense'"
-            )
+            fitting = "'response' or 'dense'" if self.hessian_source == "response" else "'gram', 'cg' or 'dense'"
             raise AttributionError(
                 f"solver={self.solver!r} does not solve hessian_source={self.hessian_source!r}; use {fitting}"
             )

@@ -21,9 +21,7 @@ def contrast(accepted: Tensor, agg: str, exclude_self: bool, advantages: Tensor 
         present.fill_diagonal_(0.0)
     if agg == "advantage":
         if advantages is None:
-            raise AttributionError(
-                "contrastive_agg='advantage' needs advantages: pass them to capture() or score()"
-            )
+            raise AttributionError("contrastive_agg='advantage' needs advantages: pass them to capture() or score()")
         return present * advantages.double()[None, :]
     positive = present * accepted.double()[None, :]
     negative = present * (~accepted).double()[None, :]

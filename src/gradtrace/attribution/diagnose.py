@@ -50,9 +50,7 @@ def check_gradient_flow(
     except AttributionError as error:
         report.problems.append(str(error))
         return report
-    flows = {
-        block: LayerFlow(block.name, (block.d_out, block.d_in), (block.k_out, block.k_in)) for block in blocks
-    }
+    flows = {block: LayerFlow(block.name, (block.d_out, block.d_in), (block.k_out, block.k_in)) for block in blocks}
     report.layers = list(flows.values())
     without_grad: set[str] = set()
 
@@ -104,9 +102,7 @@ def _problems(layers: list[LayerFlow], without_grad: set[str], loss: Tensor) -> 
         ]
     problems = []
     if not bool(torch.isfinite(loss).all()):
-        problems.append(
-            f"the loss is {float(loss.detach().flatten()[0])}: gradients of it carry no information"
-        )
+        problems.append(f"the loss is {float(loss.detach().flatten()[0])}: gradients of it carry no information")
     silent = [layer.name for layer in layers if layer.ran and layer.rows == 0]
     if silent:
         problems.append(

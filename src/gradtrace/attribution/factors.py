@@ -65,9 +65,7 @@ class FactorHooks:
         def after_forward(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
             if self._paused or not output.requires_grad:
                 return
-            recomputing = (
-                torch._C._current_graph_task_id() != -1
-            )  # checkpointing runs it again inside backward
+            recomputing = torch._C._current_graph_task_id() != -1  # checkpointing runs it again inside backward
             if not recomputing:
                 self.calls[block] += 1
                 self.forward_captures[block.name] += 1

@@ -49,9 +49,7 @@ class GhostProduct:
                 "the target gradient names no weight of a selected linear layer; its first names are"
                 f" {list(target)[:3]}"
             )
-        self._weights = {
-            block: oriented(block, target[block.parameter_name]).detach() for block in self._blocks
-        }
+        self._weights = {block: oriented(block, target[block.parameter_name]).detach() for block in self._blocks}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._biases: dict[Site, Tensor] = {}
         covered = {block.parameter_name for block in self._blocks}
@@ -130,15 +128,11 @@ class GhostProduct:
     def scores(self, responses: int) -> Tensor:
         """float64[responses]: the products since the last call; NaN for a response that was not captured."""
         if not self._scores:
-            raise AttributionError(
-                "nothing was captured: no backward pass ran inside `with ghost.capture(…)`"
-            )
+            raise AttributionError("nothing was captured: no backward pass ran inside `with ghost.capture(…)`")
         result = torch.full((responses,), torch.nan, dtype=torch.float64)
         for response, value in self._scores.items():
             if response >= responses:
-                raise AttributionError(
-                    f"response id {response} was captured, but only {responses} were announced"
-                )
+                raise AttributionError(f"response id {response} was captured, but only {responses} were announced")
             result[response] = value
         self._scores.clear()
         return result

@@ -25,9 +25,7 @@ class Labels:
     """float[R] of ±1: with which sign the captured objective counts the response's log-prob; None = all +1."""
 
     @staticmethod
-    def of(
-        accepted: Tensor, group: Tensor, advantages: Tensor | None = None, sign: Tensor | None = None
-    ) -> Labels:
+    def of(accepted: Tensor, group: Tensor, advantages: Tensor | None = None, sign: Tensor | None = None) -> Labels:
         accepted, group = accepted.cpu(), group.cpu()
         if accepted.dtype != torch.bool or accepted.dim() != 1:
             raise AttributionError(f"accepted must be bool[R], not {accepted.dtype}{list(accepted.shape)}")
@@ -40,13 +38,9 @@ class Labels:
             if column is not None:
                 columns[name] = column.detach().cpu()
                 if column.shape != accepted.shape:
-                    raise AttributionError(
-                        f"{name} is {list(column.shape)}, but there are {len(accepted)} responses"
-                    )
+                    raise AttributionError(f"{name} is {list(column.shape)}, but there are {len(accepted)} responses")
         if sign is not None and bool((sign.abs() != 1).any()):
-            raise AttributionError(
-                "sign must hold +1 or −1 for every response (use +1 where the weight is 0)"
-            )
+            raise AttributionError("sign must hold +1 or −1 for every response (use +1 where the weight is 0)")
         return Labels(accepted, group, columns["advantages"], columns["sign"])
 
     def __len__(self) -> int:

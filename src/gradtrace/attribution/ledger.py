@@ -78,9 +78,7 @@ class Ledger:
         """Response → the rank that captured it. Also learns the lengths of the other ranks' responses."""
         last = max(self.counts, default=-1)
         if last >= len(labels):
-            raise AttributionError(
-                f"response id {last} was captured, but accepted has only {len(labels)} entries"
-            )
+            raise AttributionError(f"response id {last} was captured, but accepted has only {len(labels)} entries")
         missing = sorted((self.steps | self.targets) - (self.steps & self.targets))
         if missing:
             which, role = missing[0], "target" if missing[0] in self.steps else "step"

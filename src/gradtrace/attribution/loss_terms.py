@@ -103,9 +103,7 @@ class LossTerms:
             else:
                 batch, index = solved.get(id(scope), (None, 0))
                 # All ranks of a split scope have the whole direction: in a sum over ranks one of them counts.
-                counts = not self.sharded or self.ranks.place == min(
-                    rank for rank in ranks if rank is not None
-                )
+                counts = not self.sharded or self.ranks.place == min(rank for rank in ranks if rank is not None)
                 parts = batch.directions if batch is not None and counts else {}
                 directions = {block: part[index] for block, part in parts.items()}
             if self.ranks.size > 1 and (self.sharded or (linear and len(ranks) > 1)):
@@ -169,9 +167,7 @@ class LossTerms:
             parameter: Tensor = self.parameters[name]
             tangent = block.weight_direction(part).to(parameter.dtype)
             if isinstance(parameter, DTensor):
-                tangent = distribute_tensor(
-                    tangent, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
+                tangent = distribute_tensor(tangent, parameter.device_mesh, parameter.placements, src_data_rank=None)
             slope = part.square().sum()
             if self.applies_late(block):
                 self.sources.add(self.geometry.source(parameter, coming.get(name)))

@@ -53,8 +53,7 @@ def estimate_memory(
         directions = each * sum(block.dim for block in blocks)
     return MemoryEstimate(
         stored_factors=0 if streamed else 4 * sum(per_block),
-        working=4
-        * max(max(per_block) + solving, min(sum(per_block), MAX_WAITING_ELEMENTS) if streamed else 0),
+        working=4 * max(max(per_block) + solving, min(sum(per_block), MAX_WAITING_ELEMENTS) if streamed else 0),
         scores=4 * (tokens * (1 + (responses if config.pairwise else 0)) + responses**2),
         directions=4 * directions,
         projections=4 * sum(b.k_out * b.d_out + b.k_in * b.d_in for b in blocks if b.projected),

@@ -185,9 +185,7 @@ def tail_modules(model: nn.Module) -> set[str]:
     return found
 
 
-def _group_by_weight(
-    model: nn.Module, layers: list[tuple[str, nn.Module]], config: InfluenceConfig
-) -> list[Block]:
+def _group_by_weight(model: nn.Module, layers: list[tuple[str, nn.Module]], config: InfluenceConfig) -> list[Block]:
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     blocks: dict[int, Block] = {}
     for name, module in layers:

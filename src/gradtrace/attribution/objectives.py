@@ -86,9 +86,7 @@ def needs_own_backward(output_function: str, training: TrainingPass) -> bool:
 
 def objective_sign(output_function: str, advantages: Tensor, rewards: Tensor) -> Tensor:
     """[R] of ±1: with which sign the objective counts each response's log-prob; +1 where the weight is 0."""
-    weight = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(
-        output_function, advantages
-    )
+    weight = {"log_prob": torch.ones_like(rewards), "log_prob_reward": rewards}.get(output_function, advantages)
     return torch.where(weight < 0, -1.0, 1.0)
 
 
@@ -116,9 +114,7 @@ def objective_weights(
                 stacklevel=2,
             )
         return torch.where(mask, rewards[:, None].to(torch.float32), 0.0)
-    raise AttributionError(
-        "output_function='training_loss' has no weights of its own: it is the training loss"
-    )
+    raise AttributionError("output_function='training_loss' has no weights of its own: it is the training loss")
 
 
 def objective(log_probs: Tensor, weights: Tensor) -> Tensor:

@@ -61,9 +61,7 @@ def build_scopes(
     def scope(groups: list[int]) -> Scope:
         members = [response for group in groups for response in mixed[group]]
         advantages = None if labels.advantages is None else labels.advantages[members]
-        weights = contrast(
-            labels.accepted[members], config.contrastive_agg, config.exclude_self_response, advantages
-        )
+        weights = contrast(labels.accepted[members], config.contrastive_agg, config.exclude_self_response, advantages)
         chosen = [group for group in groups if group in with_terms]
         return Scope(groups, members, weights, chosen, [r for group in chosen for r in mixed[group]])
 
@@ -109,9 +107,7 @@ class ScopeBatch:
                 owner[index, start : start + count] = scope.members.index(response)
                 start += count
         self._owner = owner
-        self._weight_of_owner = torch.gather(
-            self.contrast, 1, owner[:, :, None].expand(-1, -1, self.contrast.shape[2])
-        )
+        self._weight_of_owner = torch.gather(self.contrast, 1, owner[:, :, None].expand(-1, -1, self.contrast.shape[2]))
 
     @property
     def members(self) -> list[int]:

@@ -87,9 +87,7 @@ class TokenRows:
     def contract(self, x: Tensor) -> Tensor:
         """[S, m, k_out, k_in] → [S, T, m]: u_tᵀ X_j v_t."""
         u, v = self.u, self.v
-        if (
-            u.shape[2] < v.shape[2]
-        ):  # multiply the longer side first: what is left to sum over is the shorter one
+        if u.shape[2] < v.shape[2]:  # multiply the longer side first: what is left to sum over is the shorter one
             u, v, x = v, u, x.transpose(2, 3)
         scopes, columns, first, second = x.shape
         scores = u.new_empty(scopes, u.shape[1], columns)
@@ -266,9 +264,7 @@ class DenseCurvature(Curvature):
 
     name = "dense"
 
-    def __init__(
-        self, gradients: Tensor, tokens: TokenRows, damping: Damping, source: str, ranks: Ranks
-    ) -> None:
+    def __init__(self, gradients: Tensor, tokens: TokenRows, damping: Damping, source: str, ranks: Ranks) -> None:
         super().__init__(gradients, tokens)
         if source == "response":
             rows, number = gradients.flatten(2), torch.full((len(gradients),), float(gradients.shape[1]))

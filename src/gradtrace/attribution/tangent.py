@@ -81,9 +81,7 @@ def _check_direction(parameters: Mapping[str, Tensor], direction: Mapping[str, T
     for name, tangent in direction.items():
         if name not in parameters:
             known = ", ".join(list(parameters)[:3])
-            raise AttributionError(
-                f"the direction names {name!r}, which the model does not have; it has {known} …"
-            )
+            raise AttributionError(f"the direction names {name!r}, which the model does not have; it has {known} …")
         if tangent.shape != parameters[name].shape:
             raise AttributionError(
                 f"the direction of {name} is {list(tangent.shape)}, the parameter is {list(parameters[name].shape)}"
@@ -105,11 +103,7 @@ def _forward_mode(
         _dense_zeros(model),
         _experts_one_by_one(model),
     ):
-        still = {
-            name: torch.zeros_like(p)
-            for name, p in parameters.items()
-            if p.dim() < 2 and name not in direction
-        }
+        still = {name: torch.zeros_like(p) for name, p in parameters.items() if p.dim() < 2 and name not in direction}
         moving = {
             f"model.{name}": forward_ad.make_dual(parameters[name].detach(), tangent.to(parameters[name]))
             for name, tangent in {**still, **direction}.items()
@@ -158,9 +152,7 @@ class Shards:
     Weights may be sharded over `ranks` (DTensor): then every rank moves its own part, and all of them do so together.
     """
 
-    def __init__(
-        self, model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]], ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]], ranks: Ranks | None = None) -> None:
         """`parts`: (a parameter, the direction of it); either both are sharded alike, or both are local values."""
         self.model = model
         self.ranks = ranks or Ranks()
@@ -176,9 +168,7 @@ class Shards:
             for values, direction in parts
         ]
 
-    def derivative(
-        self, fn: Callable[[], Tensor], step: float | None = None, rate: Tensor | None = None
-    ) -> Tensor:
+    def derivative(self, fn: Callable[[], Tensor], step: float | None = None, rate: Tensor | None = None) -> Tensor:
         """float64: d/dε of `fn()` at θ + ε·direction, by central differences, with `step` for ε.
 
         By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh

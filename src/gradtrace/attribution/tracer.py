@@ -289,9 +289,7 @@ class InfluenceTracer:
 
     def _checked_labels(self, terms: Terms | None) -> Labels:
         if self._labels is None:
-            raise AttributionError(
-                "score() needs accepted and group: they were given neither here nor to capture()"
-            )
+            raise AttributionError("score() needs accepted and group: they were given neither here nor to capture()")
         if self.config.wants_loss_term and terms is None:
             raise AttributionError(f"credit={self.config.credit!r} needs `terms`, see the help of score()")
         return self._labels

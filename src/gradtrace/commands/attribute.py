@@ -53,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
     transformers.utils.logging.disable_progress_bar()
     if args.output is not None and args.output.resolve() == args.run_dir.resolve():
         raise GradtraceError("--output is the run itself: leave it out, or give another name")
-    settings = settings_from(
-        args, AttributeSettings, steps=args.step, groups=args.group, budget=seconds(args.budget)
-    )
+    settings = settings_from(args, AttributeSettings, steps=args.step, groups=args.group, budget=seconds(args.budget))
     console = Console(highlight=False)
     with progress_bar(console) as progress:
         found = attribute(

@@ -64,9 +64,7 @@ def options_of(command: str) -> list[str]:
     from gradtrace.cli import build_parser
 
     subparsers = next(
-        action
-        for action in build_parser([command])._actions
-        if isinstance(action, argparse._SubParsersAction)
+        action for action in build_parser([command])._actions if isinstance(action, argparse._SubParsersAction)
     )
     words: list[str] = []
     for action in subparsers.choices[command]._actions:

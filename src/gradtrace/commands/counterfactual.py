@@ -91,9 +91,7 @@ def measure(
     only = None
     if args.response is not None:
         if not 0 <= args.response < len(source.responses):
-            raise GradtraceError(
-                f"no response {args.response}; the group has 0 to {len(source.responses) - 1}"
-            )
+            raise GradtraceError(f"no response {args.response}; the group has 0 to {len(source.responses) - 1}")
         only = [args.response]
     console.print(f"Step {step}, group {source.index}: {len(source.responses)} responses.")
     console.print(f"Sampling from {resampler.nearest(step).described(step)}.", soft_wrap=True)

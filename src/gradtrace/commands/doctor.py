@@ -105,9 +105,7 @@ def trace_config(knobs: list[str], patterns: list[str], factor: int | None) -> A
     given: dict[str, Any] = {"module_name_filter": patterns} if patterns else {}
     given |= {} if factor is None else {"projection_dim_factor": factor}
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(InfluenceTraceConfig), given, OmegaConf.from_dotlist(words)
-        )
+        merged = OmegaConf.merge(OmegaConf.structured(InfluenceTraceConfig), given, OmegaConf.from_dotlist(words))
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise GradtraceError(f"{PREFIX}{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
@@ -130,9 +128,7 @@ def _show_installation(console: Any) -> None:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            console.print(
-                f"device   cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-            )
+            console.print(f"device   cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     else:
         console.print("device   CPU only (no CUDA device is visible to torch)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -259,9 +255,7 @@ def _load(path: str) -> Any:
     path = model_of(path)  # a run stands for its policy
     transformers.utils.logging.disable_progress_bar()
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False
-        )
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         raise GradtraceError(f"{path} cannot be loaded as a causal language model: {error}") from error
 

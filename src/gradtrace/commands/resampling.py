@@ -116,9 +116,7 @@ class Resampler:
                     f"{what_exists(self._fixed)}"
                 )
             return [Weights(self._fixed, str(self._fixed), None)]
-        found = [
-            _checkpoint(file.parent) for file in sorted(self.run_dir.glob(f"checkpoints/step_*/{MARKER}"))
-        ]
+        found = [_checkpoint(file.parent) for file in sorted(self.run_dir.glob(f"checkpoints/step_*/{MARKER}"))]
         there = {each.step for each in found}
         for step in set(steps_of(self.run_dir)) - there:  # verl's own, which `nearest` converts
             name = f"step_{step:06d}"
@@ -209,9 +207,7 @@ class Resampler:
             policy = Policy(model, device, self.config.rollout.temperature)
             torch.set_num_threads(self.config.trainer.cpu_threads or suitable_threads(policy))
         sampler = build_sampler(model, task, self.config.rollout)
-        self._loaded = Loaded(
-            weights, sampler, task, reward or RewardFunction(f"{task.name}.reward", task.reward)
-        )
+        self._loaded = Loaded(weights, sampler, task, reward or RewardFunction(f"{task.name}.reward", task.reward))
         return self._loaded
 
     def settings(self, step: int, source: SourceGroup) -> dict[str, Any]:
@@ -251,9 +247,7 @@ class Resampler:
                 "`gradtrace verify`"
             )
         longest = self.settings(step, source)["max_new_tokens"]
-        params = SamplingParams.of(
-            self.config.rollout, loaded.task.stop_token_ids, n=1, max_new_tokens=longest
-        )
+        params = SamplingParams.of(self.config.rollout, loaded.task.stop_token_ids, n=1, max_new_tokens=longest)
 
         def judge(texts: list[str]) -> list[float]:
             return loaded.reward(texts, [item] * len(texts))
@@ -275,9 +269,7 @@ class Resampler:
             if group.group_id != source.group_id or group.measurement.responses != source.responses:
                 continue
             other = [
-                f"{key}={group.about.get(key)}"
-                for key, value in settings.items()
-                if group.about.get(key) != value
+                f"{key}={group.about.get(key)}" for key, value in settings.items() if group.about.get(key) != value
             ]
             if other:
                 raise GradtraceError(

@@ -130,9 +130,7 @@ def saved_rollouts(run: Run, step: int | None, tokenizer: Any) -> list[Row]:
     kinds = [kind for kind in SAVED_KINDS if run.steps(kind) and (step is None or step in run.steps(kind))]
     if not kinds:
         which = "no traced step" if step is None else f"no trace of step {step}"
-        raise GradtraceError(
-            f"{run.path}: {which}. Train with trainer.entropy_trace.enable=true to save rollouts."
-        )
+        raise GradtraceError(f"{run.path}: {which}. Train with trainer.entropy_trace.enable=true to save rollouts.")
     saved = run.step(kinds[0], run.steps(kinds[0])[-1] if step is None else step)
     rows = []
     prompts = [saved.group(g).prompt_ids.tolist() for g in range(saved.n_groups)]
@@ -160,9 +158,7 @@ def file_row(row: dict[str, Any], where: str, tokenizer: Any, chat: bool) -> Row
     text = "\n".join(message["content"] for message in messages)
     prompt_ids = encode(tokenizer, messages, chat)
     if not prompt_ids:
-        raise GradtraceError(
-            f"{where}: the prompt is empty; there is no position that predicts the first token."
-        )
+        raise GradtraceError(f"{where}: the prompt is empty; there is no position that predicts the first token.")
     return Row(prompt_ids, ids, text, response, None if reward is None else float(reward))
 
 
@@ -173,9 +169,7 @@ def to_batch(rows: list[Row], name: str) -> RolloutBatch:
     rewarded = [row.reward is not None for row in rows]
     if any(rewarded) and not all(rewarded):
         missing = rewarded.index(False)
-        raise GradtraceError(
-            f"{name}: row {missing} has no reward and others have: give all of them one, or none."
-        )
+        raise GradtraceError(f"{name}: row {missing} has no reward and others have: give all of them one, or none.")
     index = {tuple(row.prompt_ids): 0 for row in rows}
     index = {prompt: number for number, prompt in enumerate(index)}
     lengths = torch.tensor([len(row.response_ids) for row in rows])
@@ -225,9 +219,7 @@ def score(
 ) -> tuple[Tensor, list[str]]:
     """(scores float64[R] of the responses of `data` against the validation set, what is notable about them)."""
     if not has_signal(validation):
-        raise GradtraceError(
-            "--validation says nothing: no prompt of it has responses with different rewards."
-        )
+        raise GradtraceError("--validation says nothing: no prompt of it has responses with different rewards.")
     train = training_losses(data, lambda mask: mask.float())
     host = ModelScorer(policy, selector, budget, shown=shown)
     found, measures = score_parts(host, train, [validation_losses(validation)], measure=False)

@@ -52,13 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     showing = actions.add_parser("show", help="one group, every token with its score")
     showing.add_argument("run_dir", metavar="RUN")
-    showing.add_argument(
-        "--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one"
-    )
+    showing.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
     showing.add_argument("--step", type=int, help="default: the latest")
-    showing.add_argument(
-        "--group", type=int, help="index of the group in the file; default: the first scored one"
-    )
+    showing.add_argument("--group", type=int, help="index of the group in the file; default: the first scored one")
     showing.add_argument(
         "--by",
         metavar="WHAT",
@@ -69,16 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exporting = actions.add_parser("export", help="all tokens as one table")
     exporting.add_argument("run_dir", metavar="RUN")
     exporting.add_argument("target", metavar="FILE", help="its name ends in .parquet or .csv")
-    exporting.add_argument(
-        "--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one"
-    )
-    exporting.add_argument(
-        "--steps", default=":", help="FIRST:LAST, both included, or one number; default: all"
-    )
+    exporting.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
+    exporting.add_argument("--steps", default=":", help="FIRST:LAST, both included, or one number; default: all")
 
-    _add_import(
-        actions.add_parser("import", help="make a run of rollouts of other programs, or of older traces")
-    )
+    _add_import(actions.add_parser("import", help="make a run of rollouts of other programs, or of older traces"))
 
 
 def _add_import(importing: argparse.ArgumentParser) -> None:
@@ -210,9 +200,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.format == "older" or (args.format is None and any(args.source.glob("**/*.npz"))):
         return _import_older(args, console)
     if not args.tokenizer:
-        raise GradtraceError(
-            "--tokenizer is missing: whose tokens are these? Give a model's folder or hub name"
-        )
+        raise GradtraceError("--tokenizer is missing: whose tokens are these? Give a model's folder or hub name")
     from gradtrace.commands.rollouts.importing import ImportSettings, import_rollouts
 
     with progress_bar(console, "reading") as progress:

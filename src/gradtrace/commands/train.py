@@ -22,9 +22,7 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="settings, e.g. recipe=gsm8k rollout.n=16"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, e.g. recipe=gsm8k rollout.n=16")
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
 
 

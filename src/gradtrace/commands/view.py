@@ -78,9 +78,7 @@ class LiveSampling:
         source = resampler.group(request.step, request.group)
         limit = resampler.settings(request.step, source)["max_new_tokens"]
         if request.k * limit > most_tokens:
-            raise GradtraceError(
-                f"{request.k} continuations of up to {limit} tokens are too many for a page: lower k"
-            )
+            raise GradtraceError(f"{request.k} continuations of up to {limit} tokens are too many for a page: lower k")
         with resampler.writing() as writer:
             found = resampler.stored(request.step, source)
             continuations = resampler.continuations(request.step, source)

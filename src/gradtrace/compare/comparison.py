@@ -153,9 +153,7 @@ def _curve(group: RunGroup, metric: str, against: str, smooth: int, remarks: lis
     for run in group.runs:
         xs, ys = run.series(metric, against, smooth)
         if len(xs) == 0:
-            remarks.append(
-                f"{run.name} is left out: it has no {metric}{nearest_metric(metric, run.metric_names)}"
-            )
+            remarks.append(f"{run.name} is left out: it has no {metric}{nearest_metric(metric, run.metric_names)}")
             continue
         runs.append(run)
         lines.append((xs, ys))
@@ -167,9 +165,7 @@ def _curve(group: RunGroup, metric: str, against: str, smooth: int, remarks: lis
     else:
         low, high = max(xs[0] for xs, _ in lines), min(xs[-1] for xs, _ in lines)
         if low > high:
-            raise GradtraceError(
-                f"the runs of {group.label} have no {against} in common; compare them one by one"
-            )
+            raise GradtraceError(f"the runs of {group.label} have no {against} in common; compare them one by one")
         grid = np.linspace(low, high, GRID) if high > low else np.array([low])
     values = [[float(np.interp(x, xs, ys)) for xs, ys in lines] for x in grid]
     intervals = [mean_interval(column) for column in values]

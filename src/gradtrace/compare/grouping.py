@@ -43,9 +43,7 @@ def group_runs(runs: list[LoadedRun], named: list[str] | None = None) -> list[Ru
         members = [run for run in rest if _matches(run, pattern)]
         if not members:
             there = ", ".join(run.name for run in runs)
-            raise GradtraceError(
-                f"--group {entry}: no run (that is left) matches {pattern}; there are {there}"
-            )
+            raise GradtraceError(f"--group {entry}: no run (that is left) matches {pattern}; there are {there}")
         rest = [run for run in rest if run not in members]
         groups.append(RunGroup(label, members))
     groups += _by_configuration(rest)
@@ -55,8 +53,7 @@ def group_runs(runs: list[LoadedRun], named: list[str] | None = None) -> list[Ru
 
 def _matches(run: LoadedRun, pattern: str) -> bool:
     return any(
-        fnmatch.fnmatchcase(text, pattern)
-        for text in (run.name, str(run.path), os.path.normpath(str(run.path)))
+        fnmatch.fnmatchcase(text, pattern) for text in (run.name, str(run.path), os.path.normpath(str(run.path)))
     )
 
 

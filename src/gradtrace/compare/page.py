@@ -49,9 +49,7 @@ def html_page(title: str, *parts: str) -> str:
 """
 
 
-def html_table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "numbers", marked: str = ""
-) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "numbers", marked: str = "") -> str:
     """`kind`: how its columns are set, see the style above. `marked`: the first cell of the row that stands out."""
     titles = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(

@@ -54,9 +54,7 @@ class Curve:
     def __post_init__(self) -> None:
         lengths = {len(values) for values in (self.x, self.y, self.low, self.high) if values is not None}
         if len(lengths) > 1 or (self.low is None) != (self.high is None):
-            raise ValueError(
-                f"curve {self.label!r}: x, y, low and high need one length, low and high come together"
-            )
+            raise ValueError(f"curve {self.label!r}: x, y, low and high need one length, low and high come together")
 
 
 def line_picture(
@@ -140,9 +138,7 @@ class _Picture:
         for tick in self.x_ticks:
             text = escape(number_text(tick, self.x_ticks))
             y = self.height - BOTTOM + 17
-            parts.append(
-                f'<text class="tick" x="{self.x(tick):.1f}" y="{y}" text-anchor="middle">{text}</text>'
-            )
+            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{y}" text-anchor="middle">{text}</text>')
         return parts
 
     def _runs(self, curve: Curve, *columns: Sequence[float]) -> list[list[tuple[float, ...]]]:
@@ -201,12 +197,8 @@ class _Picture:
             short = label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
             left = self.right + 10
             if not self.curves[index].marks:
-                parts.append(
-                    f'<path class="lead {kind}" d="M{x + 2:.1f} {y:.1f}L{left - 3:.1f} {place:.1f}"/>'
-                )
-            parts.append(
-                f'<text class="name {kind}" x="{left:.1f}" y="{place + 4:.1f}">{escape(short)}</text>'
-            )
+                parts.append(f'<path class="lead {kind}" d="M{x + 2:.1f} {y:.1f}L{left - 3:.1f} {place:.1f}"/>')
+            parts.append(f'<text class="name {kind}" x="{left:.1f}" y="{place + 4:.1f}">{escape(short)}</text>')
         return parts
 
 
@@ -232,9 +224,7 @@ def number_text(value: float, ticks: list[float]) -> str:
         mantissa, exponent = f"{value:.1e}".split("e")
         text = f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     else:
-        decimals = next(
-            (d for d in range(7) if abs(step * 10**d - round(step * 10**d)) < 1e-6 * 10**d * step), 6
-        )
+        decimals = next((d for d in range(7) if abs(step * 10**d - round(step * 10**d)) < 1e-6 * 10**d * step), 6)
         text = f"{value:,.{decimals}f}"
     return text.replace("-", "\u2212")
 

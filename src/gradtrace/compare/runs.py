@@ -35,18 +35,12 @@ class LoadedRun:
 
     @property
     def metric_names(self) -> list[str]:
-        return sorted(
-            {name for row in self.rows.values() for name, value in row.items() if _is_number(value)}
-        )
+        return sorted({name for row in self.rows.values() for name, value in row.items() if _is_number(value)})
 
     def series(self, metric: str, against: str, smooth: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(x, y) of the steps that logged the metric, float64; `smooth`: mean over that many logged values."""
         places = self.places(against)
-        found = [
-            (places[step], float(row[metric]))
-            for step, row in self.rows.items()
-            if _is_number(row.get(metric))
-        ]
+        found = [(places[step], float(row[metric])) for step, row in self.rows.items() if _is_number(row.get(metric))]
         x = np.array([place for place, _ in found])
         y = np.array([value for _, value in found])
         if smooth > 1 and len(y):
@@ -69,9 +63,7 @@ class LoadedRun:
     def _cost(self, step: int, row: Mapping[str, Any], against: str) -> float:
         if against == "time":
             if not _is_number(row.get("timing_s/step")):
-                raise GradtraceError(
-                    f"{self.name}: step {step} has no timing_s/step; compare it against steps"
-                )
+                raise GradtraceError(f"{self.name}: step {step} has no timing_s/step; compare it against steps")
             return float(row["timing_s/step"]) - float(row.get("timing_s/testing", 0.0))
         if _is_number(row.get(COUNTS[against])):
             return float(row[COUNTS[against]])
@@ -81,9 +73,7 @@ class LoadedRun:
         """Estimate the counts of runs that were logged before there were counts."""
         prompts = dig(self.config, "data.train_batch_size")
         n = dig(self.config, "rollout.n")
-        selects = dig(self.config, "trainer.tracin.enable") or dig(
-            self.config, "algorithm.dynamic_sampling.enable"
-        )
+        selects = dig(self.config, "trainer.tracin.enable") or dig(self.config, "algorithm.dynamic_sampling.enable")
         if not _is_number(prompts) or not _is_number(n) or selects:
             raise GradtraceError(
                 f"{self.name} logged no {COUNTS[against]}, and its configuration does not tell it; "

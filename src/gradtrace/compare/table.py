@@ -64,11 +64,7 @@ def _reach_text(group: GroupCurve) -> str:
     if not group.reached:
         return "never"
     reached = mean_interval(group.reached)
-    text = (
-        _number(reached.mean)
-        if math.isnan(reached.half)
-        else f"{_number(reached.mean)} ± {_number(reached.half)}"
-    )
+    text = _number(reached.mean) if math.isnan(reached.half) else f"{_number(reached.mean)} ± {_number(reached.half)}"
     missing = len(group.runs) - len(group.reached)
     return f"{text} ({len(group.reached)} of {len(group.runs)} seeds)" if missing else text
 

@@ -155,9 +155,7 @@ class Config:
     def validate(self, path: str = "") -> None:
         """What is wrong only in combination of several sections."""
         if self.engine != "verl" and (self.verl or self.cluster != ClusterConfig()):
-            raise GradtraceError(
-                "cluster.… and verl.… are settings of engine=verl; add it, or leave them out."
-            )
+            raise GradtraceError("cluster.… and verl.… are settings of engine=verl; add it, or leave them out.")
         if self.task.name == "dataset" and not self.data.train:
             raise GradtraceError("task.name=dataset needs files with prompts: data.train=[train.jsonl].")
         if self.task.name == "dataset" and not self.model.path:

@@ -72,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.against:
         saved = Path(args.against) / "responses.jsonl"
         other = (
-            load_result(Path(args.against))
-            if saved.is_file()
-            else evaluate_and_save(console, args, args.against, None)
+            load_result(Path(args.against)) if saved.is_file() else evaluate_and_save(console, args, args.against, None)
         )
         show_comparison(console, other, result, ks_of(args, args.n))
     return 0
@@ -98,9 +96,7 @@ def evaluate_and_save(console: Console, args: argparse.Namespace, model: str, ou
     reward = find_reward(reward_name)
     with console.status(f"loading {model}"):
         loaded = load(model, args.device)
-        prompts = load_prompts(
-            args.task, source, loaded.tokenizer, args.limit, args.instruction, args.system_prompt
-        )
+        prompts = load_prompts(args.task, source, loaded.tokenizer, args.limit, args.instruction, args.system_prompt)
     settings = settings_from(args, Settings, reward=reward_name)
     with progress_bar(console, "responses") as progress:
         result = evaluate(loaded, prompts, reward, settings, source, progress)

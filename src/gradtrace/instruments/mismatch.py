@@ -94,9 +94,7 @@ class MismatchShare(StepObserver):
         for part in (*self._due, *self._whole):
             self.ranks.sum(part)
         dot = sum(float((a.double() * b.double()).sum()) for a, b in zip(self._due, self._whole, strict=True))
-        due, whole = (
-            sum(float(a.double().square().sum()) for a in part) for part in (self._due, self._whole)
-        )
+        due, whole = (sum(float(a.double().square().sum()) for a in part) for part in (self._due, self._whole))
         self._due, self._whole, self.batch = [], [], None
         return share_metrics(due, dot, whole)
 
@@ -107,16 +105,12 @@ class MismatchShare(StepObserver):
         self.largest = float(tensors.get(STATE, 0.0))
 
 
-def slopes(
-    loss: Callable[[Tensor, Tensor], Tensor], log_probs: Tensor, sampled: Tensor
-) -> tuple[Tensor, Tensor]:
+def slopes(loss: Callable[[Tensor, Tensor], Tensor], log_probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
     """[r, T]: derivatives of `loss(log_probs, old log-probs)` by the log-probs, whose products with ∇ℓ make g_ρ and
     g_ρ − g_1. `sampled`: the sampler's log-probs."""
     leaf = log_probs.detach().requires_grad_()
     with torch.enable_grad():
-        with_ratio, plain = (
-            torch.autograd.grad(loss(leaf, old), leaf)[0] for old in (sampled, log_probs.detach())
-        )
+        with_ratio, plain = (torch.autograd.grad(loss(leaf, old), leaf)[0] for old in (sampled, log_probs.detach()))
     return with_ratio, with_ratio - plain
 
 

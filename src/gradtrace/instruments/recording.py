@@ -87,9 +87,7 @@ def record(
             f"{int(batch.written_counts[wrong[0]])}: give `tokens` of the capture and loss_mask the same tokens"
         )
     if trace is None and batch.entropies is None:
-        raise GradtraceError(
-            "record: give log_probs and entropies, or a trace: there is nothing else to show"
-        )
+        raise GradtraceError("record: give log_probs and entropies, or a trace: there is nothing else to show")
     run = _open(Path(run_dir))
     if tokenizer is not None and not (run.files.path / "token_bytes.npz").exists():
         run.files.write_token_bytes(_token_bytes(tokenizer))
@@ -126,9 +124,7 @@ def _batch(
     ids = [_numbers(row, torch.long) for row in responses]
     lengths = torch.tensor([len(row) for row in ids])
     if not len(ids) or not int(lengths.min()):
-        raise GradtraceError(
-            f"record: {len(ids)} responses, the shortest of {min(map(len, ids), default=0)} tokens"
-        )
+        raise GradtraceError(f"record: {len(ids)} responses, the shortest of {min(map(len, ids), default=0)} tokens")
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
 
     def table(name: str, rows: Rows | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -149,9 +145,7 @@ def _batch(
     weights = _numbers(advantages, torch.float32) if advantages is not None and _is_flat(advantages) else None
     values = _numbers(rewards, torch.float32)
     for name, column in (("rewards", values), ("advantages", weights)):
-        if column is not None and (
-            column.dim() != 1 or len(column) != len(ids) or not column.isfinite().all()
-        ):
+        if column is not None and (column.dim() != 1 or len(column) != len(ids) or not column.isfinite().all()):
             raise GradtraceError(f"record: {name} must be {len(ids)} finite numbers, one for each response")
     if weights is not None:
         advantages = [weight.expand(int(n)) for weight, n in zip(weights, lengths, strict=True)]

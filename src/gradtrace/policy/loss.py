@@ -78,17 +78,13 @@ class PolicyLoss:
 
 
 @torch.no_grad()
-def fill_statistics(
-    policy: Policy, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor
-) -> RolloutBatch:
+def fill_statistics(policy: Policy, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> RolloutBatch:
     """The batch with old_log_probs and entropies of `rows` under the current weights."""
     old_log_probs = torch.zeros_like(batch.sampler_log_probs)
     entropies = torch.zeros_like(batch.sampler_log_probs)
     for micro in micro_batches(rows):
         length = micro.mask.shape[1]
-        log_probs, micro_entropies = (
-            micro.unflatten(values).to(entropies) for values in policy.statistics(micro)
-        )
+        log_probs, micro_entropies = (micro.unflatten(values).to(entropies) for values in policy.statistics(micro))
         old_log_probs[micro.rows, :length] = log_probs
         entropies[micro.rows, :length] = micro_entropies
     return batch.replace(old_log_probs=old_log_probs, entropies=entropies)

@@ -142,9 +142,7 @@ class Sequences:
             position_ids=torch.cat([prompt_positions, input_positions])[None],
             packing=Packing(Rectangle.of(input_lengths), Rectangle.of(prompt_lengths), prompt_of),
             response=owner[None],
-            tokens=torch.cat([torch.zeros(border, dtype=torch.bool), mask[in_input[:, : mask.shape[1]]]])[
-                None
-            ],
+            tokens=torch.cat([torch.zeros(border, dtype=torch.bool), mask[in_input[:, : mask.shape[1]]]])[None],
             logit_positions=predicted_at[mask],
             mask=mask,
             targets=inputs[:, : mask.shape[1]][mask],

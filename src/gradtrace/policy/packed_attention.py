@@ -103,9 +103,7 @@ def attend(
         output = packing.short.attend(own_q, own_k, own_v, k, v, scaling or query.shape[-1] ** -0.5)
         return torch.cat([prefix_output, output])[None], None
     own_q, own_k, own_v = (sequences.spread(part) for part in (own_q, own_k, own_v))
-    own_k, own_v = (
-        torch.cat([packing.hand_out(shared), own], dim=2) for shared, own in ((k, own_k), (v, own_v))
-    )
+    own_k, own_v = (torch.cat([packing.hand_out(shared), own], dim=2) for shared, own in ((k, own_k), (v, own_v)))
     output = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=visible(packing), **grouped)
     return torch.cat([prefix_output, sequences.collect(output)])[None], None
 

@@ -102,9 +102,7 @@ def logits_only_at(model: Any, flat_positions: Tensor) -> Iterator[None]:
 
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise GradtraceError(
-            "model.device=cuda, but torch sees no GPU. Use model.device=cpu, or check the driver."
-        )
+        raise GradtraceError("model.device=cuda, but torch sees no GPU. Use model.device=cpu, or check the driver.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -150,9 +148,7 @@ def load_with_adapters(folder: str | Path, config: ModelConfig, trainable: bool,
         raise GradtraceError(f"{key}={folder}: the adapters cannot be loaded. {error}") from error
 
 
-def load_policy(
-    path: str | Path, config: ModelConfig, temperature: float, checkpoint: Path | None = None
-) -> Policy:
+def load_policy(path: str | Path, config: ModelConfig, temperature: float, checkpoint: Path | None = None) -> Policy:
     """The policy to train: from `path`, or with the weights of a checkpoint's policy folder."""
     lora = config.lora.rank > 0
     base = path if lora or checkpoint is None else checkpoint

@@ -68,9 +68,7 @@ class Rectangle:
         place = flat.nonzero().squeeze(-1)
         source = torch.zeros(len(flat), dtype=torch.long)
         source[place] = torch.arange(len(place))
-        return Rectangle(
-            mask, Movement(source, (~flat).nonzero().squeeze(-1)), Movement(place, place.new_empty(0))
-        )
+        return Rectangle(mask, Movement(source, (~flat).nonzero().squeeze(-1)), Movement(place, place.new_empty(0)))
 
     @property
     def size(self) -> int:
@@ -88,9 +86,7 @@ class Rectangle:
         return flat if self.into is None else MoveRows.apply(flat, self.out_of, self.into)
 
     def to(self, device: torch.device) -> Rectangle:
-        into, out_of = (
-            None if movement is None else movement.to(device) for movement in (self.into, self.out_of)
-        )
+        into, out_of = (None if movement is None else movement.to(device) for movement in (self.into, self.out_of))
         return Rectangle(self.mask.to(device), into, out_of)
 
     def by_head(self, groups: int, key_heads: int, heads: int) -> tuple[Movement, Movement]:

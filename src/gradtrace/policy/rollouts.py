@@ -51,9 +51,7 @@ def add_rollouts(batch: RolloutBatch, more: RolloutBatch, pad_id: int) -> Rollou
     return RolloutBatch.concat([batch, more], pad_id)
 
 
-def add_advantages(
-    batch: RolloutBatch, estimator: Algorithm[AdvantageInputs, AdvantageOutputs]
-) -> RolloutBatch:
+def add_advantages(batch: RolloutBatch, estimator: Algorithm[AdvantageInputs, AdvantageOutputs]) -> RolloutBatch:
     """The batch with advantages, and with returns where the estimator has a critic."""
     columns: dict[str, Any] = {name: getattr(batch, name) for name in estimator.needs}
     outputs = estimator(AdvantageInputs(batch.need("rewards"), batch.group, batch.response_mask, **columns))

@@ -47,9 +47,7 @@ class ProbeConfig:
 
     def validate(self, path: str) -> None:
         if not all(eta > 0 for eta in self.eta):
-            raise GradtraceError(
-                f"{path}eta={self.eta}: step sizes are positive, in units of the learning rate"
-            )
+            raise GradtraceError(f"{path}eta={self.eta}: step sizes are positive, in units of the learning rate")
 
 
 def load_probe_config(file: Path | None, overrides: list[str]) -> tuple[ProbeConfig, list[str]]:

@@ -46,9 +46,7 @@ def check_batch(batch: RolloutBatch, name: str, vocabulary: int) -> None:
     """Refuse a batch from a file that does not fit the model or says nothing."""
     empty = (batch.written_counts == 0).nonzero().flatten().tolist()
     if empty:
-        raise GradtraceError(
-            f"{name}: response {empty[0]} has no tokens ({len(empty)} such); remove it from the batch"
-        )
+        raise GradtraceError(f"{name}: response {empty[0]} has no tokens ({len(empty)} such); remove it from the batch")
     largest = max(int(batch.responses.max()), *(max(prompt) for prompt in batch.prompts))
     if largest >= vocabulary:
         raise GradtraceError(
@@ -60,9 +58,7 @@ def check_reach(policy: Policy, prompt: list[int]) -> set[str]:
     """A pass over one token: the loss must reach the trainable parameters. Returns those that it does not reach."""
     trainable = policy.trainable()
     if not trainable:
-        raise GradtraceError(
-            "every parameter of the model is frozen (requires_grad=False): no update can move it"
-        )
+        raise GradtraceError("every parameter of the model is frozen (requires_grad=False): no update can move it")
     one = torch.ones(1, 1, dtype=torch.bool)
     batch = RolloutBatch(
         [prompt], torch.zeros(1, dtype=torch.long), torch.tensor([prompt[:1]]), one, one[0], one.float()

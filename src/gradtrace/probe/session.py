@@ -83,9 +83,7 @@ def run_probe(
     source = Source.of(opened(checkpoint), run_overrides or [])
     source.check_optimizer(config.optimizer, "probe")
     rollout = source.run.rollout
-    preflight.check_sampling(
-        rollout.temperature, rollout.top_p, rollout.top_k, "rollout", wanted=rollout.temperature
-    )
+    preflight.check_sampling(rollout.temperature, rollout.top_p, rollout.top_k, "rollout", wanted=rollout.temperature)
     identity = {
         "checkpoint": str(source.checkpoint),
         "seal": source.seal,
@@ -104,9 +102,7 @@ def run_probe(
 
 
 class _Session:
-    def __init__(
-        self, source: Source, config: ProbeConfig, loaded: Loaded, store: PhaseStore, display: Phases
-    ) -> None:
+    def __init__(self, source: Source, config: ProbeConfig, loaded: Loaded, store: PhaseStore, display: Phases) -> None:
         self.source = source
         self.config = config
         self.parts, self.policy = loaded.parts, loaded.policy
@@ -175,9 +171,7 @@ class _Session:
         batch, sampling = load_batch(Path(path))
         preflight.check_batch(batch, f"{key}={path}", len(self.policy.model.get_input_embeddings().weight))
         if key == "evaluation_batch":
-            preflight.check_sampling(
-                **sampling, where=f"{key}={path}", wanted=self.source.run.rollout.temperature
-            )
+            preflight.check_sampling(**sampling, where=f"{key}={path}", wanted=self.source.run.rollout.temperature)
         elif batch.rewards is None:
             raise GradtraceError(f"{key}={path}: its responses have no rewards")
         return [Prompt(ids, {}) for ids in batch.prompts]
@@ -208,9 +202,7 @@ class _Session:
         return {"temperature": self.source.run.rollout.temperature, **EVERY_TOKEN}
 
     def _sample(self, name: str, prompts: list[Prompt], n: int, seed: int) -> RolloutBatch:
-        params = SamplingParams.of(
-            self.source.run.rollout, self.parts.task.stop_token_ids, n=n, **EVERY_TOKEN
-        )
+        params = SamplingParams.of(self.source.run.rollout, self.parts.task.stop_token_ids, n=n, **EVERY_TOKEN)
         with self.display.phase(name) as progress:
             return self.parts.sampler.generate(
                 [prompt.ids for prompt in prompts],
@@ -307,9 +299,7 @@ class _Session:
         n = len(rollout) // len(rollout.prompts)
         regular = torch.arange(len(rollout.prompts)).repeat_interleave(n)
         if self.config.fresh and not torch.equal(rollout.group, regular):
-            self.display.message(
-                "fresh samples are left out: the prompts of E have different numbers of responses"
-            )
+            self.display.message("fresh samples are left out: the prompts of E have different numbers of responses")
             return []
         return self.config.eta if self.config.fresh else []
 

@@ -85,9 +85,7 @@ class ModelForward:
         """Logits [B, V] of the last position, and the cache."""
         arguments: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         arguments = {name: value for name, value in arguments.items() if name in self.accepted}
-        output = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments
-        )
+        output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments)
         if output.past_key_values is None:
             raise GradtraceError(
                 f"{type(self.model).__name__} returns no key-value cache; the sampler needs a causal language "

@@ -100,9 +100,7 @@ def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Index of the first running sum above the target: never one of zero weight, whatever the rounding."""
     below_total = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
-    index = torch.searchsorted(cumulative, torch.minimum(target, below_total)[:, None], right=True).squeeze(
-        -1
-    )
+    index = torch.searchsorted(cumulative, torch.minimum(target, below_total)[:, None], right=True).squeeze(-1)
     return index.clamp_(max=cumulative.shape[1] - 1)  # NaN compares as it likes; the sampler reports it
 
 

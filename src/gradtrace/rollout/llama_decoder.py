@@ -63,11 +63,7 @@ def supports(model: nn.Module) -> bool:
 def _is_plain(module: Any) -> bool:
     library = type(module).__module__
     if library.startswith("peft."):
-        ours = (
-            type(module).__name__ == "Linear"
-            and library == "peft.tuners.lora.layer"
-            and _is_plain_lora(module)
-        )
+        ours = type(module).__name__ == "Linear" and library == "peft.tuners.lora.layer" and _is_plain_lora(module)
     else:
         ours = library.startswith(("torch.nn.modules.", "transformers."))
     has_hooks = module._forward_hooks or module._forward_pre_hooks
@@ -160,9 +156,7 @@ class LlamaDecoder:
         bias = None if self.bias is None else self.bias[:, :, :, :slots]
 
         def attend(layer: Layer, cache: Tensor, heads: Tensor) -> Tensor:
-            cache[:, :rows, :, self.filled] = (
-                heads[:, self.query_heads :].unflatten(1, (2, -1)).transpose(0, 1)
-            )
+            cache[:, :rows, :, self.filled] = heads[:, self.query_heads :].unflatten(1, (2, -1)).transpose(0, 1)
             # One small product per row and key head; its query heads take the place of query positions.
             keys, values = cache[:, :rows, :, :slots].flatten(1, 2)  # [B · kv_heads, slots, head_dim]
             queries = heads[:, : self.query_heads].reshape(len(keys), -1, self.head_dim)
@@ -180,9 +174,7 @@ class LlamaDecoder:
         self.filled = slots
         return self._logits(x)
 
-    def _forward(
-        self, ids: Tensor, rotation: Tensor, attend: Callable[[Layer, Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def _forward(self, ids: Tensor, rotation: Tensor, attend: Callable[[Layer, Tensor, Tensor], Tensor]) -> Tensor:
         """All layers for N positions: long[N] to [N, hidden]. `attend(layer, cache, heads)` mixes the positions.
 
         heads: [N, query_heads + 2 · kv_heads, head_dim], rotated; the result is [N, query_heads · head_dim].

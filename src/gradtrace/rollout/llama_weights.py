@@ -193,8 +193,6 @@ class Layer:
 def rotary_table(model: Any, positions: int) -> Tensor:
     """complex[positions, 1, head_dim / 2]: what a paired head at each position is multiplied by."""
     like = model.model.embed_tokens.weight
-    cos, sin = model.model.rotary_emb(
-        like, torch.arange(positions)[None]
-    )  # [1, positions, head_dim], halves alike
+    cos, sin = model.model.rotary_emb(like, torch.arange(positions)[None])  # [1, positions, head_dim], halves alike
     half = cos.shape[-1] // 2
     return torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])

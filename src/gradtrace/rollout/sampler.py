@@ -150,9 +150,7 @@ class Sampler:
             make_decoder = partial(CompiledDecoder, compiled=self.compiled)
         with evaluation_mode(self.model), torch.inference_mode() if known else torch.no_grad():
             for rows in self._chunks(starts, row_start):
-                self._sample_chunk(
-                    make_decoder, starts, row_start[rows], rows, params, uniforms, responses, report
-                )
+                self._sample_chunk(make_decoder, starts, row_start[rows], rows, params, uniforms, responses, report)
 
         if not bool(responses.log_probs.isfinite().all()):
             raise GradtraceError(
@@ -220,9 +218,7 @@ class Sampler:
         banned = _banned_pairs(here, row_prompts).to(device)
         logits = decoder.first_logits
         for step in range(longest):
-            tokens, log_probs = draw(
-                logits, params, uniforms[alive, step].to(device), banned if step == 0 else None
-            )
+            tokens, log_probs = draw(logits, params, uniforms[alive, step].to(device), banned if step == 0 else None)
             responses.tokens[alive, step] = tokens.cpu()
             responses.log_probs[alive, step] = log_probs.cpu()
             stopped = torch.isin(tokens, stop_tokens)

@@ -55,9 +55,7 @@ class VllmSampler(Sampler):
         self._hand_over_weights()
         seeds = torch.randint(2**31, (len(starts),), generator=generator).tolist()
         requests = [self._request(start, params, seed) for start, seed in zip(starts, seeds, strict=True)]
-        outputs = self.engine.generate(
-            [{"prompt_token_ids": start.ids} for start in starts], requests, use_tqdm=False
-        )
+        outputs = self.engine.generate([{"prompt_token_ids": start.ids} for start in starts], requests, use_tqdm=False)
         written = [completion for output in outputs for completion in output.outputs]
         responses = self._responses(written, max(start.limit for start in starts))
         if progress is not None:
@@ -102,9 +100,7 @@ class VllmSampler(Sampler):
 def start_engine(model: Any, memory_share: float = 0.3) -> tuple[Any, Callable[..., Any]]:
     """vLLM on the model's GPU, with a share of its memory; and the class of its sampling parameters."""
     if next(model.parameters()).device.type != "cuda":
-        raise GradtraceError(
-            "rollout.engine=vllm needs model.device=cuda. Use rollout.engine=embedded on a CPU."
-        )
+        raise GradtraceError("rollout.engine=vllm needs model.device=cuda. Use rollout.engine=embedded on a CPU.")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, where the weights are
     try:
         from vllm import LLM

@@ -71,14 +71,10 @@ class Chain:
 
 def build_tokenizer(vocabulary: list[str] = VOCABULARY) -> PreTrainedTokenizerFast:
     """One token per character."""
-    tokenizer = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
-    )
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
 class ArithmeticTask(GeneratedTask[Chain]):

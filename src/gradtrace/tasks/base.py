@@ -42,9 +42,7 @@ class Task(ABC):
         """`validation_prompts`, said where there are fewer than the setting `key` asks for."""
         prompts = self.validation_prompts(count)
         if len(prompts) < count:
-            report(
-                f"{key}={count}: the task offers {len(prompts)} held-out prompts, and all of these are used."
-            )
+            report(f"{key}={count}: the task offers {len(prompts)} held-out prompts, and all of these are used.")
         return prompts
 
     @abstractmethod

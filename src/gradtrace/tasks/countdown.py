@@ -68,12 +68,7 @@ def numbers_in(expression: str) -> list[int]:
 
 def _parse(expression: str) -> ast.expr:
     text = expression.translate(TYPOGRAPHY).strip()
-    if (
-        len(text) > LONGEST_EXPRESSION
-        or not re.fullmatch(r"[\d\s+\-*/()]+", text)
-        or "**" in text
-        or "//" in text
-    ):
+    if len(text) > LONGEST_EXPRESSION or not re.fullmatch(r"[\d\s+\-*/()]+", text) or "**" in text or "//" in text:
         raise NotAnExpressionError(f"not an arithmetic expression: {expression[:80]!r}")
     try:
         tree = ast.parse(text, mode="eval").body

@@ -66,18 +66,14 @@ class DatasetTask(Task):
         found = [prompt.item for prompt in (*self._train, *self._validation) if prompt.ids == ids]
         if any(item["answer"] != found[0]["answer"] for item in found):
             rows = ", ".join(str(item.get("row")) for item in found[:5])
-            raise GradtraceError(
-                f"rows with the same prompt have different answers: {rows}; which one is meant?"
-            )
+            raise GradtraceError(f"rows with the same prompt have different answers: {rows}; which one is meant?")
         return found[0] if found else None
 
     @staticmethod
     def reward(response: str, item: Item) -> float:
         """1 if the response, stripped, is the answer; a row without one is an error, or silence would be right."""
         if item["answer"] is None or not str(item["answer"]).strip():
-            raise GradtraceError(
-                f"{item.get('row', 'a row')} has an empty answer: no response can be judged by it."
-            )
+            raise GradtraceError(f"{item.get('row', 'a row')} has an empty answer: no response can be judged by it.")
         return float(response.strip() == str(item["answer"]).strip())
 
     def state_dict(self) -> dict[str, int]:
@@ -105,9 +101,7 @@ class PromptReader:
 
     def read(self, sources: Sequence[str], key: str) -> list[Prompt]:
         """The prompts of all `sources`, in order; `key` is the setting that named them."""
-        rows = [
-            (source, number, row) for source in sources for number, row in enumerate(read_source(source, key))
-        ]
+        rows = [(source, number, row) for source in sources for number, row in enumerate(read_source(source, key))]
         if not rows:
             raise GradtraceError(f"{key}={list(sources)}: no rows, nothing to train on.")
         prompts = []
@@ -188,9 +182,7 @@ def is_conversation(messages: Any) -> bool:
     return isinstance(messages, list) and len(messages) > 0 and all(map(is_message, messages))
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], chat_template: bool = True
-) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, messages: list[Message], chat_template: bool = True) -> list[int]:
     """Token ids of a conversation up to where the model is to answer. If the last words are the assistant's, it is
     to go on from there."""
     if chat_template and tokenizer.chat_template:
@@ -228,9 +220,7 @@ def column(row: Row, path: str, where: str, key: str) -> Any:
     value: Any = row
     for name in path.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise GradtraceError(
-                f"{where} has no '{path}'. Set {key} to one of its columns: {', '.join(row)}."
-            )
+            raise GradtraceError(f"{where} has no '{path}'. Set {key} to one of its columns: {', '.join(row)}.")
         value = value[name]
     return value
 

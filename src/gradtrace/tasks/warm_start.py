@@ -59,9 +59,7 @@ def build_model(config: TinyConfig, seed: int) -> Qwen2ForCausalLM:
     is_arithmetic = isinstance(config, ArithmeticConfig)
     name, vocabulary = ("arithmetic", VOCABULARY) if is_arithmetic else ("calculator", calculator.VOCABULARY)
     if config.hidden_size % config.heads:
-        raise GradtraceError(
-            f"task.{name}.heads={config.heads} does not divide hidden_size={config.hidden_size}."
-        )
+        raise GradtraceError(f"task.{name}.heads={config.heads} does not divide hidden_size={config.hidden_size}.")
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -83,9 +81,7 @@ def train(config: TinyConfig, progress: Progress) -> Qwen2ForCausalLM:
     settings = config.warm_start
     rng = random.Random(f"warm_start/{settings.seed}")
     model, lessons = build_model(config, settings.seed), lessons_of(config)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     step = 0
 
     def learn(corruption: float) -> None:

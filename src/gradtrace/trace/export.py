@@ -67,9 +67,7 @@ def _layout(columns: list[str], has_text: bool) -> Any:
         fields.append(("text", pyarrow.string()))
     for name in columns:
         column = schema.COLUMNS[name]
-        flat = column.level == "token" or (
-            column.level == "response" and not column.is_offsets and name != "group"
-        )
+        flat = column.level == "token" or (column.level == "response" and not column.is_offsets and name != "group")
         if flat:
             kind = pyarrow.string() if column.values else pyarrow.from_numpy_dtype(np.dtype(column.dtype))
             fields.append((name, kind))

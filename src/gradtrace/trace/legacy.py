@@ -86,9 +86,7 @@ def convert(arrays: SafeNpz, credit: Credit) -> tuple[str, dict[str, Any]]:
             raise UnsafeNpzError(f"{name} is {values.shape}, response_mask is {mask.shape}")
         return values[mask]  # row after row: the flat order of our files
 
-    group_ids, first_rows, group = np.unique(
-        _vector(arrays, "group_id", rows), return_index=True, return_inverse=True
-    )
+    group_ids, first_rows, group = np.unique(_vector(arrays, "group_id", rows), return_index=True, return_inverse=True)
     prompts, prompt_offsets = schema.ragged([*_prompts(arrays, rows, first_rows)], "int64")
     reward = _vector(arrays, "reward", rows)
     lengths = mask.sum(1)
@@ -127,9 +125,7 @@ def convert(arrays: SafeNpz, credit: Credit) -> tuple[str, dict[str, Any]]:
 
 def _matrix(arrays: SafeNpz, name: str) -> np.ndarray:
     if name not in arrays or len(arrays.members[name].shape) != 2:
-        raise UnsafeNpzError(
-            f"{name} is missing or not [responses, tokens]: not a step file of the older format"
-        )
+        raise UnsafeNpzError(f"{name} is missing or not [responses, tokens]: not a step file of the older format")
     return arrays[name]
 
 

@@ -41,9 +41,7 @@ class PhaseStore:
             atomic_write(path, save({key: value.contiguous() for key, value in compute().items()}))
         return load_tensors(path)[0]
 
-    def get_batch(
-        self, name: str, compute: Callable[[], tuple[RolloutBatch, dict[str, Any]]]
-    ) -> RolloutBatch:
+    def get_batch(self, name: str, compute: Callable[[], tuple[RolloutBatch, dict[str, Any]]]) -> RolloutBatch:
         """A batch, with a note on how it was sampled."""
         path = self._path(name)
         if not path.exists():

@@ -207,11 +207,7 @@ class Run:
     def kinds(self) -> list[str]:
         """The kinds of trace this run has."""
         marks = ("manifest.jsonl", "summary.json")
-        return [
-            kind
-            for kind in schema.KINDS
-            if any((self.place_of(kind) / kind / mark).exists() for mark in marks)
-        ]
+        return [kind for kind in schema.KINDS if any((self.place_of(kind) / kind / mark).exists() for mark in marks)]
 
     def entries(self, kind: str) -> dict[int, manifest.Entry]:
         """Manifest entries by step, in order: bytes, counts and time of every step."""
@@ -277,9 +273,7 @@ class Run:
         data = read_confined(self.place_of(kind), f"{kind}/{entry.file}", limit=entry.bytes + 1)
         if len(data) != entry.bytes:
             at_least = "more than " if len(data) > entry.bytes else ""
-            raise DamagedError(
-                f"has {at_least}{min(len(data), entry.bytes)} bytes, the manifest says {entry.bytes}"
-            )
+            raise DamagedError(f"has {at_least}{min(len(data), entry.bytes)} bytes, the manifest says {entry.bytes}")
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise DamagedError("its sha256 is not the one in the manifest")
         step = Step(kind, entry.step, SafeNpz(data))

@@ -133,9 +133,7 @@ def register_instrument(record: InstrumentRecord) -> InstrumentRecord:
     register_columns(record.brings)
     missing = [name for name in (*record.columns, *record.one_of) if name not in COLUMNS]
     if missing:
-        raise GradtraceError(
-            f"instrument {record.name!r} names columns that nothing describes: {', '.join(missing)}"
-        )
+        raise GradtraceError(f"instrument {record.name!r} names columns that nothing describes: {', '.join(missing)}")
     KINDS[record.name] = record
     return record
 

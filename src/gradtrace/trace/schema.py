@@ -122,9 +122,7 @@ def check_layout(kind: str, lengths: Mapping[str, int]) -> None:
         if name not in lengths:
             raise SchemaError(name, f"is missing, {kind} needs it")
     if spec.one_of and not any(name in lengths for name in spec.one_of):
-        raise SchemaError(
-            spec.one_of[0], f"is missing, {kind} needs at least one of {', '.join(spec.one_of)}"
-        )
+        raise SchemaError(spec.one_of[0], f"is missing, {kind} needs at least one of {', '.join(spec.one_of)}")
     rows = {level: lengths[name] for level, name in COUNTED_BY.items() if name in lengths}
     for name, length in lengths.items():
         column = COLUMNS[name]

@@ -119,9 +119,7 @@ def _by_unit(
         texts = [token.text for token in token_bytes.texts(tokens["token_id"], continues=True)]
         units = units_of(texts, unit)
     names = [name for name in (column, "entropy", "log_prob") if name in tokens]
-    joined = [
-        "".join(np.array(shown, object)[units == each]) for each in range(int(units.max(initial=-1)) + 1)
-    ]
+    joined = ["".join(np.array(shown, object)[units == each]) for each in range(int(units.max(initial=-1)) + 1)]
     return joined, {name: aggregate(name, tokens[name], units) for name in names}
 
 

@@ -81,9 +81,7 @@ class Step:
     @property
     def columns(self) -> list[str]:
         """Names of the columns in this file, those of level meta left out."""
-        return [
-            name for name in self._arrays if name in schema.COLUMNS and schema.COLUMNS[name].level != "meta"
-        ]
+        return [name for name in self._arrays if name in schema.COLUMNS and schema.COLUMNS[name].level != "meta"]
 
     def _ipython_key_completions_(self) -> list[str]:
         """Names that a notebook offers to complete after `step["`: those of the columns."""
@@ -95,9 +93,7 @@ class Step:
     def __getitem__(self, name: str) -> np.ndarray:
         """A whole column, flat."""
         if name not in self:
-            raise KeyError(
-                f"{self.kind} step {self.step} has no column {name!r}; it has {', '.join(self.columns)}"
-            )
+            raise KeyError(f"{self.kind} step {self.step} has no column {name!r}; it has {', '.join(self.columns)}")
         return self._arrays[name]
 
     def group(self, g: int) -> Group:

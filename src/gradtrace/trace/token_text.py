@@ -46,9 +46,7 @@ class Flag(enum.IntFlag):
     """No token has this id; decoders skip it."""
 
 
-_SPECIAL, _BYTE, _LITERAL_SPACE, _MISSING = map(
-    int, (Flag.SPECIAL, Flag.BYTE, Flag.LITERAL_SPACE, Flag.MISSING)
-)
+_SPECIAL, _BYTE, _LITERAL_SPACE, _MISSING = map(int, (Flag.SPECIAL, Flag.BYTE, Flag.LITERAL_SPACE, Flag.MISSING))
 
 
 @dataclass(frozen=True)
@@ -196,9 +194,7 @@ class TokenBytes:
         if arrays["format_version"].tolist() != [FORMAT_VERSION]:
             raise UnsafeNpzError(f"format_version is {arrays['format_version'].tolist()}: upgrade gradtrace")
         offsets, flags = arrays["token_offsets"], arrays["token_flags"]
-        whole = (
-            len(offsets) == len(flags) + 1 and offsets[0] == 0 and offsets[-1] == len(arrays["token_bytes"])
-        )
+        whole = len(offsets) == len(flags) + 1 and offsets[0] == 0 and offsets[-1] == len(arrays["token_bytes"])
         if not whole or (np.diff(offsets) < 0).any():
             raise UnsafeNpzError("token_offsets do not cut token_bytes")
         try:

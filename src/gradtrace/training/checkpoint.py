@@ -160,9 +160,7 @@ def model_of(name: str) -> str:
     latest = Checkpoints(folder).latest()
     if latest is not None:
         return str(latest / "policy")
-    raise GradtraceError(
-        f"{folder} is no model: it has no config.json, and no policy/ or checkpoints/ as a run has."
-    )
+    raise GradtraceError(f"{folder} is no model: it has no config.json, and no policy/ or checkpoints/ as a run has.")
 
 
 def weights_seal(folder: Path) -> str:

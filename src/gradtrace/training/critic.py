@@ -81,9 +81,7 @@ class Critic:
                 loss = aggregate(outputs.loss, mask, "token_mean", denominator)
                 loss.backward()
                 sums["critic/vf_loss"] += float(loss.detach()) / len(updates)
-                sums["critic/vf_clipfrac"] += (
-                    float(outputs.metrics["critic/vf_clipfrac"].sum()) / denominator.tokens
-                )
+                sums["critic/vf_clipfrac"] += float(outputs.metrics["critic/vf_clipfrac"].sum()) / denominator.tokens
             totals.apply(self.optimizer)
         return {**sums, "critic/grad_norm": totals.grad_norm, "critic/skipped_updates": float(totals.skipped)}
 

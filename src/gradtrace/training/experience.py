@@ -45,9 +45,7 @@ class Experience:
         batch, scores = self._rollout(self.task.next_prompts(self.prompts_per_step), generator, timer)
         return batch, self._metrics(batch, scores, batch.reward_parts or [], batches=1)
 
-    def _rollout(
-        self, prompts: list[Prompt], generator: torch.Generator, timer: Timer
-    ) -> tuple[RolloutBatch, Tensor]:
+    def _rollout(self, prompts: list[Prompt], generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, Tensor]:
         """Responses with rewards, and the rewards before length shaping and penalty."""
         with timer("gen"):
             batch = rollout(self.sampler, prompts, self.params, generator)
@@ -74,9 +72,7 @@ class Experience:
             return cosine_shaping(batch.response_lengths, right, self.params.max_new_tokens, shaping.strength)
         return shortest_shaping(batch.response_lengths, right, batch.group, shaping.strength)
 
-    def _collect_mixed(
-        self, generator: torch.Generator, timer: Timer
-    ) -> tuple[RolloutBatch, dict[str, float]]:
+    def _collect_mixed(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
         """DAPO: only groups whose scores differ, from as many rollouts as it takes to fill the batch."""
         wanted = self.prompts_per_step
         parts: list[RolloutBatch] = []
@@ -120,10 +116,7 @@ class Experience:
             "rollout/groups_mixed": counts.mixed / counts.total,
             "rollout/groups_constant": counts.constant / counts.total,
             "rollout/batches": float(batches),
-            **{
-                f"reward_part/{name}": sum(own[name] for own in parts) / len(parts)
-                for name in chain(*parts[:1])
-            },
+            **{f"reward_part/{name}": sum(own[name] for own in parts) / len(parts) for name in chain(*parts[:1])},
         }
 
 

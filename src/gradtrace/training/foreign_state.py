@@ -35,11 +35,7 @@ def load_foreign_state(optimizer: Optimizer, model: Any, file: Path) -> None:
             found, wanted = list(state["exp_avg_sq"].shape), list(optimizer.parameters[name].shape)
             raise _unread(file, f"it has a parameter {found} in the place of {name} {wanted}")
     optimizer.load_state_tensors(
-        {
-            f"{key}/{name}": value
-            for name, state in zip(names, tensors, strict=True)
-            for key, value in state.items()
-        }
+        {f"{key}/{name}": value for name, state in zip(names, tensors, strict=True) for key, value in state.items()}
     )
     for group in optimizer.adamw.param_groups:
         group.update(settings)

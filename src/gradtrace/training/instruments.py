@@ -86,9 +86,7 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     return Observers(observers)
 
 
-def build_findings(
-    parts: Parts, files: RunFiles, report: Callable[[str], None], observer: StepObserver
-) -> Findings:
+def build_findings(parts: Parts, files: RunFiles, report: Callable[[str], None], observer: StepObserver) -> Findings:
     """The detectors, which read the blame of a step where the run has it."""
     own = [o for o in getattr(observer, "observers", []) if isinstance(o, BlameInstrument)]
     return Findings(
@@ -119,9 +117,7 @@ def check_memory(parts: Parts, tracer: InfluenceTracer, report: Callable[[str], 
     needed = tracer.memory_estimate(responses, tokens).total
     device = parts.policy.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    size = (
-        f"{needed / 2**20:,.0f} MB for {responses} responses of up to {config.rollout.max_new_tokens} tokens"
-    )
+    size = f"{needed / 2**20:,.0f} MB for {responses} responses of up to {config.rollout.max_new_tokens} tokens"
     if needed > free:
         raise GradtraceError(
             f"trainer.influence_trace needs up to {size} in {len(tracer.blocks)} layers, and {free / 2**20:,.0f} MB "

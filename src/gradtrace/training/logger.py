@@ -87,6 +87,4 @@ def _import(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise GradtraceError(
-            f"trainer.logger names {package}, which is not installed: {install(package)}"
-        ) from None
+        raise GradtraceError(f"trainer.logger names {package}, which is not installed: {install(package)}") from None

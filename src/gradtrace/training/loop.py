@@ -127,9 +127,7 @@ class Trainer:
         if self.config.trainer.samples_every and step % self.config.trainer.samples_every == 0:
             self.display.samples(step, batch)
 
-    def train_step(
-        self, batch: RolloutBatch, step: int, timer: Timer
-    ) -> tuple[RolloutBatch, dict[str, float]]:
+    def train_step(self, batch: RolloutBatch, step: int, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
         """Learn from a batch with rewards. Returns it with every column that the step made, and metrics."""
         parts, actor = self.parts, self.config.actor
         generator = parts.generators["update"]

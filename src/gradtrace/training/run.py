@@ -100,9 +100,7 @@ def new_run_dir(config: Config) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise GradtraceError(
-                f"trainer.runs_dir={runs}: {folder} cannot be made: {error.strerror}."
-            ) from None
+            raise GradtraceError(f"trainer.runs_dir={runs}: {folder} cannot be made: {error.strerror}.") from None
         else:
             return folder
 

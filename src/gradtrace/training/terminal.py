@@ -134,9 +134,7 @@ def step_text(metrics: dict[str, float]) -> str:
         ("length", "response_length/mean", "{:.1f}"),
         ("tokens/s", "perf/throughput", "{:,.0f}"),
     ]
-    return "  ".join(
-        f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics
-    )
+    return "  ".join(f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics)
 
 
 def validation_text(metrics: dict[str, float]) -> str:

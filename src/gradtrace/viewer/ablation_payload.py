@@ -40,9 +40,7 @@ def ablation_payload(folder: Path) -> dict[str, Any] | None:
         raise AblationUnreadableError(f"{ABLATION} cannot be read: {error}") from error
     for name, kind in _PARTS.items():
         if not isinstance(table.get(name), kind):
-            raise AblationUnreadableError(
-                f"{ABLATION} has no {name}; `gradtrace ablate collect` writes it anew"
-            )
+            raise AblationUnreadableError(f"{ABLATION} has no {name}; `gradtrace ablate collect` writes it anew")
     agreement = table["agreement"]
     names, matrix = agreement.get("names"), agreement.get("matrix")
     square = isinstance(names, list) and isinstance(matrix, list) and len(names) == len(matrix)

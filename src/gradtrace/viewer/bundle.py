@@ -31,9 +31,7 @@ def bundle_script(files: Mapping[str, bytes], entry: str = "js/main.js") -> str:
         names = [match["name"] for match in _EXPORT.finditer(source)]
         for name in names:
             if name in exported:
-                raise ValueError(
-                    f"{path} and {exported[name]} both export {name}: a bundle has one name space"
-                )
+                raise ValueError(f"{path} and {exported[name]} both export {name}: a bundle has one name space")
             exported[name] = path
         body = re.sub(r"^export ", "", _IMPORT.sub("", source), flags=re.M)
         if re.search(r"^(import|export)\b", body, re.M):

@@ -125,9 +125,7 @@ class RunCatalog:
                         continue
                     if not resolved.is_relative_to(root):
                         if is_run(folder):
-                            skipped.append(
-                                f"{folder} links to {resolved}, outside {self.runs_dir}; name it to see it"
-                            )
+                            skipped.append(f"{folder} links to {resolved}, outside {self.runs_dir}; name it to see it")
                     elif is_run(folder):
                         self._add(resolved)
                 self.skipped = skipped

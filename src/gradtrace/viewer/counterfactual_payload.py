@@ -53,9 +53,7 @@ def counterfactual_payload(group: MeasuredGroup | None) -> dict[str, Any] | None
     }
 
 
-def token_payload(
-    group: MeasuredGroup, response: int, position: int, vocabulary: Vocabulary
-) -> dict[str, Any]:
+def token_payload(group: MeasuredGroup, response: int, position: int, vocabulary: Vocabulary) -> dict[str, Any]:
     """What the policy writes from before a token of a response, and from after it."""
     source = group.measurement
     values, tree = source.values(), source.tree
@@ -77,9 +75,7 @@ def by_answer(following: list[Outcome], length: int, vocabulary: Vocabulary) -> 
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     for outcome in following:
         key = (answer_of(vocabulary.words(outcome.ids)), outcome.reward)
-        entry = groups.setdefault(
-            key, {"answer": key[0], "reward": key[1], "share": 0.0, "texts": 0, "examples": []}
-        )
+        entry = groups.setdefault(key, {"answer": key[0], "reward": key[1], "share": 0.0, "texts": 0, "examples": []})
         entry["share"] += outcome.share
         entry["texts"] += 1
         if len(entry["examples"]) < EXAMPLES:

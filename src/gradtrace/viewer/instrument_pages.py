@@ -100,12 +100,8 @@ def _described(column: Column) -> dict[str, Any]:
 
 def _explained(record: InstrumentRecord, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Numbers and words that the file says about the step as a whole, with their meaning."""
-    plain = {
-        key: value for key, value in meta.items() if isinstance(value, str | int | float) and key != "step"
-    }
-    return [
-        {"name": key, "value": value, "meaning": record.meta.get(key, "")} for key, value in plain.items()
-    ]
+    plain = {key: value for key, value in meta.items() if isinstance(value, str | int | float) and key != "step"}
+    return [{"name": key, "value": value, "meaning": record.meta.get(key, "")} for key, value in plain.items()]
 
 
 def _ends_of_scores(page: dict[str, Any]) -> Rows:

@@ -16,9 +16,7 @@ from gradtrace.trace.schema import KINDS
 from gradtrace.viewer.catalog import ABLATION, ServedRun, last_activity
 
 
-def run_news(
-    served: ServedRun, metrics_from: int, metrics_file: int, newest: Mapping[str, float]
-) -> dict[str, Any]:
+def run_news(served: ServedRun, metrics_from: int, metrics_file: int, newest: Mapping[str, float]) -> dict[str, Any]:
     """`metrics_file`: the inode that `metrics_from` counts in (a resumed run has a new file). `newest`: by kind of
     trace, the time of the last manifest line that the page knows."""
     run = served.run

@@ -108,9 +108,7 @@ class Report:
         )
 
 
-def show(
-    run: Any, *, steps: list[int] | None = None, groups: list[int] | None = None, height: int = 760
-) -> Report:
+def show(run: Any, *, steps: list[int] | None = None, groups: list[int] | None = None, height: int = 760) -> Report:
     """A run inside a notebook: `gradtrace.show("runs/demo")` as the last line of a cell.
 
     `run`: a path, or what `open_run` returned."""
@@ -243,10 +241,7 @@ def _findings(served: ServedRun) -> list[dict[str, Any]]:
 def _named_groups(served: ServedRun, step: int, count: int) -> list[int]:
     """Groups of a step that its findings name."""
     culprits = [
-        each
-        for finding in _findings(served)
-        if finding.get("step") == step
-        for each in finding.get("culprits", [])
+        each for finding in _findings(served) if finding.get("step") == step for each in finding.get("culprits", [])
     ]
     named = [each.get("group") for each in culprits]
     return sorted({group for group in named if isinstance(group, int) and 0 <= group < count})
@@ -269,9 +264,7 @@ def _add_step(
 ) -> None:
     view = catalog.step_view(served, step)
     if view is None:
-        raise GradtraceError(
-            f"{served.name} has no trace of step {step}; `gradtrace trace` lists what there is"
-        )
+        raise GradtraceError(f"{served.name} has no trace of step {step}; `gradtrace trace` lists what there is")
     base = f"runs/{served.id}/steps/{step}"
     table = told_step(view, served)
     collected.steps.append(step)

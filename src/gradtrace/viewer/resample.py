@@ -71,9 +71,7 @@ class ResampleJob:
             self._cancel.clear()
             where = {name: getattr(request, name) for name in ("step", "group", "response", "position", "k")}
             self._state = {"state": "running", "done": 0, "total": 0, "run": run_id, **where}
-            self._thread = threading.Thread(
-                target=self._work, args=(request,), name="gradtrace-resample", daemon=True
-            )
+            self._thread = threading.Thread(target=self._work, args=(request,), name="gradtrace-resample", daemon=True)
             self._thread.start()
         return ""
 

@@ -28,9 +28,7 @@ def response_payload(step: Step, r: int, vocabulary: Vocabulary) -> dict[str, An
         "prompt": [place[token_id] for token_id in prompt],
         "tokens": [place[token_id] for token_id in columns["token_id"].tolist()],
         "vocabulary": vocabulary.entries(ids),
-        "channels": {
-            name: values.tolist() for name, values in columns.items() if COLUMNS[name].dtype == "float32"
-        },
+        "channels": {name: values.tolist() for name, values in columns.items() if COLUMNS[name].dtype == "float32"},
     }
 
 

@@ -132,9 +132,7 @@ def _score_hits(view: StepView, rows: np.ndarray, vocabulary: Vocabulary) -> lis
     return [{**hit, "credit": credit} for hit in _token_hits(view, rows, vocabulary, scores)]
 
 
-def _token_hits(
-    view: StepView, rows: np.ndarray, vocabulary: Vocabulary, scores: np.ndarray | None
-) -> list[Hit]:
+def _token_hits(view: StepView, rows: np.ndarray, vocabulary: Vocabulary, scores: np.ndarray | None) -> list[Hit]:
     """Tokens by their place in the step, with their text, what stands around it, and their number in `scores`."""
     index_of = {r: (g, index) for g, index, r in _members(view)}
     hits = []
@@ -222,12 +220,9 @@ def _one_prompt(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[l
             continue
         passed = set(_passed(view, g))
         given = Counter(
-            (answer_of(vocabulary.words(token_ids(view.layout, r).tolist())), r in passed)
-            for r in view.members[g]
+            (answer_of(vocabulary.words(token_ids(view.layout, r).tolist())), r in passed) for r in view.members[g]
         ).most_common()
-        answers = [
-            {"text": text, "times": times, "accepted": yes} for (text, yes), times in given[:MOST_ANSWERS]
-        ]
+        answers = [{"text": text, "times": times, "accepted": yes} for (text, yes), times in given[:MOST_ANSWERS]]
         rows.append({**_prompt_row(view, g), "answers": answers, "others": len(given[MOST_ANSWERS:])})
     return rows, 0
 

@@ -245,9 +245,7 @@ def runs(question: Question) -> Answer:
         for served in listed
     ]
     default = [served.id for served in listed if served.id < catalog.given] or [s.id for s in listed[:1]]
-    return as_json(
-        {"runs": items, "default": sorted(default), "skipped": catalog.skipped, "instruments": navigation()}
-    )
+    return as_json({"runs": items, "default": sorted(default), "skipped": catalog.skipped, "instruments": navigation()})
 
 
 def news(question: Question) -> Answer:
@@ -336,15 +334,11 @@ def continuations(question: Question) -> Answer:
 def resample(question: Question) -> Answer:
     job, path = question.job, question.served.run.path
     if job is None or path not in job.sampling.runs():
-        raise HTTPException(
-            403, f"start the viewer with `gradtrace view {path} --resample` to sample from this run"
-        )
+        raise HTTPException(403, f"start the viewer with `gradtrace view {path} --resample` to sample from this run")
     k = int(question.number("k"))
     if not 1 <= k <= MOST_K:
         raise HTTPException(400, f"k is at least 1 and at most {MOST_K}")
-    wanted = ResampleRequest(
-        path, question.view.step, question.group, question.response, question.position, k
-    )
+    wanted = ResampleRequest(path, question.view.step, question.group, question.response, question.position, k)
     if why := job.start(wanted, question.served.id):
         raise HTTPException(409, why)
     return as_json(job.state())
@@ -370,12 +364,8 @@ API: dict[str, Handler] = {
     f"{STEP}/points": lambda q: as_floats(payload.points(q.view, q.credit, q.served.vocabulary)),
     GROUP: lambda q: as_json(told_group(q.view, q.group, q.served, q.measured)),
     f"{GROUP}/tokens": lambda q: as_floats(payload.group_tokens(q.view, q.group, q.served.vocabulary)),
-    f"{GROUP}/pairwise/{{response:int}}": lambda q: as_floats(
-        payload.pairwise_block(q.view, q.group, q.response)
-    ),
-    f"{GROUP}/pairwise/on/{{response:int}}": lambda q: as_floats(
-        payload.pairwise_column(q.view, q.group, q.response)
-    ),
+    f"{GROUP}/pairwise/{{response:int}}": lambda q: as_floats(payload.pairwise_block(q.view, q.group, q.response)),
+    f"{GROUP}/pairwise/on/{{response:int}}": lambda q: as_floats(payload.pairwise_column(q.view, q.group, q.response)),
     "runs/{run:int}/find": find,
     f"{GROUP}/history": find,
     f"{GROUP}/counterfactual": counterfactual,

@@ -48,9 +48,7 @@ class Story:
         return {"sentence": self.sentence, "at": at}
 
 
-def group_story(
-    view: StepView, g: int, vocabulary: Vocabulary, measured: MeasuredGroup | None = None
-) -> Story:
+def group_story(view: StepView, g: int, vocabulary: Vocabulary, measured: MeasuredGroup | None = None) -> Story:
     """`measured`: its counterfactual values, where there are any."""
     members = view.members[g]
     if not members:
@@ -61,9 +59,7 @@ def group_story(
         return Story(_constant(view, members, rewards[0]))
     if all(accepted) or not any(accepted):
         which = "All" if all(accepted) else "None"
-        return Story(
-            f"{which} of the {len(members)} answers were accepted, so nothing here tells right from wrong."
-        )
+        return Story(f"{which} of the {len(members)} answers were accepted, so nothing here tells right from wrong.")
     values = results(measured.measurement) if measured is not None else None
     culprit = _culprit(view, g, accepted, values)
     if culprit is None:
@@ -97,9 +93,7 @@ def _values(view: StepView, g: int) -> np.ndarray | None:
     return None if credit is None else view.channel(f"influence_{credit}")
 
 
-def _culprit(
-    view: StepView, g: int, accepted: Sequence[bool], values: list[Counterfactual] | None
-) -> Culprit | None:
+def _culprit(view: StepView, g: int, accepted: Sequence[bool], values: list[Counterfactual] | None) -> Culprit | None:
     rejected = [index for index, each in enumerate(accepted) if not each]
     lost = []
     for index in rejected if values is not None else []:
@@ -185,9 +179,7 @@ def _counted(view: StepView, g: int, at: Culprit, accepted: Sequence[bool]) -> s
     own = {view.influence_response.get(r) for r, yes in zip(view.members[g], accepted, strict=True) if yes}
     if block is None:
         return ""
-    effects = [
-        block.scores[at.position, column] for column, s in enumerate(block.members.tolist()) if s in own
-    ]
+    effects = [block.scores[at.position, column] for column, s in enumerate(block.members.tolist()) if s in own]
     raised = sum(bool(effect > 0) for effect in effects)
     if not effects:
         return ""
@@ -229,9 +221,7 @@ def step_story(view: StepView, vocabulary: Vocabulary, found: Sequence[dict[str,
         text += f" ({rewarded} are always rewarded, {len(constant) - rewarded} never)"
     parts = [f"{text}."]
     if (strongest := _strongest(view, mixed)) is not None:
-        parts.append(
-            f"Most influence is in group {strongest}: {group_story(view, strongest, vocabulary).sentence}"
-        )
+        parts.append(f"Most influence is in group {strongest}: {group_story(view, strongest, vocabulary).sentence}")
     parts += [str(each["sentence"]) for each in found if isinstance(each.get("sentence"), str)][:1]
     return " ".join(parts)
 
@@ -241,9 +231,7 @@ def _strongest(view: StepView, groups: Sequence[int]) -> int | None:
     values = view.channel(f"influence_{view.common_credit}") if view.common_credit else None
     if values is None:
         return None
-    sizes = {
-        g: sum(float(np.nansum(np.abs(values[view.tokens(r)]))) for r in view.members[g]) for g in groups
-    }
+    sizes = {g: sum(float(np.nansum(np.abs(values[view.tokens(r)]))) for r in view.members[g]) for g in groups}
     largest = max(sizes, key=lambda g: sizes[g], default=None)
     return largest if largest is not None and sizes[largest] > 0 else None
 

@@ -136,9 +136,7 @@ def bind(host: str, port: int) -> socket.socket:
         except socket.gaierror as error:
             raise GradtraceError(f"{host} is no address of this machine: {error.strerror}") from error
         except PermissionError as error:
-            raise GradtraceError(
-                f"port {candidate} needs privileges; take one above 1023 with --port"
-            ) from error
+            raise GradtraceError(f"port {candidate} needs privileges; take one above 1023 with --port") from error
         except OSError as error:
             listener.close()
             if "assign" in str(error):

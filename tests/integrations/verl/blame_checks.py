@@ -139,9 +139,7 @@ def test_the_mismatchs_share_of_the_update_on_ranks_equals_brute_force(folder: P
             advantages = batch.need("advantages")[row, : len(values)].double()
             terms = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
             loss = loss + torch.where(advantages < 0, terms.minimum(-3.0 * advantages), terms).sum() / tokens
-        found_gradient = torch.autograd.grad(
-            loss, list(model.parameters()), retain_graph=True, allow_unused=True
-        )
+        found_gradient = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
         return torch.cat([part.flatten() for part in found_gradient if part is not None])
 
     with_ratio = gradient({row: sampled[row, : len(values)] for row, values in found.items()})

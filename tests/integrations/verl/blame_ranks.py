@@ -21,9 +21,7 @@ BLAMED = {
         {"loss_agg_mode": "seq-mean-token-mean"},
         turns=True,
     ),
-    "blame_corrected": Case(
-        {"optim": {"clip_grad": 0.05, "weight_decay": 0.1}}, {"dynamic": True, "corrected": True}
-    ),
+    "blame_corrected": Case({"optim": {"clip_grad": 0.05, "weight_decay": 0.1}}, {"dynamic": True, "corrected": True}),
     "blame_flash": Case(cases.HALF_PRECISION),
     "blame_lora": Case({"lora_rank": 4, "param_offload": True, "optimizer_offload": True}),
 }

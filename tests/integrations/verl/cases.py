@@ -87,9 +87,7 @@ BF16 = {
 """The same in a run that computes in bf16: loss terms are taken in float32 all the same."""
 TURNS = {
     "turns": Case(knobs={"credit": "both"}, turns=True),
-    "turns_padded": Case(
-        {"packed": False}, {"packed": False}, {"loss_agg_mode": "seq-mean-token-mean"}, turns=True
-    ),
+    "turns_padded": Case({"packed": False}, {"packed": False}, {"loss_agg_mode": "seq-mean-token-mean"}, turns=True),
 }
 CORRECTED = {
     "corrected": Case(layout={"corrected": True}, knobs={"credit": "both"}),

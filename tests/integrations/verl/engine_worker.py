@@ -79,9 +79,7 @@ def run_case(name: str, folder: Path) -> Any:
             metrics.append(engine.optimizer_step())
         del outputs
     parameters = {key: full(value.detach()).clone() for key, value in engine.module.named_parameters()}
-    torch.save(
-        {"errors": errors, "grad_norms": metrics, "parameters": parameters}, parts_dir / f"rank{rank}.pt"
-    )
+    torch.save({"errors": errors, "grad_norms": metrics, "parameters": parameters}, parts_dir / f"rank{rank}.pt")
     return engine
 
 

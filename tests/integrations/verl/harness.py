@@ -62,8 +62,7 @@ def in_turns(batch: RolloutBatch) -> RolloutBatch:
     written = (torch.arange(batch.responses.shape[1]) % 3 != 0).expand(batch.responses.shape)
     mask = batch.response_mask & (written | (batch.response_lengths == 1)[:, None])
     zeroed = {
-        name: torch.where(mask, getattr(batch, name), 0.0)
-        for name in ("advantages", "old_log_probs", "entropies")
+        name: torch.where(mask, getattr(batch, name), 0.0) for name in ("advantages", "old_log_probs", "entropies")
     }
     return batch.replace(response_mask=mask, lengths=batch.response_lengths, **zeroed)
 

@@ -12,9 +12,7 @@ from benchmarks._verl_cost_model import ModelShape, Workload
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from tests.training import small
 
-SHAPE = ModelShape(
-    "tiny", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, head_dim=8, vocabulary=18
-)
+SHAPE = ModelShape("tiny", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, head_dim=8, vocabulary=18)
 LOAD = Workload(responses=4, group_size=4, prompt_tokens=6, response_tokens=10)
 
 
@@ -62,12 +60,7 @@ def test_stored_factors_have_the_size_that_the_formula_says() -> None:
     _, tracer = passes(InfluenceConfig.older(projection_dim_factor=4))
     assert tracer is not None
     gradients = [g for found in tracer._store.targets.values() for g in found.values()]
-    tokens = [
-        side
-        for found in tracer._store.tokens.values()
-        for part in found.values()
-        for side in (part.u, part.v)
-    ]
+    tokens = [side for found in tracer._store.tokens.values() for part in found.values() for side in (part.u, part.v)]
     stored = sum(tensor.numel() for tensor in gradients + tokens)
     assert cost_model.stored_factor_bytes(SHAPE, LOAD, 4, workers=1) == 4 * stored
 
@@ -75,6 +68,4 @@ def test_stored_factors_have_the_size_that_the_formula_says() -> None:
 def test_the_table_in_the_docs_is_what_the_formulas_give() -> None:
     page = Path(__file__).parents[3] / "docs" / "scaling.md"
     for line in cost_model.table().splitlines():
-        assert line in page.read_text(), (
-            f"docs/scaling.md lacks {line!r}: python -m benchmarks._verl_cost_model"
-        )
+        assert line in page.read_text(), f"docs/scaling.md lacks {line!r}: python -m benchmarks._verl_cost_model"

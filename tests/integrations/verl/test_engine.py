@@ -49,9 +49,7 @@ class Kept(InfluenceTraceInstrument):
     """Does not write files, and keeps what it would have written."""
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        self.columns, _ = influence_columns(
-            batch, self.capture.scored, self.capture.status, self.config, 64.0
-        )
+        self.columns, _ = influence_columns(batch, self.capture.scored, self.capture.status, self.config, 64.0)
         return {}
 
 
@@ -148,9 +146,7 @@ def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: i
     for column in ("influence_position", "prompt_influence", "pairwise"):
         first = step_of_token == 0 if column == "influence_position" else slice(None)
         ours, theirs = found[column][first], expected[column][first]
-        tolerance = (
-            1e-5 if column == "influence_position" else 2e-3
-        )  # the others hold the second mini-batch too
+        tolerance = 1e-5 if column == "influence_position" else 2e-3  # the others hold the second mini-batch too
         error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
         assert error < tolerance, f"{column} is off by {error:.1e}"
     if "influence_loss_term" in expected:  # by small steps on shards here, by forward mode there
@@ -165,9 +161,7 @@ def test_scores_are_those_of_the_embedded_loop(folder: Path, name: str, world: i
 
 
 @pytest.mark.parametrize(("world", "name"), on_ranks(cases.DEFAULT))
-def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(
-    folder: Path, name: str, world: int
-) -> None:
+def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(folder: Path, name: str, world: int) -> None:
     """Second moments lie in shards here: their row and column means are made over ranks. In the first mini-batch there
     are none yet, and the batch's own gradient is all there is."""
     expected, found = embedded(folder, name), joined(folder, name, world)
@@ -186,9 +180,7 @@ def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(
 
 
 @pytest.mark.parametrize("name", cases.TURNS)
-def test_tokens_of_others_have_no_score_and_the_policys_those_of_the_embedded_loop(
-    folder: Path, name: str
-) -> None:
+def test_tokens_of_others_have_no_score_and_the_policys_those_of_the_embedded_loop(folder: Path, name: str) -> None:
     """verl's response mask with holes, as its agent loops with tools make it; two ranks."""
     expected, found = embedded(folder, name), joined(folder, name, 2)
     own = found["loss_mask"]
@@ -203,9 +195,7 @@ def test_tokens_of_others_have_no_score_and_the_policys_those_of_the_embedded_lo
 
 
 @pytest.mark.parametrize("name", cases.CORRECTED)
-def test_weights_of_the_rollout_correction_are_part_of_the_step_and_not_of_its_target(
-    folder: Path, name: str
-) -> None:
+def test_weights_of_the_rollout_correction_are_part_of_the_step_and_not_of_its_target(folder: Path, name: str) -> None:
     expected, found = embedded(folder, name), joined(folder, name, 2)
     first = np.repeat(found["optimizer_step"], found["length"]) == 0
     columns = [column for column in expected if column.startswith("influence_")]
@@ -332,9 +322,7 @@ def test_the_probe_is_that_of_the_embedded_loop(folder: Path, name: str, world: 
 
 
 @pytest.mark.parametrize(("world", "name"), PROBES)
-def test_what_is_predicted_is_measured_and_is_the_sum_of_its_parts(
-    folder: Path, name: str, world: int
-) -> None:
+def test_what_is_predicted_is_measured_and_is_the_sum_of_its_parts(folder: Path, name: str, world: int) -> None:
     """Also where the training itself is in bf16: the probe is not, and would not see the change otherwise."""
     found, shares, measured, _ = probe_reference.of_ranks(folder, name, world)
     scale = float(shares.responses.abs().sum())  # the change is a small rest of large shares

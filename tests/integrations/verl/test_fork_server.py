@@ -67,9 +67,7 @@ def test_a_fork_has_words_files_folder_and_environment_of_its_own_and_packages_o
     assert found == {"theirs": False, "ray": False, "group": True, "numpy": True, "peft": True}
 
 
-def test_forks_draw_different_random_numbers(
-    started: tuple[list[str], dict[str, str]], tmp_path: Path
-) -> None:
+def test_forks_draw_different_random_numbers(started: tuple[list[str], dict[str, str]], tmp_path: Path) -> None:
     drawn = [run(*started, tmp_path)[1].split() for _ in range(2)]
     assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
 
@@ -80,9 +78,7 @@ def test_without_a_server_it_is_python(started: tuple[list[str], dict[str, str]]
         assert found["words"] == ["two words", "--x=1"] and found["mine"] == "yes" and not found["peft"]
 
 
-def test_who_asked_lives_as_long_as_the_fork(
-    started: tuple[list[str], dict[str, str]], tmp_path: Path
-) -> None:
+def test_who_asked_lives_as_long_as_the_fork(started: tuple[list[str], dict[str, str]], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
     words, environment = started

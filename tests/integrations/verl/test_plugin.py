@@ -151,9 +151,7 @@ def test_losses_and_their_gradients_are_ours(verl: Any, name: str) -> None:
     ours = found["log_probs"].clone().requires_grad_()
     config = harness.actor_config()
     tokens = int(found["mask"].sum())
-    config.global_batch_info.update(
-        dp_size=1, batch_num_tokens=tokens, global_batch_size=4, loss_scale_factor=None
-    )
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=tokens, global_batch_size=4, loss_scale_factor=None)
     token = losses._extras.set(losses.Extras(found["entropies"], found["ref_log_probs"], {}))
     value, metrics = get_policy_loss_fn(f"gradtrace_{name}")(
         old_log_prob=found["old_log_probs"],
@@ -190,9 +188,7 @@ def test_advantages_are_ours(verl: Any, name: str) -> None:
     rewards = torch.zeros(4, 6)
     rewards[torch.arange(4), mask.sum(1) - 1] = torch.tensor([1.0, 0.0, 0.5, 0.25])
     uids = np.array(["b", "a", "b", "a"], dtype=object)
-    found, _ = get_adv_estimator_fn(f"gradtrace_{name}")(
-        token_level_rewards=rewards, response_mask=mask, index=uids
-    )
+    found, _ = get_adv_estimator_fn(f"gradtrace_{name}")(token_level_rewards=rewards, response_mask=mask, index=uids)
     inputs = AdvantageInputs(rewards.sum(1), torch.tensor([1, 0, 1, 0]), mask)
     assert torch.allclose(found, advantage(name)(inputs).advantages)
 
@@ -321,9 +317,7 @@ def words_of_the_script(folder: Path, *more: str) -> list[str]:
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "MODEL": "/model", "DATA": "/data"}
-    done = subprocess.run(
-        ["bash", str(SCRIPT), *more], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["bash", str(SCRIPT), *more], env=environment, capture_output=True, text=True, check=True)
     module, *words = done.stdout.splitlines()[1:]
     assert module == "verl.trainer.main_ppo"
     return words

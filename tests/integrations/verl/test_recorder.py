@@ -98,13 +98,9 @@ def test_holes_in_verls_response_mask_are_tokens_of_others() -> None:
     from gradtrace.integrations.verl.driver.batches import batch_of
 
     def nested(rows: list[list[float]], dtype: torch.dtype) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(
-            [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
-        )
+        return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
 
-    values = {
-        name: [[0.5] * 5, [0.5] * 2] for name in ("rm_scores", "advantages", "old_log_probs", "entropy")
-    }
+    values = {name: [[0.5] * 5, [0.5] * 2] for name in ("rm_scores", "advantages", "old_log_probs", "entropy")}
     found = tu.get_tensordict(
         {
             "prompts": nested([[4, 5], [4, 5]], torch.long),

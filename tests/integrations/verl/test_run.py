@@ -157,9 +157,7 @@ def test_no_step_is_lost_or_doubled(result: Result) -> None:
 def test_one_trace_per_step_holds_all_ranks(result: Result) -> None:
     run = open_run(result.run_dir)
     with_scores = [n for n in range(1, STEPS + 1) if len(run.step("influence_trace", n)["group"])]
-    assert (
-        len(with_scores) > STEPS // 2
-    )  # not all: late in the run, selection may leave no group with a contrast
+    assert len(with_scores) > STEPS // 2  # not all: late in the run, selection may leave no group with a contrast
     for step in (with_scores[0], with_scores[-1]):
         entropy, influence = run.step("entropy_trace", step), run.step("influence_trace", step)
         assert set(entropy["policy_version"]) == {step - 1}  # on policy

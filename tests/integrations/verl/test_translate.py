@@ -102,9 +102,7 @@ def test_blame_is_carried_over_and_on_with_traces() -> None:
 def test_the_entropy_probe_is_carried_over() -> None:
     found = translated("trainer.entropy_probe.every=5", "trainer.validation.prompts=8").settings
     assert found["+gradtrace.entropy_probe"] == {"every": 5}
-    assert (
-        found["data.val_max_samples"] == 8
-    )  # validation keeps its prompts, the file has those of the probe as well
+    assert found["data.val_max_samples"] == 8  # validation keeps its prompts, the file has those of the probe as well
 
 
 def test_selection_draws_from_prompts_that_the_launcher_writes() -> None:

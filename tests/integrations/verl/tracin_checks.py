@@ -54,17 +54,11 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-CASES = [
-    (world, layout, step) for world in (1, 2) for layout in tracin_ranks.layouts(world) for step in (1, 2)
-]
+CASES = [(world, layout, step) for world in (1, 2) for layout in tracin_ranks.layouts(world) for step in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "step"), [case for case in CASES if case[1] not in ("lora", "bf16")]
-)
-def test_scores_of_responses_are_those_of_the_embedded_loop(
-    folder: Path, world: int, layout: str, step: int
-) -> None:
+@pytest.mark.parametrize(("world", "layout", "step"), [case for case in CASES if case[1] not in ("lora", "bf16")])
+def test_scores_of_responses_are_those_of_the_embedded_loop(folder: Path, world: int, layout: str, step: int) -> None:
     """Both are exact derivatives in float32, one by hooks on shards, one by forward mode: they differ by rounding."""
     expected, ours = embedded(folder, step), found(folder, world, layout, step)
     assert relative(ours["scores"], expected.scores) < 2e-5

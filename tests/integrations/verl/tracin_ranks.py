@@ -112,11 +112,7 @@ def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
             actor = harness.actor_config(loss_agg_mode="seq-mean-token-mean")
             engine.forward_backward_batch(data, GradtraceLoss(actor, selecting=selecting))
             found.append(
-                {
-                    name: own_part(p.grad).clone()
-                    for name, p in engine.module.named_parameters()
-                    if p.grad is not None
-                }
+                {name: own_part(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
             )
     return found
 
@@ -127,9 +123,7 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
     from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, RankScorer
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    batch, validation = (
-        torch.load(folder / f"tracin_{name}.pt", weights_only=False) for name in ("train", "val")
-    )
+    batch, validation = (torch.load(folder / f"tracin_{name}.pt", weights_only=False) for name in ("train", "val"))
     engine = harness.make_engine(str(folder / "tied_model"), **options)
     scorer = RankScorer(engine)
 
@@ -167,9 +161,7 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
             "train_norm": measures.train_norm,
             "cosine": measures.cosine,
             "changed": [
-                name
-                for name, value in before.items()
-                if name not in after or not torch.equal(after[name], value)
+                name for name, value in before.items() if name not in after or not torch.equal(after[name], value)
             ],
             "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
             "product": measures.cosine * (measures.train_norm or 0.0) * measures.val_norm,

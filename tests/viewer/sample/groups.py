@@ -67,9 +67,7 @@ def arithmetic_group(rng: np.random.Generator, progress: float, responses: int) 
     return SampleGroup(prompt, made, [ids[token] for token in expected])
 
 
-def _chain(
-    digits: list[int], operators: list[str], skill: float | None, rng: np.random.Generator
-) -> list[str]:
+def _chain(digits: list[int], operators: list[str], skill: float | None, rng: np.random.Generator) -> list[str]:
     """Tokens of a chain; without `skill` the right one."""
     value = digits[0]
     tokens = [str(value)]
@@ -233,20 +231,13 @@ def prose_response(
     return SampleResponse(ids, float(kind == 0), nats, log_prob, np.array(own))
 
 
-def _prose_numbers(
-    mark: str, first: bool, text: str, kind: int, rng: np.random.Generator
-) -> tuple[float, float]:
+def _prose_numbers(mark: str, first: bool, text: str, kind: int, rng: np.random.Generator) -> tuple[float, float]:
     """(entropy, own worth) of a token."""
     lucky = 5.0 if rng.random() < 0.16 else 1.0
     entropy, own = abs(rng.normal()) * 0.13 * lucky, rng.normal() * 0.012
     if mark == "*":
         entropy = 1.45 * np.exp(0.32 * rng.normal())
-        own = (
-            (1 if rng.random() < 0.82 else -1)
-            * (1 if kind == 0 else -0.6)
-            * 0.09
-            * np.exp(0.75 * rng.normal())
-        )
+        own = (1 if rng.random() < 0.82 else -1) * (1 if kind == 0 else -0.6) * 0.09 * np.exp(0.75 * rng.normal())
     elif mark == "+":
         entropy = 0.34 * np.exp(0.62 * rng.normal()) if first else 0.04 * np.exp(0.8 * rng.normal())
         own = (0.34 if kind == 0 else 0.11) * np.exp(0.5 * rng.normal()) if first else 0.12 * rng.random()

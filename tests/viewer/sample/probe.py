@@ -48,9 +48,7 @@ def probe_columns(
         **{name: layout[name] for name in ("accepted", "advantage", "token_id", "token_offsets")},
         "entropy": entropy,
         "log_prob": layout["log_prob"],
-        "batch": np.where(
-            np.arange(len(share)) < evaluation, int(ProbeBatch.EVALUATION), int(ProbeBatch.UPDATE)
-        ),
+        "batch": np.where(np.arange(len(share)) < evaluation, int(ProbeBatch.EVALUATION), int(ProbeBatch.UPDATE)),
         "share": share,
         "token_share": token_share,
         "entropy_change": change,

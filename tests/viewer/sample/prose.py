@@ -24,14 +24,12 @@ ANSWER = "200"
 
 OPENINGS = (
     "{*We} have to count the integers n ≤ 1000 that are multiples of 6 or of 10 and are no multiples of 15.",
-    "{*Let} A hold the multiples of 6, B those of 10 and C those of 15. The size of (A ∪ B) \\ C is "
-    "asked for.",
+    "{*Let} A hold the multiples of 6, B those of 10 and C those of 15. The size of (A ∪ B) \\ C is asked for.",
     "{*First}, in other words: n counts if 6 or 10 divides it, and 15 does not.",
     "{*To} answer this, inclusion-exclusion gives the union, and then the multiples of 15 in it have to go.",
 )
 SIXES = (
-    "{*There} are \\lfloor 1000/6 \\rfloor = {+166} multiples of 6, because 6 \\cdot 166 = 996 and "
-    "1002 is too large.",
+    "{*There} are \\lfloor 1000/6 \\rfloor = {+166} multiples of 6, because 6 \\cdot 166 = 996 and 1002 is too large.",
     "{*The} multiples of 6 are 6, 12, 18, ..., 996. That makes 996 / 6 = {+166} of them.",
 )
 SIXES_WRONG = (
@@ -63,8 +61,7 @@ REMOVE = (
     "of {+30}, so {+33} of them.",
 )
 REMOVE_WRONG = (
-    "{*Next} the multiples of 15 go. There are \\lfloor 1000/15 \\rfloor = {-66} of those, so we "
-    "subtract {-66}.",
+    "{*Next} the multiples of 15 go. There are \\lfloor 1000/15 \\rfloor = {-66} of those, so we subtract {-66}.",
     "{*Finally} we take away what 15 divides. Up to 1000 that is {-66} numbers.",
 )
 CHECKS = (

@@ -254,9 +254,7 @@ class SampleRun:
         entropy = float(np.mean(np.concatenate([response.entropy for response in responses])))
         measured = entropy - self.last_entropy if self.last_entropy is not None else -0.003
         self.last_entropy = entropy
-        tracing = (
-            0.02 + 0.06 * len(mixed) / len(groups) + 0.004 * abs(rng.normal()) if self.influence else 0.0
-        )
+        tracing = 0.02 + 0.06 * len(mixed) / len(groups) + 0.004 * abs(rng.normal()) if self.influence else 0.0
         rest = 0.46 + 0.02 * abs(rng.normal())
         numbers = {
             "critic/rewards/mean": float(np.mean([response.reward for response in responses])),
@@ -318,9 +316,7 @@ def influence_columns(groups: list[SampleGroup], rng: np.random.Generator) -> di
     blocks = [block for score in scores for block in score["pairwise"]]
     starts = np.cumsum([0, *(len(groups[g].responses) for g in traced)])
     members = [
-        np.arange(starts[k], starts[k + 1])
-        for k, g in enumerate(traced)
-        for _ in range(len(groups[g].responses))
+        np.arange(starts[k], starts[k + 1]) for k, g in enumerate(traced) for _ in range(len(groups[g].responses))
     ]
     member_list, member_offsets = ragged(members)
     flat, offsets = ragged([block.reshape(-1) for block in blocks], dtype="float32")

@@ -10,9 +10,7 @@ from gradtrace.algorithms.types import AdvantageInputs, AdvantageOutputs
 
 
 @register_advantage("reinforce_plus_plus", needs=needs_reference)
-def reinforce_plus_plus(
-    inputs: AdvantageInputs, *, gamma: float = 1.0, kl_coef: float = 0.0
-) -> AdvantageOutputs:
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0, kl_coef: float = 0.0) -> AdvantageOutputs:
     """A_t = whiten(Σ_{s ≥ t} γ^{s−t} r_s), where r is the reward at the last token, less the KL penalty."""
     rewards = token_rewards(inputs, kl_coef)
     returns = torch.zeros_like(rewards)

@@ -24,9 +24,7 @@ def high_entropy_tokens(entropies: Tensor, mask: Tensor, quantile: float = 0.8) 
     return mask & (real > threshold)
 
 
-def aspo_weights(
-    ratio: Tensor, advantages: Tensor, clip: Tensor | float, cap: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def aspo_weights(ratio: Tensor, advantages: Tensor, clip: Tensor | float, cap: float) -> tuple[Tensor, Tensor, Tensor]:
     """Weight w of −A·∇log π; where it is clipped, which leaves no gradient; where it is capped. All [R, T].
 
     A ≥ 0: 1/r, so that a good token which became less likely is pushed *more*; clipped beyond r = 1 + clip.

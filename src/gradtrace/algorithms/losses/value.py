@@ -25,6 +25,4 @@ def value_loss(
     near = old_values + (values - old_values).clamp(-clip, clip)
     squared_near = (near - returns).square()
     was_clipped = squared_near > squared
-    return LossOutputs(
-        0.5 * torch.maximum(squared, squared_near), {"critic/vf_clipfrac": was_clipped.to(values.dtype)}
-    )
+    return LossOutputs(0.5 * torch.maximum(squared, squared_near), {"critic/vf_clipfrac": was_clipped.to(values.dtype)})

@@ -147,9 +147,7 @@ def config_of(run: Run, folder: Path, overrides: list[str]) -> Config:
         defaults: Any = OmegaConf.structured(Config)
         config = finished(with_overrides(defaults, own), defaults, override_keys(own))
         check_fields(config)
-    trace = dataclasses.replace(
-        config.trainer.influence_trace, write_every=1, on_error="raise", verify_every=0
-    )
+    trace = dataclasses.replace(config.trainer.influence_trace, write_every=1, on_error="raise", verify_every=0)
     trainer = dataclasses.replace(config.trainer, influence_trace=trace)
     return at_home(dataclasses.replace(config, trainer=trainer, engine="embedded", verl={}), run.path)
 
@@ -161,9 +159,7 @@ def chosen_steps(run: Run, wanted: list[int]) -> list[int]:
             f"{run.path} has no stored rollouts: there is no entropy trace and no influence trace in it"
         )
     if missing := sorted(set(wanted) - set(there)):
-        raise GradtraceError(
-            f"no rollouts of step {missing[0]}; {run.path} has steps {there[0]} to {there[-1]}"
-        )
+        raise GradtraceError(f"no rollouts of step {missing[0]}; {run.path} has steps {there[0]} to {there[-1]}")
     return sorted(wanted) if wanted else there
 
 
@@ -283,9 +279,7 @@ class Scorer:
             self.optimizer_said = STATE.format(folder)
         algorithm = config.algorithm
         if algorithm.kl_coef:
-            message(
-                "The KL term of the loss is left out: stored rollouts have no log-probs of the reference."
-            )
+            message("The KL term of the loss is left out: stored rollouts have no log-probs of the reference.")
         if algorithm.advantage in BY_TOKEN:
             message(
                 f"Stored advantages are means over a response; those of algorithm.advantage={algorithm.advantage} may "
@@ -348,8 +342,7 @@ class Scorer:
         return [
             OptimizerStep(step, 0, index, 0, rows)
             for index, chosen in enumerate(every.split(size))
-            if len(rows := torch.isin(batch.group, chosen).nonzero().squeeze(-1))
-            and set(groups) & set(chosen.tolist())
+            if len(rows := torch.isin(batch.group, chosen).nonzero().squeeze(-1)) and set(groups) & set(chosen.tolist())
         ]
 
     def with_advantages(self, batch: RolloutBatch) -> RolloutBatch:

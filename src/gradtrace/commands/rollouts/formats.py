@@ -75,9 +75,7 @@ class Encoder:
             marked = bool(self.tokenizer.bos_token) and value.startswith(self.tokenizer.bos_token)
             return self._ids(value, add_special_tokens=not marked), value
         if not is_conversation(value):
-            raise BadRowError(
-                f"the prompt is neither a text nor a list of messages: {shorten(repr(value), 60)}"
-            )
+            raise BadRowError(f"the prompt is neither a text nor a list of messages: {shorten(repr(value), 60)}")
         try:
             ids = encode(self.tokenizer, value)
         except Exception as error:  # roles that the chat template refuses
@@ -187,9 +185,7 @@ def prime_rl_row(row: JsonRow, where: str, encoder: Encoder) -> Rollout:
     own = slice(first, end)
     names = {"inference_logprobs": "sampler_log_prob", "trainer_logprobs": "log_prob", "entropy": "entropy"}
     tokens = {
-        column: [
-            value if wrote else math.nan for value, wrote in zip(_numbers(row, name), mask, strict=True)
-        ][own]
+        column: [value if wrote else math.nan for value, wrote in zip(_numbers(row, name), mask, strict=True)][own]
         for name, column in names.items()
         if row.get(name) and len(row[name]) == len(ids)
     }
@@ -230,11 +226,7 @@ def _step(value: Any) -> int:
 
 def _number(row: JsonRow, name: str) -> float:
     value = _needed(row, name)
-    if (
-        not isinstance(value, int | float)
-        or (isinstance(value, bool) and name != "reward")
-        or not math.isfinite(value)
-    ):
+    if not isinstance(value, int | float) or (isinstance(value, bool) and name != "reward") or not math.isfinite(value):
         raise BadRowError(f"{name} is {value!r}, not a finite number")
     return float(value)
 
@@ -296,9 +288,7 @@ def find_files(source: Path) -> list[Path]:
         found = [path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file()]
     if not found or any(path.suffix not in SUFFIXES for path in found):
         raise GradtraceError(f"{source}: there is no {' or '.join(SUFFIXES)} file to import")
-    return sorted(
-        found, key=lambda path: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", str(path))]
-    )
+    return sorted(found, key=lambda path: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", str(path))])
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, JsonRow | BadRowError, int]]:

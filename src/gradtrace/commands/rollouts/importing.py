@@ -74,9 +74,7 @@ class ImportReport:
     notes: list[str] = field(default_factory=list)
 
 
-def import_rollouts(
-    source: Path, run_dir: Path, settings: ImportSettings, progress: Progress
-) -> ImportReport:
+def import_rollouts(source: Path, run_dir: Path, settings: ImportSettings, progress: Progress) -> ImportReport:
     """Write the rollouts in `source`, a file or folder, as run `run_dir`, which must not exist yet."""
     if not source.exists():
         raise GradtraceError(f"{source}: there is no such file or folder")
@@ -134,9 +132,7 @@ def well_formed(row: Rollout, vocabulary: int) -> Rollout:
         if len(values) != len(row.response):
             raise BadRowError(f"{name} has {len(values)} numbers, the response {len(row.response)} tokens")
     if (largest := max(*row.prompt, *row.response)) >= vocabulary:
-        raise BadRowError(
-            f"token id {largest}, and the tokenizer has {vocabulary}: is it that of these rollouts?"
-        )
+        raise BadRowError(f"token id {largest}, and the tokenizer has {vocabulary}: is it that of these rollouts?")
     return row
 
 
@@ -222,9 +218,7 @@ def notes(
         found.append(f"{name} stores responses without their end token; --append-end adds it to each.")
     groups = [group for step in grouped.values() for group in step]
     if alone := sum(len({row.reward for row in group}) < 2 for group in groups):
-        found.append(
-            f"{alone} of {len(groups)} groups have one reward only: they cannot be scored by contrast."
-        )
+        found.append(f"{alone} of {len(groups)} groups have one reward only: they cannot be scored by contrast.")
     return found
 
 
@@ -236,9 +230,7 @@ def config_of(grouped: dict[int, list[list[Rollout]]], settings: ImportSettings,
     groups = [group for step in grouped.values() for group in step]
     rows = [row for group in groups for row in group]
     reward = (
-        RewardConfig(path=settings.reward)
-        if ".py" in settings.reward
-        else RewardConfig(name=settings.reward or "task")
+        RewardConfig(path=settings.reward) if ".py" in settings.reward else RewardConfig(name=settings.reward or "task")
     )
     config = Config(
         recipe=RECIPE,
@@ -266,9 +258,7 @@ def at_home(config: Config, run_dir: Path) -> Config:
     """The settings of a run; an imported one has its prompts beside them, wherever it was moved."""
     if config.recipe != RECIPE or not (run_dir / PROMPTS).is_file():
         return config
-    return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, train=[str(run_dir.absolute() / PROMPTS)])
-    )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=[str(run_dir.absolute() / PROMPTS)]))
 
 
 def write_run(

@@ -53,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=24,
         help="single tokens per group, drawn at random; 0 = all (default: 24)",
     )
-    add(
-        "--halves", type=int, default=12, help="random halves per group; 0 = single tokens only (default: 12)"
-    )
+    add("--halves", type=int, default=12, help="random halves per group; 0 = single tokens only (default: 12)")
     add(
         "--precision",
         choices=("auto", "float32", "float64"),
@@ -127,13 +125,9 @@ def settings_of(args: argparse.Namespace) -> Any:
     for name, least in (("groups", 1), ("tokens", 0), ("halves", 0)):
         if getattr(args, name) < least:
             raise GradtraceError(f"--{name} {getattr(args, name)}: it is at least {least}")
-    own = dict(
-        word.split("=", 1) for word in args.overrides if word.partition("=")[0] in OWN_KEYS and "=" in word
-    )
+    own = dict(word.split("=", 1) for word in args.overrides if word.partition("=")[0] in OWN_KEYS and "=" in word)
     if args.step is not None and not args.model:
-        raise GradtraceError(
-            "--step needs --model; a checkpoint RUN/checkpoints/step_N has the scores of step N + 1"
-        )
+        raise GradtraceError("--step needs --model; a checkpoint RUN/checkpoints/step_N has the scores of step N + 1")
     optimizer = own.get("optimizer", "checkpoint")
     if optimizer not in ("checkpoint", "adamw", "sgd"):
         raise GradtraceError(f"optimizer={optimizer}: it can be checkpoint, adamw or sgd")

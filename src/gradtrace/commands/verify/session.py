@@ -109,23 +109,17 @@ def run_verify(
         "stored": stored is not None and (stored.step if settings.model else True),
         "run": to_yaml(dataclasses.replace(source.run, resume="")),
     }
-    folder = settings.output or source.output(
-        "verify", lambda found: belongs_to(found, "verification", identity)
-    )
+    folder = settings.output or source.output("verify", lambda found: belongs_to(found, "verification", identity))
     progress("loading the model", 0, 1)
     loaded = source.load(settings.optimizer, settings.lr, settings.precision)
     store = PhaseStore(folder, "verification", identity)
     material = (
-        of_trace(stored, settings.size.groups)
-        if stored is not None
-        else sampled(loaded, settings, store, progress)
+        of_trace(stored, settings.size.groups) if stored is not None else sampled(loaded, settings, store, progress)
     )
     trial = trial_of(source.run, loaded, material)
     scores = {OWN: own} if (own := own_score(source.run, message)) is not None else {}
     with evaluation_mode(trial.model):
-        verifier = Verifier(
-            trial, scores | usual_scores(), material.given, settings.size, settings.seed, store
-        )
+        verifier = Verifier(trial, scores | usual_scores(), material.given, settings.size, settings.seed, store)
         found = verifier.run(settings.budget, progress)
     facts = {
         "checkpoint": str(source.checkpoint),
@@ -213,16 +207,13 @@ def of_trace(step: Step, groups: int) -> Material:
     at these weights come first, then those of later mini-batches; of both, groups with loss-term scores."""
     credit = step["credit"] if "credit" in step else np.zeros(step.n_responses, dtype=np.uint8)
     number, late = step["group"], step["optimizer_step"]
-    order = sorted(
-        set(number.tolist()), key=lambda g: (late[number == g].max(), credit[number == g].max(), g)
-    )
+    order = sorted(set(number.tolist()), key=lambda g: (late[number == g].max(), credit[number == g].max(), g))
     rows = [r for g in order[:groups] for r in np.flatnonzero(number == g).tolist()]
     prompts = [torch.from_numpy(step.group(int(number[r])).prompt_ids.astype(np.int64)) for r in rows]
     tokens = [torch.from_numpy(step.tokens(r)["token_id"].astype(np.int64)) for r in rows]
     written = [torch.from_numpy(step.written(r)) for r in rows]
     scores = {
-        place: torch.from_numpy(np.array(step.influence(r))).double()[written[place]]
-        for place, r in enumerate(rows)
+        place: torch.from_numpy(np.array(step.influence(r))).double()[written[place]] for place, r in enumerate(rows)
     }
     given: dict[str, Scores] = {STORED: scores}
     kinds = sorted({int(credit[r]) for r in rows})
@@ -272,10 +263,7 @@ def sampled(loaded: Loaded, settings: Settings, store: PhaseStore, progress: Pro
     batch = store.get_batch("rollout", sample)
     rewards = batch.need("rewards")
     return Material(
-        [
-            torch.tensor(batch.prompts[g] + ids)
-            for g, ids in zip(batch.group.tolist(), batch.response_ids, strict=True)
-        ],
+        [torch.tensor(batch.prompts[g] + ids) for g, ids in zip(batch.group.tolist(), batch.response_ids, strict=True)],
         batch.prompt_lengths.tolist(),
         batch.group,
         accepted(rewards, batch.group, run.trainer.influence_trace.accepted_threshold),

@@ -84,11 +84,7 @@ class BlameInstrument(WritingObserver):
         self._terms = backward.token_terms
         self._weights[micro.rows] = backward.token_weights.amax(1).double().cpu() / self.ranks.size
         self._now.optimizer_step[micro.rows] = backward.number
-        return (
-            self.gradients.capture(response=micro.response, tokens=micro.tokens)
-            if self._due
-            else nullcontext()
-        )
+        return self.gradients.capture(response=micro.response, tokens=micro.tokens) if self._due else nullcontext()
 
     @contextmanager
     def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:

@@ -131,9 +131,7 @@ class _Batch:
         """`shares`: one for each response."""
         sums = np.bincount(self.group, shares, self.step.n_groups)
         return [
-            Part(
-                float(sums[g]), "".join(pieces(self.step.group(g).prompt_ids, self.token_bytes)), group=int(g)
-            )
+            Part(float(sums[g]), "".join(pieces(self.step.group(g).prompt_ids, self.token_bytes)), group=int(g))
             for g in _largest(sums, top)
             if sums[g]
         ]
@@ -194,8 +192,7 @@ def gradient_report(step: Step, token_bytes: TokenBytes | None, top: int) -> Rep
     shares = step["grad_share"] * weight
     tokens = step["token_grad_share"] * weight[batch.owner]
     norms = [
-        f"‖g_r‖ {norm:.3g}, reward {reward:g}"
-        for norm, reward in zip(step["grad_norm"], step["reward"], strict=True)
+        f"‖g_r‖ {norm:.3g}, reward {reward:g}" for norm, reward in zip(step["grad_norm"], step["reward"], strict=True)
     ]
     who = ""
     for first in batch.responses(shares, 1):
@@ -225,9 +222,7 @@ def _rest(updates: list[dict[str, Any]]) -> list[Part]:
     ]
     for text, key in (("momentum", "from_momentum"), ("weight decay", "from_decay")):
         mean = float(np.mean([float(update.get(key, 0.0)) for update in updates]))
-        parts.append(
-            Part(mean, text, note=f"of the optimizer's move, mean of {len(updates)} optimizer steps")
-        )
+        parts.append(Part(mean, text, note=f"of the optimizer's move, mean of {len(updates)} optimizer steps"))
     return [part for part in parts if abs(part.share) >= 5e-4]
 
 

@@ -64,9 +64,7 @@ def _ranked(name: str, group: Measurement, clues: Clues, r: int) -> list[int]:
     if name in ("entropy", "influence"):
         known = clues.entropy if name == "entropy" else clues.influence
         if known is None:
-            raise GradtraceError(
-                f"--tokens {name}: the run has no {name} of this group; take another ranking"
-            )
+            raise GradtraceError(f"--tokens {name}: the run has no {name} of this group; take another ranking")
         return np.argsort(-np.abs(np.nan_to_num(known[r])), kind="stable").tolist()
     columns = [first_difference(group, r)]
     columns += [_ranked(clue, group, clues, r) for clue in ("entropy", "influence") if getattr(clues, clue)]

@@ -54,9 +54,7 @@ def to_columns(groups: list[MeasuredGroup]) -> dict[str, Any]:
     for name in (*RESPONSE_COLUMNS, *TOKEN_COLUMNS):
         if all(name in group.columns for group in groups):
             columns[name] = np.concatenate([group.columns[name] for group in groups])
-    samples = [
-        (source, at, sample) for source, at in zip(sources, first, strict=False) for sample in source.samples
-    ]
+    samples = [(source, at, sample) for source, at in zip(sources, first, strict=False) for sample in source.samples]
     columns["continuation_response"] = np.array([at + s.tree.owner[c.node] for s, at, c in samples], int)
     columns["continuation_start"] = np.array([s.tree.depth[c.node] for s, _, c in samples], int)
     columns["continuation_reward"] = np.array([c.reward for *_, c in samples], np.float32)

@@ -73,11 +73,7 @@ def outcomes(group: Measurement, node: int) -> list[Outcome] | None:
     found: dict[tuple[tuple[int, ...], float, int | None], float] = defaultdict(float)
     for index, path in enumerate(tree.paths):
         end = path[-1] if path else 0
-        if (
-            end in group.ends
-            and group.responses.index(group.responses[index]) == index
-            and stretches.head[end] >= 0
-        ):
+        if end in group.ends and group.responses.index(group.responses[index]) == index and stretches.head[end] >= 0:
             share = coming[stretches.head[end]] * stretches.reach[end]
             found[tuple(group.responses[index]), float(group.rewards[index]), index] += share
     for sample in group.samples:

@@ -40,9 +40,7 @@ class Continuations:
 
     def __post_init__(self) -> None:
         if self.params.temperature == 0:
-            raise GradtraceError(
-                "temperature 0 always writes the same continuation: sample with another, e.g. 1"
-            )
+            raise GradtraceError("temperature 0 always writes the same continuation: sample with another, e.g. 1")
 
     def begin(
         self, prompt: list[int], responses: list[list[int]], written: list[np.ndarray] | None = None
@@ -118,9 +116,7 @@ class Continuations:
         rewards = self.rewards([prefixes[i] + ids for i, ids in zip(at, continuations, strict=True)])
         group.samples += [
             Sample(chosen[i], ids, reward, finished)
-            for i, ids, reward, finished in zip(
-                at, continuations, rewards, drawn.finished.tolist(), strict=True
-            )
+            for i, ids, reward, finished in zip(at, continuations, rewards, drawn.finished.tolist(), strict=True)
         ]
 
     def round_size(self, group: Measurement) -> int:

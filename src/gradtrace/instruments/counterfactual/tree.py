@@ -290,9 +290,7 @@ class Stretches:
         mass = self.reach * self.source.leaving
         found = np.zeros(len(mass), int)
         order = np.argsort(self.head, kind="stable")
-        first, last = (
-            np.searchsorted(self.head[order], np.arange(len(mass)), side) for side in ("left", "right")
-        )
+        first, last = (np.searchsorted(self.head[order], np.arange(len(mass)), side) for side in ("left", "right"))
         for stretch in np.flatnonzero(plan):
             inside = order[first[stretch] : last[stretch]]
             found[inside] += rng.multinomial(plan[stretch], mass[inside] / mass[inside].sum())

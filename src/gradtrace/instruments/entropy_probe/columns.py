@@ -39,9 +39,7 @@ class Probed:
     def covariance(self, update: RolloutBatch) -> float:
         """The textbook's estimate of the change, from log-probs and advantages of U."""
         mask = update.response_mask[self.rows]
-        log_probs, advantages = (
-            update.need(name)[self.rows][mask] for name in ("old_log_probs", "advantages")
-        )
+        log_probs, advantages = (update.need(name)[self.rows][mask] for name in ("old_log_probs", "advantages"))
         return covariance_change(log_probs, advantages, self.rate)
 
     def metrics(self) -> dict[str, float]:
@@ -112,9 +110,7 @@ class Probed:
             ),
             "share": joined(self.shares.responses, np.zeros(len(evaluation))),
             "token_share": joined(with_gaps(self.shares.tokens, update, rows), np.zeros(e_tokens)),
-            "entropy": joined(
-                token_column(update.need("entropies"), update, rows), of_e(prediction.base.entropies)
-            ),
+            "entropy": joined(token_column(update.need("entropies"), update, rows), of_e(prediction.base.entropies)),
             "log_prob": joined(
                 token_column(update.need("old_log_probs"), update, rows), of_e(prediction.base.log_probs)
             ),

@@ -157,9 +157,7 @@ def _measured(s: dict[str, Tensor]) -> Tensor:
     return s["w·h'"] / s["w·T"] - s["h"] / s["T"]
 
 
-def measured_change(
-    base: Tokens, after: Tokens, d_log_probs: Tensor, d_entropies: Tensor, scale: float
-) -> Measured:
+def measured_change(base: Tokens, after: Tokens, d_log_probs: Tensor, d_entropies: Tensor, scale: float) -> Measured:
     """The change found on the same sequences at the moved weights, by self-normalised importance weights. `scale`: how
     many updates far they were moved."""
     raw = after.sums["S"] - base.sums["S"]  # log of the importance weight of each sequence, before it is cut

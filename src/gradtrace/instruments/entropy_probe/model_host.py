@@ -33,9 +33,7 @@ class ModelProbeHost:
         with self.ranks.together():
             return directional_derivative(self.model, run, direction)
 
-    def entropy_gradient(
-        self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None
-    ) -> Gradient:
+    def entropy_gradient(self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None) -> Gradient:
         def objective(rows: Tensor, values: Tensor) -> Tensor:
             log_probs, entropies = values
             own = weights[rows].repeat_interleave(batch.lengths[rows]).to(values)

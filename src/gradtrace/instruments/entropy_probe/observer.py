@@ -120,9 +120,7 @@ class EntropyProbeInstrument(WritingObserver):
         trained = {tuple(prompt) for prompt in update.prompts}
         prompts = [prompt.ids for prompt in self.prompts if tuple(prompt.ids) not in trained]
         if len(prompts) < 2:
-            raise GradtraceError(
-                "all held-out prompts are in the rollout as well: nothing is left to evaluate on"
-            )
+            raise GradtraceError("all held-out prompts are in the rollout as well: nothing is left to evaluate on")
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)
         return self.sampler.generate(prompts, self.params, generator=generator)
 

@@ -129,8 +129,6 @@ def update_batch(loss: PolicyLoss, batch: RolloutBatch, token_budget: int = 1638
     return TokenBatch(batch.written_counts, batch.group, _passes(batch, token_budget, one))
 
 
-def _passes(
-    batch: RolloutBatch, token_budget: int, one: Callable[[MicroBatch], Pass]
-) -> Callable[[], Iterator[Pass]]:
+def _passes(batch: RolloutBatch, token_budget: int, one: Callable[[MicroBatch], Pass]) -> Callable[[], Iterator[Pass]]:
     micro_batches = MicroBatches(batch, token_budget)
     return lambda: (one(micro) for micro in micro_batches(torch.arange(len(batch))))

@@ -120,9 +120,7 @@ class EntropyProbe:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.host = host or ModelProbeHost(model)
         if not self.parameters:
-            raise GradtraceError(
-                "every parameter of the model is frozen (requires_grad=False): no update can move it"
-            )
+            raise GradtraceError("every parameter of the model is frozen (requires_grad=False): no update can move it")
         for name, parameter in self.parameters.items():
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise GradtraceError(
@@ -217,9 +215,7 @@ class EntropyProbe:
         responses = torch.zeros(len(batch.lengths), dtype=torch.float64).index_add_(0, owner, tokens)
         return Shares(tokens, responses, momentum, decay, legacy)
 
-    def _entropy_gradient(
-        self, base: Tokens, batch: TokenBatch, progress: Progress | None = None
-    ) -> dict[str, Tensor]:
+    def _entropy_gradient(self, base: Tokens, batch: TokenBatch, progress: Progress | None = None) -> dict[str, Tensor]:
         """X̄ = ∇[Σ H_k + Σ (h_i − H̄T_i) ℓ_k] / ΣT over all of E, the weights held fixed."""
         own = float(base.entropies.sum()), int(base.lengths.sum())
         entropy, count = (sum(column) for column in zip(*self.host.ranks.gather(own), strict=True))

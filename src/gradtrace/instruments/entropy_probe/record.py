@@ -24,9 +24,7 @@ class ProbeRecord(TraceRecord):
         self.errors += 1
         self.report(message)
 
-    def write(
-        self, batch: RolloutBatch, step: int, probed: Probed | None, seconds: float
-    ) -> dict[str, float]:
+    def write(self, batch: RolloutBatch, step: int, probed: Probed | None, seconds: float) -> dict[str, float]:
         """Write the file of a step that is due; None: it failed. Returns metrics."""
         try:
             if probed is not None:

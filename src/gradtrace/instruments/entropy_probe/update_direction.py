@@ -65,9 +65,7 @@ def update_rule(optimizer: torch.optim.Optimizer) -> Any:
     )
 
 
-def _adam(
-    group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor
-) -> ParameterUpdate:
+def _adam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
     rate, decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     sign = -1.0 if group["maximize"] else 1.0
@@ -90,9 +88,7 @@ def _adam(
     )
 
 
-def _sgd(
-    group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor
-) -> ParameterUpdate:
+def _sgd(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
     rate, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
     sign = -1.0 if group["maximize"] else 1.0
     buffer = state.get("momentum_buffer")

@@ -112,9 +112,7 @@ class Moment:
         if self.blame is None or not len(self.blame.rows):
             return []
         if not self.blame.updates:
-            norms = torch.where(self.blame.norm.isfinite(), self.blame.norm, torch.inf).nan_to_num(
-                -1.0, posinf=1e300
-            )
+            norms = torch.where(self.blame.norm.isfinite(), self.blame.norm, torch.inf).nan_to_num(-1.0, posinf=1e300)
             norms = torch.where(self.blame.optimizer_step >= 0, norms, -1.0)
             return [self.response(row) for row in norms.argsort(descending=True)[:count].tolist()]
         return self.tokens_by(self.blame.of_the_step().share, count)
@@ -144,6 +142,4 @@ def named(culprits: Sequence[Culprit]) -> str:
 
 def sure(value: float, threshold: float) -> float:
     """0.5 at the threshold, towards 1 far beyond it."""
-    return (
-        1.0 if not math.isfinite(value) or value <= 0 else min(1.0, max(0.5, 1.0 - 0.5 * threshold / value))
-    )
+    return 1.0 if not math.isfinite(value) or value <= 0 else min(1.0, max(0.5, 1.0 - 0.5 * threshold / value))

@@ -31,11 +31,7 @@ def detect(moment: Moment) -> Finding | None:
             culprits,
         )
     falls = recent < moment.knobs.entropy_collapse * begin
-    soon = (
-        predicted is not None
-        and predicted < 0
-        and entropy + 5 * predicted < moment.knobs.entropy_collapse * begin
-    )
+    soon = predicted is not None and predicted < 0 and entropy + 5 * predicted < moment.knobs.entropy_collapse * begin
     if not (falls or (soon and recent < 0.7 * begin)):
         return None
     plunges = recent < moment.knobs.entropy_plunge * float(np.median(series[-6:-2]))

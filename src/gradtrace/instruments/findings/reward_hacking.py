@@ -80,10 +80,7 @@ class AcceptedGradients:
         centred = cosine - cosine.mean(0) - cosine.mean(1, keepdim=True) + cosine.mean()
         values, vectors = torch.linalg.eigh(centred)
         place = vectors[:, -1] * values[-1].clamp(min=0).sqrt()
-        ends = {
-            sign: likeness_of(cosine, owner, (sign * place).topk(len(pool) // END).indices)
-            for sign in (1, -1)
-        }
+        ends = {sign: likeness_of(cosine, owner, (sign * place).topk(len(pool) // END).indices) for sign in (1, -1)}
         place = place * max(ends, key=lambda sign: ends[sign])
         here = place[-len(rows) :]
         return Cluster(

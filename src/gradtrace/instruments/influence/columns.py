@@ -83,9 +83,7 @@ def influence_columns(
         **response_columns(batch, rows, truth),
         "accepted": accepted(batch.need("rewards"), batch.group, threshold)[rows].numpy(),
         "selection": np.where(whole, Selection.SELECTED, Selection.CUT_AT_TOKEN_CAP).astype(np.uint8),
-        "optimizer_step": np.array(
-            [int(part.optimizer_step[local]) for _, local, part in entries], dtype=np.int64
-        ),
+        "optimizer_step": np.array([int(part.optimizer_step[local]) for _, local, part in entries], dtype=np.int64),
         "prompt_influence": np.array(
             [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
         ),
@@ -108,9 +106,7 @@ def score_columns(entries: list[Entry], config: InfluenceConfig) -> dict[str, An
     backward = Credit.TAIL if config.tail_only else Credit.POSITION
     position = [trace.position_scores[local] for trace, local in traces]
     columns: dict[str, Any] = {
-        "credit": np.array(
-            [Credit[trace.credit_of(local).upper()] for trace, local in traces], dtype=np.uint8
-        ),
+        "credit": np.array([Credit[trace.credit_of(local).upper()] for trace, local in traces], dtype=np.uint8),
         "no_step": flat([trace.without_step(local) for trace, local in traces], torch.bool),
         SCORE_OF_CREDIT[backward]: np.nan_to_num(flat(position, torch.float32)),
     }

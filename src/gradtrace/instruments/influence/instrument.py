@@ -121,9 +121,7 @@ class InfluenceTraceInstrument(WritingObserver):
     def _scope_pass(self, state: StepState) -> None:
         """Capture the whole batch at the weights as they are, in passes whose gradients go nowhere."""
         if state.backward is None or state.backward.passes is None:
-            raise AttributionError(
-                "scope_pass=true: this host cannot run the whole batch at the first weights"
-            )
+            raise AttributionError("scope_pass=true: this host cannot run the whole batch at the first weights")
         state.had_scope_pass = True
         batch = state.batch
         rows = torch.arange(len(batch)) if batch.kept is None else batch.kept.nonzero().squeeze(-1)

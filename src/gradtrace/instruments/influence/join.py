@@ -47,11 +47,7 @@ class RankScores:
     def of(part: Scored) -> RankScores:
         trace = part.trace
         return RankScores(
-            {
-                int(row): _entry(part, local)
-                for local, row in enumerate(part.rows)
-                if len(trace.position_scores[local])
-            },
+            {int(row): _entry(part, local) for local, row in enumerate(part.rows) if len(trace.position_scores[local])},
             {group: reason for group, reason in trace.skipped.items() if reason in REASONS},
             trace.warnings,
             trace.metrics,
@@ -102,9 +98,7 @@ def joined(rows: Tensor, of_ranks: Sequence[RankScores], **shared: Any) -> Score
             rest[local], steps[local] = entry["rest"], entry["optimizer_step"]
             if len(entry["members"]):
                 pairwise[local] = [local_of[row] for row in entry["members"].tolist()], entry["pairs"]
-    terms, likelier = (
-        lists[name] if any(len(own) for own in lists[name]) else None for name in ("terms", "likelier")
-    )
+    terms, likelier = (lists[name] if any(len(own) for own in lists[name]) else None for name in ("terms", "likelier"))
     trace = InfluenceTrace(
         position_scores=lists["position"],
         loss_term_scores=terms,

@@ -36,12 +36,7 @@ class StepPlan:
     @staticmethod
     def of(batch: RolloutBatch, step: int, max_prompts: int = 0, threshold: float | None = None) -> StepPlan:
         advantages, rewards = response_advantages(batch), batch.need("rewards")
-        spread = (
-            (batch.need("advantages") - advantages[:, None])
-            .masked_fill(~batch.response_mask, 0.0)
-            .abs()
-            .amax(1)
-        )
+        spread = (batch.need("advantages") - advantages[:, None]).masked_fill(~batch.response_mask, 0.0).abs().amax(1)
         return StepPlan(
             step=step,
             group=batch.group,

@@ -29,11 +29,7 @@ class InfluenceRecord(TraceRecord):
     def say_scope(self, prompts: int, mini_batch: int) -> None:
         """Say once what `all_selected` compares, where a step of `prompts` has several mini-batches."""
         config = self.config
-        if (
-            config.accepted_rejected_scope == "all_selected"
-            and not config.scope_pass
-            and 0 < mini_batch < prompts
-        ):
+        if config.accepted_rejected_scope == "all_selected" and not config.scope_pass and 0 < mini_batch < prompts:
             self.report(
                 f"influence trace: accepted_rejected_scope=all_selected compares the responses of one mini-batch "
                 f"({mini_batch} of the step's {prompts} prompts), each at the weights it meets; scope_pass=true "
@@ -47,9 +43,7 @@ class InfluenceRecord(TraceRecord):
 
     def write(self, batch: RolloutBatch, scored: list[Scored], status: Tensor, step: int) -> dict[str, float]:
         """Write the step's file; returns its metrics."""
-        columns, meta = influence_columns(
-            batch, scored, status, self.config, self.config.pairwise_max_mb, self.truth
-        )
+        columns, meta = influence_columns(batch, scored, status, self.config, self.config.pairwise_max_mb, self.truth)
         if not len(columns["group"]):
             cause, sentence = why_empty(batch, torch.as_tensor(columns["group_status"]))
             meta["empty"] = sentence

@@ -148,9 +148,9 @@ def tracin_columns(batch: RolloutBatch, result: TracinStep, truth: Truth = no_tr
         "row": np.concatenate([np.arange(count), np.full(extra, -1)]),
         "score": np.concatenate([result.scores.numpy(), nothing]),
         "kept": np.concatenate([result.selected.kept.numpy(), np.full(extra, result.trained)]),
-        "reason": np.concatenate(
-            [result.selected.reason.numpy(), np.full(extra, int(TracinReason.VALIDATION))]
-        ).astype(np.uint8),
+        "reason": np.concatenate([result.selected.reason.numpy(), np.full(extra, int(TracinReason.VALIDATION))]).astype(
+            np.uint8
+        ),
         "weight": np.concatenate([result.selected.weight.numpy(), np.full(extra, float(result.trained))]),
     }
     if result.low is not None and result.high is not None:

@@ -95,9 +95,7 @@ def diagnose(
     return sentences
 
 
-def _against_norms(
-    counted: np.ndarray, val_norm: float, train_norm: float | None, cosine: float | None
-) -> list[str]:
+def _against_norms(counted: np.ndarray, val_norm: float, train_norm: float | None, cosine: float | None) -> list[str]:
     if not train_norm:
         return []
     scale = val_norm * train_norm

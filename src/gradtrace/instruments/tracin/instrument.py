@@ -65,9 +65,7 @@ class Scorer(Protocol):
     def method(self) -> str:
         """How scores are computed: `tangent` or `ghost`."""
 
-    def __call__(
-        self, step: int, train: Weighted, parts: list[Weighted], measure: bool
-    ) -> tuple[Tensor, Measures]:
+    def __call__(self, step: int, train: Weighted, parts: list[Weighted], measure: bool) -> tuple[Tensor, Measures]:
         """Scores of `train.rows` at the current weights; see `scores.score_parts`."""
 
 
@@ -153,9 +151,7 @@ class TracinInstrument(StepObserver):
         elif every and (step % every == 0 or step == 1):
             self._score_and_diagnose(batch, result, step)
         else:
-            result.scores = self._scores(batch, [validation_losses(val_batch)], result, step, measure=False)[
-                0
-            ]
+            result.scores = self._scores(batch, [validation_losses(val_batch)], result, step, measure=False)[0]
         result.selected = self._select(result, step)
         spent, sampling = time.perf_counter() - begin, self._sampled.seconds
         result.seconds = {"tracin": spent + sampling, "tracin_gen": sampling}
@@ -222,9 +218,7 @@ class TracinInstrument(StepObserver):
         return metrics
 
     def _say(self, step: int, why: str) -> None:
-        self._say_once(
-            why, f"step {step} keeps every response: {why}. (Shown once; tracin/no_signal counts.)"
-        )
+        self._say_once(why, f"step {step} keeps every response: {why}. (Shown once; tracin/no_signal counts.)")
 
     def _say_once(self, key: str, line: str) -> None:
         if key not in self._said:

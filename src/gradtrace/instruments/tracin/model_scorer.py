@@ -42,9 +42,7 @@ class ModelScorer:
     def method(self) -> str:
         return self.selector.method
 
-    def __call__(
-        self, step: int, train: Weighted, parts: list[Weighted], measure: bool
-    ) -> tuple[Tensor, Measures]:
+    def __call__(self, step: int, train: Weighted, parts: list[Weighted], measure: bool) -> tuple[Tensor, Measures]:
         return score_parts(self, train, parts, measure)
 
     def _own(self, responses: Weighted) -> Weighted:
@@ -62,9 +60,7 @@ class ModelScorer:
         parameters = dict(self.policy.model.named_parameters())
         names = dict.fromkeys(name for theirs in self.ranks.gather(list(found)) for name in theirs)
         total = {
-            name: self.ranks.sum(
-                found[name] if name in found else torch.zeros_like(parameters[name]).detach()
-            )
+            name: self.ranks.sum(found[name] if name in found else torch.zeros_like(parameters[name]).detach())
             for name in names
         }
         return total, [value for theirs in self.ranks.gather(seen) for value in theirs]

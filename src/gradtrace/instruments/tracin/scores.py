@@ -46,9 +46,7 @@ class Measures:
     """Between the whole batch's gradient and the validation gradient."""
 
 
-def score_parts(
-    host: TracinHost[Rows], train: Rows, parts: Sequence[Rows], measure: bool
-) -> tuple[Tensor, Measures]:
+def score_parts(host: TracinHost[Rows], train: Rows, parts: Sequence[Rows], measure: bool) -> tuple[Tensor, Measures]:
     """float64[K, b]: the training responses against each of K parts of the validation set; and what was measured.
 
     `measure` asks for the training gradient as well, which costs a pass of its own.
@@ -96,9 +94,7 @@ def adam_geometry(optimizer: Any, key: str) -> Geometry:
     except AttributionError:
         name = type(optimizer).__name__
     if name:
-        raise GradtraceError(
-            f"{key}=adam needs Adam's moments, the optimizer is {name}: use {key}=none instead."
-        )
+        raise GradtraceError(f"{key}=adam needs Adam's moments, the optimizer is {name}: use {key}=none instead.")
     return geometry
 
 

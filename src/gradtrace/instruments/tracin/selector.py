@@ -194,9 +194,7 @@ class TracInSelector:
     def captured(self, responses: int) -> Tensor:
         """float64[R]: scores of the backward passes inside `capture` since the last call. Hooks come off."""
         if self._ghost is None:
-            raise AttributionError(
-                "nothing was captured: no backward pass ran inside `with selector.capture(…)`"
-            )
+            raise AttributionError("nothing was captured: no backward pass ran inside `with selector.capture(…)`")
         self._ghost.close()
         scores = self._ghost.scores(responses)
         self._ghost = None

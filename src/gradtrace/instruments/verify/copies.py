@@ -47,9 +47,7 @@ def working_copy(
 def check(trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Refuse weights and states that cannot be stepped and put back."""
     if not trained:
-        raise GradtraceError(
-            "every parameter of the model is frozen (requires_grad=False): no step can move it"
-        )
+        raise GradtraceError("every parameter of the model is frozen (requires_grad=False): no step can move it")
     for name, p in trained.items():
         if hasattr(p, "device_mesh") or p.is_meta:
             raise GradtraceError(

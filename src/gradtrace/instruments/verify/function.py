@@ -83,9 +83,7 @@ def verify(
     named = scores if isinstance(scores, Mapping) else {} if scores is None else {GIVEN: scores}
     given = {name: checked(name, some, trial.lengths) for name, some in named.items()}
     wanted = ({} if config is None else {"this score": config}) | usual_scores()
-    store = (
-        None if folder is None else PhaseStore(Path(folder), "verification", identity(trial, seed, config))
-    )
+    store = None if folder is None else PhaseStore(Path(folder), "verification", identity(trial, seed, config))
     with evaluation_mode(own):
         verifier = Verifier(trial, wanted, given, Size(groups, tokens, halves), seed, store)
         return verifier.run(budget, progress)

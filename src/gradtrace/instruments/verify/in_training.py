@@ -58,10 +58,7 @@ class TrainingCheck:
         trial = Trial(
             self.model,
             self.optimizer,
-            [
-                torch.tensor(p + batch.responses[r, :n].tolist())
-                for p, r, n in zip(prompts, rows, lengths, strict=True)
-            ],
+            [torch.tensor(p + batch.responses[r, :n].tolist()) for p, r, n in zip(prompts, rows, lengths, strict=True)],
             [len(prompt) for prompt in prompts],
             torch.zeros(len(rows), dtype=torch.long),
             plan.accepted[rows],

@@ -130,9 +130,7 @@ def single_responses(trial: Trial, group: int) -> Effects:
     return Effects("single_response", [group], chosen)
 
 
-def random_halves(
-    trial: Trial, groups: list[int], count: int, kind: str, generator: torch.Generator
-) -> Effects:
+def random_halves(trial: Trial, groups: list[int], count: int, kind: str, generator: torch.Generator) -> Effects:
     """Steps on random halves of the groups' tokens; of their responses if `kind` is batch_responses."""
     responses = [r for group in groups for r in trial.members[group]]
     chosen = []

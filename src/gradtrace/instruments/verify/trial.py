@@ -59,9 +59,7 @@ class Trial:
         self.masks = self.written or [torch.ones(length, dtype=torch.bool) for length in after]
         self.lengths = [int(mask.sum()) for mask in self.masks]
         self.tokens = self.tokens or sum(self.lengths)
-        mixed = [
-            g for g in self.group.unique().tolist() if self.accepted[self.group == g].unique().numel() == 2
-        ]
+        mixed = [g for g in self.group.unique().tolist() if self.accepted[self.group == g].unique().numel() == 2]
         self.members = {g: (self.group == g).nonzero().squeeze(-1).tolist() for g in mixed}
         """Of the groups that have a contrast."""
 
@@ -81,9 +79,7 @@ class Trial:
         with KeepDouble() if first.dtype == torch.float64 else contextlib.nullcontext():
             logits = self.model(input_ids=ids.to(first.device), use_cache=False).logits
             chosen = logits[:, :-1][tokens[:, 1:].to(first.device)] / self.temperature
-            found = (
-                torch.log_softmax(chosen, -1).gather(-1, ids[tokens][:, None].to(first.device)).squeeze(-1)
-            )
+            found = torch.log_softmax(chosen, -1).gather(-1, ids[tokens][:, None].to(first.device)).squeeze(-1)
         return list(found.split([self.lengths[r] for r in responses]))
 
     def _padded(self, responses: list[int]) -> tuple[Tensor, Tensor]:
@@ -143,8 +139,7 @@ class Trial:
         if self.step_terms is not None:
             return self.step_terms(responses)
         return [
-            float(self.advantages[r]) * values
-            for r, values in zip(responses, self.log_probs(responses), strict=True)
+            float(self.advantages[r]) * values for r, values in zip(responses, self.log_probs(responses), strict=True)
         ]
 
     # ------------------------------------------------------------ what scores say

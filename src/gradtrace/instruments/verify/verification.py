@@ -169,9 +169,7 @@ def number(value: float) -> str:
 def in_brackets(value: Interval) -> str:
     """ ".88 [.84, .91]"; of one group there is no interval."""
     return (
-        number(value.mean)
-        if value.count < 2
-        else f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
+        number(value.mean) if value.count < 2 else f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
     )
 
 
@@ -233,9 +231,7 @@ class Verifier:
         trial.keep(list(trial.members)[: size.groups])
         self.effects = planned(trial, size, seed)
 
-    def run(
-        self, budget: float = math.inf, progress: Progress = lambda what, done, total: None
-    ) -> Verification:
+    def run(self, budget: float = math.inf, progress: Progress = lambda what, done, total: None) -> Verification:
         """`budget`: seconds after which no further step begins."""
         begun = time.monotonic()
         with contextlib.ExitStack() as at_the_end:
@@ -264,9 +260,7 @@ class Verifier:
     def _score(self, name: str, config: InfluenceConfig) -> Scores:
         if self.store is None:
             return self.trial.scores(config)
-        kept = self.store.get(
-            f"score_{slug(name)}", lambda: {str(r): v for r, v in self.trial.scores(config).items()}
-        )
+        kept = self.store.get(f"score_{slug(name)}", lambda: {str(r): v for r, v in self.trial.scores(config).items()})
         return {int(r): values for r, values in kept.items()}
 
     def _measure(self, deadline: float, progress: Progress) -> None:
@@ -289,9 +283,7 @@ class Verifier:
             try:
                 record = unseal(line)
             except DamagedError as error:
-                raise GradtraceError(
-                    f"{lines.path} is damaged: {error}. Delete {lines.path.parent}"
-                ) from None
+                raise GradtraceError(f"{lines.path} is damaged: {error}. Delete {lines.path.parent}") from None
             effects = self.effects[record["of"]]
             effects.measured.append(record["measured"])
             effects.norms.append(record["norm"])

@@ -69,9 +69,7 @@ def rollout_batch(
     lengths = present.sum(1)
     last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
     first_of_groups = range(0, len(ids), group_size)
-    prompts = [
-        output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist() for row in first_of_groups
-    ]
+    prompts = [output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist() for row in first_of_groups]
     advantages = output["advantages"].float()
     sampled, old, entropies = (output.get(name) for name in (*LOG_PROBS, ENTROPIES))
     unknown = torch.zeros(mask.shape)

@@ -65,9 +65,7 @@ class TracedRollout:
         names = ("old_log_probs", "entropies")
         if self.has_statistics:
             return
-        for rows, *columns in ranks.gather(
-            (self.rows, *(self.batch.need(name)[self.rows] for name in names))
-        ):
+        for rows, *columns in ranks.gather((self.rows, *(self.batch.need(name)[self.rows] for name in names))):
             for name, values in zip(names, columns, strict=True):
                 self.batch.need(name)[rows] = values
 

@@ -43,8 +43,7 @@ def run_config(trainer: Any, settings: TraceSettings) -> str:
             "entropy_trace": {"enable": settings.entropy, "write_every": settings.write_every},
             "influence_trace": influence,
             "blame": {"enable": settings.blame, "write_every": settings.blame_every},
-            "tracin": {"enable": selection is not None}
-            | (dataclasses.asdict(selection) if selection else {}),
+            "tracin": {"enable": selection is not None} | (dataclasses.asdict(selection) if selection else {}),
         },
         "trl": {name: value for name, value in args.to_sanitized_dict().items() if value is not None},
     }

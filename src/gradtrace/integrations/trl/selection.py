@@ -51,9 +51,7 @@ def tracin_instrument(
     ranks: Ranks,
 ) -> TracinInstrument:
     if settings.val_files:
-        raise GradtraceError(
-            "selection.val_files is not read here: give GRPOTrainer an eval_dataset instead."
-        )
+        raise GradtraceError("selection.val_files is not read here: give GRPOTrainer an eval_dataset instead.")
     if settings.train_on_validation:
         raise GradtraceError(
             "selection.train_on_validation=True cannot run in TRL: GRPOTrainer splits a rollout of fixed size into its "
@@ -82,9 +80,7 @@ def tracin_instrument(
     return TracinInstrument(settings, host, weigh, source, writer, meta, truth)
 
 
-def validation_source(
-    trainer: Any, settings: TracinConfig, policy: TrlPolicy, ranks: Ranks
-) -> ValidationSource:
+def validation_source(trainer: Any, settings: TracinConfig, policy: TrlPolicy, ranks: Ranks) -> ValidationSource:
     """Prompts of the trainer's eval_dataset, sampled at the current weights and judged by its reward functions."""
     tokenizer = trainer._tokenizer
     rows = [dict(row) for row in trainer.eval_dataset]
@@ -141,7 +137,5 @@ def masked(output: dict[str, Any], batch: RolloutBatch, rows: Tensor) -> dict[st
     return output | {
         "completion_mask": mask * kept[:, None].to(mask.dtype),
         "num_items_in_batch": batch.response_mask[batch.kept].sum().to(mask.device),
-        "advantages": torch.where(
-            kept if advantages.dim() == 1 else kept[:, None], first.to(advantages), 0.0
-        ),
+        "advantages": torch.where(kept if advantages.dim() == 1 else kept[:, None], first.to(advantages), 0.0),
     }

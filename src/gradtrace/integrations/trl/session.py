@@ -66,9 +66,7 @@ STATISTICS_TOKENS = 16384
 
 
 class TraceSession:
-    def __init__(
-        self, trainer: Any, settings: TraceSettings, log_probs_and_entropies: Callable[..., Any]
-    ) -> None:
+    def __init__(self, trainer: Any, settings: TraceSettings, log_probs_and_entropies: Callable[..., Any]) -> None:
         self.trainer = trainer
         self.settings = settings
         self.step = 0
@@ -154,9 +152,7 @@ class TraceSession:
                 )
             writer = self._writer(TRACIN)
             observers.append(
-                tracin_instrument(
-                    trainer, settings.selection, self._policy, writer, meta, settings.truth, self.ranks
-                )
+                tracin_instrument(trainer, settings.selection, self._policy, writer, meta, settings.truth, self.ranks)
             )
         if settings.entropy:
             writer = self._writer(ENTROPY_TRACE)
@@ -339,9 +335,7 @@ class TraceSession:
             self._generated.append((log_probs, entropies))
         elif self._slice is not None and self._rollout is not None and not self._failed:
             influence = self.settings.influence
-            wants_terms = influence is not None and (
-                influence.wants_loss_term or self.settings.verify_every > 0
-            )
+            wants_terms = influence is not None and (influence.wants_loss_term or self.settings.verify_every > 0)
             terms = self.settings.blame or wants_terms
             with self._guarded():
                 self._rollout.see_statistics(self._slice, log_probs, entropies, terms)

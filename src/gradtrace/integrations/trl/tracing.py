@@ -44,9 +44,7 @@ class GRPOTracing(GRPOTrainer):
         if not self.gradtrace.wants_statistics or model is self.ref_model:
             return super()._get_per_token_logps_and_entropies(model, *args, **options)
         # TRL computes the policy's entropies in any case and leaves them out of the answer unless asked.
-        found = super()._get_per_token_logps_and_entropies(
-            model, *args, **{**options, "compute_entropy": True}
-        )
+        found = super()._get_per_token_logps_and_entropies(model, *args, **{**options, "compute_entropy": True})
         self.gradtrace.see_statistics(found[0], found[1])
         return found
 

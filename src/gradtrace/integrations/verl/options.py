@@ -68,9 +68,7 @@ def read_options(config: Any) -> VerlOptions:
         merged = OmegaConf.merge(OmegaConf.structured(VerlOptions), section)
         options: VerlOptions = OmegaConf.to_object(merged)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
-        raise GradtraceError(
-            f"gradtrace.{error.full_key}: {str(error.msg or error).splitlines()[0]}"
-        ) from None
+        raise GradtraceError(f"gradtrace.{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
     check_fields(options, "gradtrace.")
     if not options.run_dir:
         options = dataclasses.replace(options, run_dir=str(config.trainer.default_local_dir))

@@ -125,9 +125,7 @@ class ShortLayout:
         shared_bias = query.new_zeros(1, 1, 1)
         if self.hidden is not None:
             visible = torch.zeros(self.hidden.shape, dtype=query.dtype)
-            shared_bias = visible.masked_fill(self.hidden, -torch.inf)[:, None].repeat_interleave(
-                key_heads, 0
-            )
+            shared_bias = visible.masked_fill(self.hidden, -torch.inf)[:, None].repeat_interleave(key_heads, 0)
         output = ShortAttention.apply(
             queries.view(-1, length * heads // key_heads, size),
             keys.view(-1, length, size),

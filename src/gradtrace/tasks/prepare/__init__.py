@@ -7,8 +7,7 @@ from gradtrace.tasks.prepare.mathematics import AIME24, AIME25, DAPO_MATH, MATH5
 from gradtrace.tasks.prepare.mbpp import MBPP
 
 PREPARATIONS = {
-    preparation.name: preparation
-    for preparation in (GSM8K, DAPO_MATH, COUNTDOWN, MBPP, MATH500, AIME24, AIME25)
+    preparation.name: preparation for preparation in (GSM8K, DAPO_MATH, COUNTDOWN, MBPP, MATH500, AIME24, AIME25)
 }
 
 __all__ = ["PREPARATIONS", "Example", "Preparation"]

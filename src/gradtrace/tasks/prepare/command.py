@@ -65,14 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin the answer with the solution up to its last calculation, in the middle of a sentence",
     )
     countdown = prepare.add_argument_group("countdown, where it is generated")
-    countdown.add_argument(
-        "--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers, in turn (3 4)"
-    )
+    countdown.add_argument("--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers, in turn (3 4)")
     countdown.add_argument("--count", type=int, default=10_000, help="how many problems (10000)")
     countdown.add_argument("--largest", type=int, default=100, help="numbers from 1 to this (100)")
-    countdown.add_argument(
-        "--operators", default="+-*/", help="operators that solutions are made with (+-*/)"
-    )
+    countdown.add_argument("--operators", default="+-*/", help="operators that solutions are made with (+-*/)")
     countdown.add_argument("--seed", type=int, default=0)
 
 

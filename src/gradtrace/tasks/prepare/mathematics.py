@@ -52,7 +52,5 @@ def _benchmark(name: str, pattern: str, hub: str, licence: str) -> Preparation:
 
 DAPO_MATH = _math("dapo_math", "BytedTsinghua-SIA/DAPO-Math-17k:train", "Apache-2.0", _dapo_example)
 MATH500 = _benchmark("math500", r"math.?500", "HuggingFaceH4/MATH-500:test", "MIT")
-AIME24 = _benchmark(
-    "aime24", r"aime.?(20)?24", "HuggingFaceH4/aime_2024:train", "not stated by its publisher"
-)
+AIME24 = _benchmark("aime24", r"aime.?(20)?24", "HuggingFaceH4/aime_2024:train", "not stated by its publisher")
 AIME25 = _benchmark("aime25", r"aime.?(20)?25", "math-ai/aime25:test", "Apache-2.0")

@@ -11,9 +11,7 @@ from gradtrace.tasks.sources import Row
 def example(row: Row) -> Example:
     tests = [str(test) for test in row["test_list"]]
     imports = [str(line) for line in row.get("test_imports") or []]
-    question = (
-        f"{question_of(row, 'prompt', 'text').strip()}\nYour code must pass these tests:\n" + "\n".join(tests)
-    )
+    question = f"{question_of(row, 'prompt', 'text').strip()}\nYour code must pass these tests:\n" + "\n".join(tests)
     return Example(
         question,
         json.dumps({"test_list": tests, "test_imports": imports}),

@@ -128,11 +128,7 @@ def with_beginnings(examples: list[Example], request: Request) -> list[Example]:
         )
 
     def start(solution: str) -> str:
-        return (
-            up_to_calculation(solution)
-            if request.calculation_left
-            else beginning(solution, request.steps_left)
-        )
+        return up_to_calculation(solution) if request.calculation_left else beginning(solution, request.steps_left)
 
     return [dataclasses.replace(each, start=start(each.columns["solution"])) for each in examples]
 
@@ -141,9 +137,7 @@ def easy_problems(request: Request) -> list[Choice]:
     """The rows that --max-operations and --max-number leave."""
     operations, number = request.max_operations, request.max_number
     if (operations, number) != (None, None) and request.name != "gsm8k":
-        raise GradtraceError(
-            f"--max-operations and --max-number look into GSM8K solutions; {request.name} has none."
-        )
+        raise GradtraceError(f"--max-operations and --max-number look into GSM8K solutions; {request.name} has none.")
     choices: list[Choice] = []
     if operations is not None:
         few = f"solved in at most {operations} calculations"

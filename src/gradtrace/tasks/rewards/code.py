@@ -64,9 +64,7 @@ def code(
             raise GradtraceError(f"The sandbox could not start a program:\n{reply['reason']}")
     lost = sum("failed" in reply for reply in replies)
     if lost:
-        logger.warning(
-            "%d of %d programs took their worker process down twice and score 0", lost, len(replies)
-        )
+        logger.warning("%d of %d programs took their worker process down twice and score 0", lost, len(replies))
     ended = Counter(reply["why"] for reply in replies if reply.get("why"))
     if ended:
         logger.info("of %d programs some were ended early: %s", len(replies), dict(ended))
@@ -76,9 +74,7 @@ def code(
     ]
 
 
-def request(
-    response: str, item: Item, partial: bool, timeout: float, memory_mb: int, allow_unsafe: bool
-) -> Message:
+def request(response: str, item: Item, partial: bool, timeout: float, memory_mb: int, allow_unsafe: bool) -> Message:
     tests = unit_tests(item)
     return {
         "kind": tests.kind,

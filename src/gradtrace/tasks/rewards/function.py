@@ -49,8 +49,7 @@ class RewardFunction:
                 "it must return one number for each, in order."
             )
         return [
-            self._checked(value, response, item)
-            for value, response, item in zip(values, responses, items, strict=True)
+            self._checked(value, response, item) for value, response, item in zip(values, responses, items, strict=True)
         ]
 
     def _one(self, response: str, item: Item) -> float:
@@ -76,8 +75,7 @@ class RewardFunction:
 
     def _raised(self, error: Exception, response: str, item: Item) -> GradtraceError:
         return GradtraceError(
-            f"The reward function {self.name} raised {type(error).__name__}: {error}\n"
-            + describe(response, item)
+            f"The reward function {self.name} raised {type(error).__name__}: {error}\n" + describe(response, item)
         )
 
     def _blame(self, error: Exception, responses: Sequence[str], items: Sequence[Item]) -> GradtraceError:

@@ -34,9 +34,7 @@ def math(
     `timeout` seconds to judge scores 0. `workers` processes judge at once; 0 is one per core.
     """
     if require not in REQUIRE:
-        raise GradtraceError(
-            f"reward.options.require={require} is not possible. Valid: {', '.join(REQUIRE)}."
-        )
+        raise GradtraceError(f"reward.options.require={require} is not possible. Valid: {', '.join(REQUIRE)}.")
     if importlib.util.find_spec("math_verify") is None:
         raise GradtraceError(f"reward.name=math needs math-verify: {install('math')}")
     requests: list[Message] = [
@@ -50,9 +48,7 @@ def math(
         if answer.get("failed") == "unreadable"
     }
     for answer in sorted(unreadable):
-        logger.warning(
-            "math-verify cannot read the right answer %r: every response to it scores 0", shorten(answer)
-        )
+        logger.warning("math-verify cannot read the right answer %r: every response to it scores 0", shorten(answer))
     failures = Counter(answer["failed"] for answer in answers if "failed" in answer)
     del failures["unreadable"]
     if failures:

@@ -128,7 +128,5 @@ def import_file(file: Path, path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise GradtraceError(
-            f"reward.path={path}: importing {file} raised {type(error).__name__}: {error}"
-        ) from error
+        raise GradtraceError(f"reward.path={path}: importing {file} raised {type(error).__name__}: {error}") from error
     return module

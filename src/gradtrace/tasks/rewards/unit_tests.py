@@ -66,9 +66,7 @@ def with_owners(tests: UnitTests, item: Item) -> UnitTests:
             "written in a column `entry_points`, and define the others in `test_setup_code`."
         ) from error
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise GradtraceError(
-            f"reward.name=code: the tests of {place(item)} are no Python: {error}."
-        ) from error
+        raise GradtraceError(f"reward.name=code: the tests of {place(item)} are no Python: {error}.") from error
     return replace(tests, setup=setup, entry_points=list(names))
 
 
@@ -122,9 +120,7 @@ def tests_in(source: Any) -> UnitTests | None:
 def from_list(tests: list[Any]) -> UnitTests | None:
     if tests and all(isinstance(test, str) for test in tests):
         return UnitTests("calls", tests)
-    if not tests or not all(
-        isinstance(test, dict) and "input" in test and "output" in test for test in tests
-    ):
+    if not tests or not all(isinstance(test, dict) and "input" in test and "output" in test for test in tests):
         return None
     if tests[0].get("testtype") == "functional":
         name = (tests[0].get("metadata") or {}).get("func_name")
@@ -132,8 +128,7 @@ def from_list(tests: list[Any]) -> UnitTests | None:
             return None
         # One JSON value a line: the arguments in order.
         pairs = [
-            ([json.loads(line) for line in test["input"].splitlines()], json.loads(test["output"]))
-            for test in tests
+            ([json.loads(line) for line in test["input"].splitlines()], json.loads(test["output"])) for test in tests
         ]
         return of_calls(f"Solution().{name}", pairs)
     return UnitTests("script", [{key: as_text(test[key]) for key in ("input", "output")} for test in tests])

@@ -101,9 +101,7 @@ def write_maps(pid: int, user: int, group: int) -> None:
 
 def visible_folders() -> list[str]:
     """Folders of the host that the jail shows, outermost first, none inside of another."""
-    python = [
-        f"{prefix}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("lib", "lib64")
-    ]
+    python = [f"{prefix}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("lib", "lib64")]
     wanted = [*LIBRARIES, *python, os.path.dirname(INTERPRETER), *package_folders()]
     found: list[str] = []
     for folder in sorted({os.path.normpath(folder) for folder in wanted}):
@@ -152,9 +150,7 @@ def show(source: str, target: str) -> None:
     linux.mount(source, target, "none", linux.MS_BIND | linux.MS_REC)
     for point in mounts_within(target):
         # Flags that the host's mount has cannot be taken away in a user namespace: keep them.
-        kept = os.statvfs(point).f_flag & (
-            linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_NOATIME | linux.MS_NODIRATIME
-        )
+        kept = os.statvfs(point).f_flag & (linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_NOATIME | linux.MS_NODIRATIME)
         flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | kept
         linux.mount("none", point, "none", flags)
 
@@ -164,9 +160,7 @@ def mounts_within(folder: str) -> list[str]:
     with open("/proc/self/mountinfo", "rb") as file:
         points = [line.split()[4] for line in file]
     # A space in a name is written \\040.
-    readable = [
-        os.fsdecode(re.sub(rb"\\(\d{3})", lambda m: bytes([int(m[1], 8)]), point)) for point in points
-    ]
+    readable = [os.fsdecode(re.sub(rb"\\(\d{3})", lambda m: bytes([int(m[1], 8)]), point)) for point in points]
     return [point for point in dict.fromkeys(readable) if point == folder or point.startswith(f"{folder}/")]
 
 

@@ -45,11 +45,7 @@ def resolve(source: str, declared: Iterable[str]) -> tuple[set[str], dict[str, s
         return outermost_call(tree), modules
     if not declared and len(free) == 1:
         return free, modules
-    called = {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     mine = declared or called & free
     unresolved = {name for name in free - mine if not is_only_passed(tree, name, mine)}
     if unresolved or (not declared and len(mine) != 1):

@@ -27,8 +27,7 @@ from gradtrace.tasks.sandbox.cgroup import Group
 from gradtrace.trace.atomic import write_all
 
 START = (
-    "import sys; sys.path.insert(0, {folder!r}); "
-    "from gradtrace.tasks.sandbox.{runner} import main; main({packages!r})"
+    "import sys; sys.path.insert(0, {folder!r}); from gradtrace.tasks.sandbox.{runner} import main; main({packages!r})"
 )
 
 
@@ -157,9 +156,7 @@ class Program:
             os.dup2(descriptor, target)
         os.dup2(nowhere, 2)
         start = START.format(folder=folder, runner=runner, packages=jail.package_folders())
-        environment = (
-            jail.ENVIRONMENT if self.scratch is None else {**jail.ENVIRONMENT, "HOME": self.scratch.name}
-        )
+        environment = jail.ENVIRONMENT if self.scratch is None else {**jail.ENVIRONMENT, "HOME": self.scratch.name}
         seccomp.install(own_network=self.isolated)
         if runner == "examiner" and not self.isolated:
             self._examine(environment)

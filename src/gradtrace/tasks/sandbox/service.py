@@ -101,9 +101,7 @@ class SandboxService:
         asking, answering = socket.socketpair()
         payload = {"mode": "calls", "code": request["code"]}
         watch = Watch(limits, trainer, isolated, self.group)
-        candidate = Program(
-            "candidate", payload, limits, isolated, channel=answering.fileno(), group=self.group
-        )
+        candidate = Program("candidate", payload, limits, isolated, channel=answering.fileno(), group=self.group)
         answering.close()  # before the next fork: a copy would hide from the examiner that the candidate ended
         questions = {key: request[key] for key in ("setup", "tests", "entry_points", "stop")}
         examiner = Program("examiner", questions, limits, isolated, channel=asking.fileno(), group=self.group)
@@ -115,9 +113,7 @@ class SandboxService:
 class Watch:
     """Waits for the `last` of some programs to end, within the limits, then ends them all."""
 
-    def __init__(
-        self, limits: Limits, trainer: Channel | None, own_network: bool, group: Group | None
-    ) -> None:
+    def __init__(self, limits: Limits, trainer: Channel | None, own_network: bool, group: Group | None) -> None:
         self.limits = limits
         self.trainer = trainer
         self.own_network = own_network

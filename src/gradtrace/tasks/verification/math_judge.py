@@ -67,9 +67,7 @@ def depth(text: str) -> int:
     return deepest
 
 
-def percents(
-    given: list[Any], right: list[Any], in_given: bool, in_right: bool
-) -> tuple[list[Any], list[Any]]:
+def percents(given: list[Any], right: list[Any], in_given: bool, in_right: bool) -> tuple[list[Any], list[Any]]:
     """Both answers, read without their percent signs, where one of them has such a sign and the other has not.
 
     18% is 18, and 0.18 where the right answer is a share (at most 1): one of the two, never both. A right answer of 18%
@@ -118,6 +116,4 @@ def parse_answer(kind: str, text: str) -> list[Any]:
 
 def is_formula(text: str) -> bool:
     r"""No dollars and no words: `16\sqrt{3}`, `x = 5`; not `72 apples`."""
-    return "$" not in text and all(
-        word.startswith("\\") for word in WORD.findall(TEXT_IN_LATEX.sub("", text))
-    )
+    return "$" not in text and all(word.startswith("\\") for word in WORD.findall(TEXT_IN_LATEX.sub("", text)))

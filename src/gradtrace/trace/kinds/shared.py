@@ -6,9 +6,7 @@ import enum
 
 from gradtrace.trace.record import Column, register_columns
 
-SIGN_STATEMENT = (
-    "positive = a step along this token's gradient helps the accepted responses against the rejected ones"
-)
+SIGN_STATEMENT = "positive = a step along this token's gradient helps the accepted responses against the rejected ones"
 
 
 class GroupStatus(enum.IntEnum):

@@ -39,9 +39,7 @@ EXECUTABLE = "+ray_kwargs.ray_init.runtime_env.py_executable"
 
 
 @contextlib.contextmanager
-def fork_server(
-    environment: dict[str, str], log: IO[bytes]
-) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+def fork_server(environment: dict[str, str], log: IO[bytes]) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
     """A server for as long as the job lives. Yields the settings and the environment by which Ray finds it."""
     if sys.platform != "linux":
         yield {}, {}

@@ -55,9 +55,7 @@ class Server:
             self.generator.manual_seed(1_000_003 * self.seed + (global_steps or 0))
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         if unexpected or set(missing) - tied:
-            raise RuntimeError(
-                f"weights from the trainer do not fit: missing {missing[:3]}, unknown {unexpected[:3]}"
-            )
+            raise RuntimeError(f"weights from the trainer do not fit: missing {missing[:3]}, unknown {unexpected[:3]}")
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **options: Any
@@ -86,9 +84,7 @@ class Server:
             # Another thread, so that requests can arrive meanwhile; they form the next batch.
             try:
                 async with self.busy:
-                    outputs = await asyncio.to_thread(
-                        self._generate, [prompt for prompt, _, _ in batch], params
-                    )
+                    outputs = await asyncio.to_thread(self._generate, [prompt for prompt, _, _ in batch], params)
             except Exception as error:
                 for _, _, answer in batch:
                     answer.set_exception(error)

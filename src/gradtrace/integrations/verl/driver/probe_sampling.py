@@ -60,13 +60,10 @@ class EvaluationSampler:
                 f"gradtrace.entropy_probe needs at least 2 held-out prompts, data.val_files has {count}"
             )
         if count < settings.prompts:
-            report(
-                f"gradtrace.entropy_probe.prompts={settings.prompts}: data.val_files has {count}, and all are used."
-            )
+            report(f"gradtrace.entropy_probe.prompts={settings.prompts}: data.val_files has {count}, and all are used.")
         longest = config.data.max_prompt_length
         self.prompts = [
-            list(builder.build_initial_tokens(list(dataset[index]["raw_prompt"])))[-longest:]
-            for index in range(count)
+            list(builder.build_initial_tokens(list(dataset[index]["raw_prompt"])))[-longest:] for index in range(count)
         ]
 
     def sample(self, step: int) -> RolloutBatch:

@@ -22,9 +22,7 @@ RESPONSE_FIELDS = (
 """Fields with one number for each response token, which verl's padding copies from another response."""
 
 
-def selected_batch(
-    batch: Any, row_keys: list[str], plan: SelectionPlan, eos_token_id: int
-) -> tuple[Any, list[str]]:
+def selected_batch(batch: Any, row_keys: list[str], plan: SelectionPlan, eos_token_id: int) -> tuple[Any, list[str]]:
     """The part of `batch` that the plan names, in its order, and the keys of padding that was made for it."""
     tags = dict(zip(batch.keys, batch.tags, strict=True))
     chosen = [row_keys[row] for row in plan.order if row != PADDING]
@@ -66,8 +64,7 @@ def mini_batches_of(config: Any, responses: int) -> Iterator[None]:
 def put_advantages(batch: RolloutBatch, row_keys: list[str], partition: str) -> None:
     """Weighted ones (`selection=soft`) in the place of those that verl has computed."""
     values = [
-        row[:length]
-        for row, length in zip(batch.need("advantages"), batch.response_lengths.tolist(), strict=True)
+        row[:length] for row, length in zip(batch.need("advantages"), batch.response_lengths.tolist(), strict=True)
     ]
     nested = torch.nested.as_nested_tensor(values, layout=torch.jagged)
     fields = TensorDict({"advantages": nested}, batch_size=len(values))

@@ -33,9 +33,7 @@ class RankedScores:
     ask: Ask
     method: str = "ghost"
 
-    def __call__(
-        self, step: int, train: Weighted, parts: list[Weighted], measure: bool
-    ) -> tuple[Tensor, Measures]:
+    def __call__(self, step: int, train: Weighted, parts: list[Weighted], measure: bool) -> tuple[Tensor, Measures]:
         multiple = 1 if self.actor.use_dynamic_bsz else int(self.actor.ppo_micro_batch_size_per_gpu)
         own, *others = (shares(losses, self.ranks, multiple) for losses in (train, *parts))
         answers = self.ask(
@@ -78,10 +76,7 @@ def shares(losses: Weighted, ranks: int, multiple: int = 1) -> list[Share]:
                 torch.tensor([row for row, _ in own]),
                 [batch.prompts[int(batch.group[source])] for _, source in own],
                 [ids[source] for _, source in own],
-                [
-                    losses.weights[source, : len(ids[source])].float() * float(row != PADDING)
-                    for row, source in own
-                ],
+                [losses.weights[source, : len(ids[source])].float() * float(row != PADDING) for row, source in own],
             )
         )
     return found

@@ -104,20 +104,14 @@ class VerlValidation(ValidationSource):
         return sampled or (self._current, 0)
 
 
-def open_pool(
-    config: Any, files: list[str], tokenizer: Any, processor: Any, report: Callable[[str], None]
-) -> Any:
+def open_pool(config: Any, files: list[str], tokenizer: Any, processor: Any, report: Callable[[str], None]) -> Any:
     """The prompts that validation rollouts are drawn from: `files`, or those of `data.val_files`."""
     if not files and config.trainer.test_freq > 0:
         report(
             "tracin: validation prompts are those of data.val_files, which verl reports on as well: what it reports is "
             "then not held out from selection. Name other ones with +gradtrace.tracin.val_files=[FILE.parquet]."
         )
-    pool = create_rl_dataset(
-        files or config.data.val_files, config.data, tokenizer, processor, is_train=False
-    )
+    pool = create_rl_dataset(files or config.data.val_files, config.data, tokenizer, processor, is_train=False)
     if not len(pool):
-        raise GradtraceError(
-            f"gradtrace.tracin.val_files={files}: no prompts, so there is no validation set."
-        )
+        raise GradtraceError(f"gradtrace.tracin.val_files={files}: no prompts, so there is no validation set.")
     return pool

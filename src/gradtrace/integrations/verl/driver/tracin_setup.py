@@ -57,9 +57,7 @@ class Training:
 
 
 class TracinDriver:
-    def __init__(
-        self, trainer: Any, options: VerlOptions, recorder: Recorder, ranks: int, truth: Truth
-    ) -> None:
+    def __init__(self, trainer: Any, options: VerlOptions, recorder: Recorder, ranks: int, truth: Truth) -> None:
         config = trainer.config
         rollout, settings = config.actor_rollout_ref.rollout, options.tracin
         self.trainer = trainer
@@ -68,9 +66,7 @@ class TracinDriver:
         recorder.files.write_token_bytes(TokenBytes.from_tokenizer(trainer.tokenizer))
         writer = open_writer(recorder.files, TRACIN, settings, recorder.report)
         recorder.more_writers.append(writer)
-        pool = open_pool(
-            config, list(settings.val_files), trainer.tokenizer, trainer.processor, recorder.report
-        )
+        pool = open_pool(config, list(settings.val_files), trainer.tokenizer, trainer.processor, recorder.report)
         self.source = VerlValidation(
             settings,
             pool,
@@ -128,17 +124,13 @@ class TracinDriver:
         begin, step = time.perf_counter(), self.trainer.global_steps
         if self._keys and self.trainer.reward_loop_manager.reward_loop_worker_handles is None:
             tags: list[dict[str, Any]] = [{} for _ in self._keys]
-            self.trainer._compute_reward_colocate(
-                KVBatchMeta(keys=self._keys, tags=tags, partition_id=PARTITION)
-            )
+            self.trainer._compute_reward_colocate(KVBatchMeta(keys=self._keys, tags=tags, partition_id=PARTITION))
         self.source.take(self._keys, step)
         rows = self.selection.before_update(rows, step)
         if self.selection.settings.selection == "soft":
             put_advantages(rows, row_keys, batch.partition_id)
         multiple = 1 if self.actor.use_dynamic_bsz else int(self.actor.ppo_micro_batch_size_per_gpu)
-        plan = plan_selection(
-            rows.group, rows.need("kept"), self.actor.ppo_mini_batch_size, self.ranks, multiple, seed
-        )
+        plan = plan_selection(rows.group, rows.need("kept"), self.actor.ppo_mini_batch_size, self.ranks, multiple, seed)
         trained, padding = selected_batch(batch, row_keys, plan, self.trainer.tokenizer.eos_token_id)
         self._seconds = time.perf_counter() - begin
         return rows, Training(trained, plan.mini_batch, plan.size, padding)

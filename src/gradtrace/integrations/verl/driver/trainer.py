@@ -291,9 +291,7 @@ class TracedTrainer(PPOTrainer):
             stop_token_ids(self.tokenizer),
         )
         rows = with_versions(rows, [self.tag_of_key[key] for key in self.row_keys])
-        mini_batch, whole = (
-            torch.tensor([self.plan_of_key[key][index] for key in self.row_keys]) for index in (0, 1)
-        )
+        mini_batch, whole = (torch.tensor([self.plan_of_key[key][index] for key in self.row_keys]) for index in (0, 1))
         training: Training | None = None
         trained = batch
         if self.tracin is not None:
@@ -339,9 +337,7 @@ class TracedTrainer(PPOTrainer):
         if self.recorder is not None:
             self._phase("save")
             known = {f"timing_s/{name}": value for name, value in self.timing_raw.items()}
-            self.recorder.before_checkpoint(
-                self.global_steps, {**self.update_metrics, **self.step_metrics, **known}
-            )
+            self.recorder.before_checkpoint(self.global_steps, {**self.update_metrics, **self.step_metrics, **known})
         super()._save_checkpoint()
 
     def _compute_metrics(

@@ -23,9 +23,7 @@ class CallParser(ToolParser):
     def stop_token_ids(self) -> list[int]:
         return [CALL_END]
 
-    async def extract_tool_calls(
-        self, responses_ids: list[int], tools: Any = None
-    ) -> tuple[str, list[FunctionCall]]:
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
         text, ids = written(responses_ids), [int(token) for token in responses_ids]
         if not ids or ids[-1] != CALL_END:
             return text, []

@@ -34,15 +34,9 @@ def latest_folder(run_dir: Path) -> Path:
 
 
 def saved_world_size(folder: Path) -> int:
-    sizes = {
-        int(m[1])
-        for f in folder.glob("model_world_size_*_rank_0.pt")
-        if (m := re.search(r"size_(\d+)_", f.name))
-    }
+    sizes = {int(m[1]) for f in folder.glob("model_world_size_*_rank_0.pt") if (m := re.search(r"size_(\d+)_", f.name))}
     if len(sizes) != 1:
-        raise GradtraceError(
-            f"{folder} holds shards of {sorted(sizes) or 'no'} world sizes; one is expected."
-        )
+        raise GradtraceError(f"{folder} holds shards of {sorted(sizes) or 'no'} world sizes; one is expected.")
     return sizes.pop()
 
 

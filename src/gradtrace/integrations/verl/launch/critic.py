@@ -60,9 +60,7 @@ def optim_settings(prefix: str, optim: OptimConfig) -> dict[str, Any]:
     }
 
 
-def critic_settings(
-    config: Config, run_dir: Path, model: str, mini_batch_size: int, longest: int
-) -> dict[str, Any]:
+def critic_settings(config: Config, run_dir: Path, model: str, mini_batch_size: int, longest: int) -> dict[str, Any]:
     """`longest`: tokens of a micro-batch, as the actor's."""
     if config.algorithm.advantage != ESTIMATOR:
         return {}

@@ -58,9 +58,7 @@ def train(config: Config, display: Display | None = None) -> Outcome:
             translation = prepare(config, files, display)
         display.begin(latest_step(run_dir) or 0, config.trainer.total_steps)
         with (run_dir / LOG).open("ab") as log, prepared_workers(config, translation, log) as ready:
-            finished = run_with_restarts(
-                config, ready, run_dir, display, files.messages.telling(display.message)
-            )
+            finished = run_with_restarts(config, ready, run_dir, display, files.messages.telling(display.message))
         rewards = reward_curve(run_dir)
         reached = rewards[-1][0] if rewards else 0
         if finished:
@@ -106,9 +104,7 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
         count = rollouts * config.trainer.total_steps * config.data.train_batch_size
         write_prompts(run_dir / "data" / "train.parquet", task.next_prompts(count), task)
         trainer = config.trainer
-        held_out = max(
-            trainer.validation.prompts, trainer.entropy_probe.prompts if trainer.entropy_probe.every else 0
-        )
+        held_out = max(trainer.validation.prompts, trainer.entropy_probe.prompts if trainer.entropy_probe.every else 0)
         validation = task.validation_prompts(held_out) or task.next_prompts(1)
         write_prompts(run_dir / "data" / "validation.parquet", validation, task)
     pool = run_dir / TRACIN_PROMPTS
@@ -118,9 +114,7 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
     if "wandb" in config.trainer.logger:
         tracker = dataclasses.replace(config.trainer.wandb, id=tracker_id(run_dir, config.trainer.wandb.id))
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, wandb=tracker))
-    translation = translate(
-        config, run_dir, str(path.absolute()) if path.exists() else str(model), uses_cpu(config)
-    )
+    translation = translate(config, run_dir, str(path.absolute()) if path.exists() else str(model), uses_cpu(config))
     (run_dir / "verl_config.yaml").write_text(translation.to_yaml())
     return translation
 

@@ -133,9 +133,7 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
     for name, value in environment.items():
         settings[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = value
     default = Config()
-    not_needed = {
-        key: why for key, why in NOT_NEEDED.items() if value_at(config, key) != value_at(default, key)
-    }
+    not_needed = {key: why for key, why in NOT_NEEDED.items() if value_at(config, key) != value_at(default, key)}
     return Translation(pass_through(settings, config.verl), environment, not_needed)
 
 

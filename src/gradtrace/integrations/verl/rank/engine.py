@@ -81,9 +81,7 @@ class TracedFSDPEngine(FSDPEngineWithLMHead):
             blame = self._made("blame", RankBlame, loss, lambda: refusals.check_differences(self, "blame"))
             self._blamed = blame if blame.begin(data) else None
 
-    def _made(
-        self, name: str, kind: type[T], loss: GradtraceLoss, check: Callable[[], None] = lambda: None
-    ) -> T:
+    def _made(self, name: str, kind: type[T], loss: GradtraceLoss, check: Callable[[], None] = lambda: None) -> T:
         """The instrument under this name, made after a `check` when a loss function first asks for it."""
         if getattr(self, name) is None or getattr(self, name).loss is not loss:
             check()

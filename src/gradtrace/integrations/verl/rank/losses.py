@@ -224,9 +224,7 @@ def verl_advantage(name: str) -> Any:
         if index is None:
             raise GradtraceError(f"algorithm.adv_estimator={PREFIX}{name} needs the prompts' uids")
         _, groups = np.unique(np.asarray(index, dtype=str), return_inverse=True)
-        inputs = AdvantageInputs(
-            token_level_rewards.sum(-1), torch.from_numpy(groups), response_mask.bool().cpu()
-        )
+        inputs = AdvantageInputs(token_level_rewards.sum(-1), torch.from_numpy(groups), response_mask.bool().cpu())
         outputs = advantage(name, **advantage_options)(inputs)
         advantages = outputs.advantages.to(token_level_rewards)
         return advantages, advantages if outputs.returns is None else outputs.returns

@@ -37,12 +37,8 @@ class RankMismatch:
             return
         self.last_step = inputs.step
         due, whole = self._gradient(data, difference=True), self._gradient(data, difference=False)
-        squares = [
-            sum(self.ranks.products(*pair).values()) for pair in ((due, due), (due, whole), (whole, whole))
-        ]
-        write_rank_file(
-            Path(inputs.parts_dir), inputs.step, dist.get_rank(), {}, {"metrics": share_metrics(*squares)}
-        )
+        squares = [sum(self.ranks.products(*pair).values()) for pair in ((due, due), (due, whole), (whole, whole))]
+        write_rank_file(Path(inputs.parts_dir), inputs.step, dist.get_rank(), {}, {"metrics": share_metrics(*squares)})
 
     def _gradient(self, mini_batch: Any, difference: bool) -> Gradient:
         """g_ρ, or g_ρ − g_1 (`difference`)."""
@@ -60,9 +56,7 @@ class RankMismatch:
         self.engine.optimizer_zero_grad()
         self.engine.plain_passes(mini_batch, objective, forward_only=False)
         gradient = {
-            name: p.grad.detach().clone()
-            for name, p in self.engine.module.named_parameters()
-            if p.grad is not None
+            name: p.grad.detach().clone() for name, p in self.engine.module.named_parameters() if p.grad is not None
         }
         self.engine.optimizer_zero_grad()
         return gradient

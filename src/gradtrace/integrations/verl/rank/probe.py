@@ -32,9 +32,7 @@ class RankProbe:
         self.loss = loss
         self.rank = dist.get_rank()
         self.host = EngineProbeHost(engine, loss)
-        self.probe = EntropyProbe(
-            engine.module, engine.optimizer, float(engine.optimizer_config.clip_grad), self.host
-        )
+        self.probe = EntropyProbe(engine.module, engine.optimizer, float(engine.optimizer_config.clip_grad), self.host)
         self.meeting = Meeting()
         self.inputs: ProbeInputs | None = None
         """Of the step that was probed last."""

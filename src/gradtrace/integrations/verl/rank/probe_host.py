@@ -72,13 +72,9 @@ class EngineProbeHost:
         return nullcontext()
 
     def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor]) -> Tensor:
-        return directional_derivative(
-            self.engine.module, run, direction, "finite_difference", ranks=self.ranks
-        )
+        return directional_derivative(self.engine.module, run, direction, "finite_difference", ranks=self.ranks)
 
-    def entropy_gradient(
-        self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None
-    ) -> Gradient:
+    def entropy_gradient(self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None) -> Gradient:
         assert isinstance(batch, EngineBatch)
         weight_of = dict(zip(batch.rows, weights.tolist(), strict=True))
         scale = self.engine.get_data_parallel_size()  # FSDP takes the mean over ranks
@@ -114,9 +110,7 @@ class EngineProbeHost:
             weight: Any = module.weight
             own, place = local(weight.detach()), int(module.padding_idx or 0)
             if isinstance(weight, DTensor):
-                _, offsets = compute_local_shape_and_global_offset(
-                    weight.shape, weight.device_mesh, weight.placements
-                )
+                _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
                 place -= offsets[0]
             found = self.ranks.gather(own[place].clone().cpu() if 0 <= place < len(own) else None)
             rows.append(next(row for row in found if row is not None))
@@ -133,9 +127,7 @@ class EngineProbeHost:
         rows = deal(lengths, self.ranks.size, multiple)[place]
         shortest = min(range(len(lengths)), key=lengths.__getitem__)
         chosen = [shortest if row == PADDING else row for row in rows]
-        data = sequences(
-            [inputs.prompts[row] for row in chosen], [inputs.responses[row] for row in chosen], rows
-        )
+        data = sequences([inputs.prompts[row] for row in chosen], [inputs.responses[row] for row in chosen], rows)
         tu.assign_non_tensor(data, calculate_entropy=True, global_batch_size=len(lengths), **settings)
         return self._batch(data, log_probs_and_entropies)
 

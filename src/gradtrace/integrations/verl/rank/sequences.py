@@ -12,9 +12,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.told import ROW
 
 
-def sequences(
-    prompts: list[list[int]], responses: list[list[int]], rows: list[int], **more: list[Tensor]
-) -> Any:
+def sequences(prompts: list[list[int]], responses: list[list[int]], rows: list[int], **more: list[Tensor]) -> Any:
     """A TensorDict as verl's V1 trainer hands one to a rank. `rows`: under `ROW`, −1 for what only fills up; `more`:
     further fields with one tensor per sequence."""
     inputs = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
