@@ -72,5 +72,5 @@ class FindingsConfig:
     """reward_hacking: mean cosine of the cluster's gradients across prompts …"""
     hacking_growth: float = number(1.4, minimum=1)
     """reward_hacking: … grown by this factor …"""
-    hacking_separation: float = number(0.12, minimum=0, maximum=1)
+    hacking_separation: float = number(0.11, minimum=0, maximum=1)
     """reward_hacking: … along a component that explains this share of the accepted gradients' variance."""

