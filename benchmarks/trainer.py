@@ -73,6 +73,7 @@ class OurSide:
                 f"actor.share_prompts={share_prompts}",
                 "trainer.influence_trace.enable=false",
                 "trainer.entropy_trace.enable=false",
+                "trainer.blame.enable=false",
                 f"model.path={case.model}",
                 "model.device=cpu",
                 f"trainer.cpu_threads={case.threads}",
