@@ -110,9 +110,7 @@ def assemble(
     """The scores of all scopes, back in the order of the responses."""
     responses, lengths = len(labels), ledger.counts
     like = next((batch.kernel for batch in batches if batch.kernel is not None), torch.zeros(0))
-    position = [like.new_empty(0)] * responses
-    by_term = [like.new_empty(0)] * responses
-    likelier = [like.new_empty(0)] * responses
+    position, by_term, likelier = ([like.new_empty(0)] * responses for _ in range(3))
     rest = like.new_zeros(responses)
     kernel = like.new_full((responses, responses), torch.nan)
     pairwise: dict[int, tuple[list[int], Tensor]] = {}
@@ -137,20 +135,16 @@ def assemble(
         seen_by_another = batch.contrast[scored].roll(1, 1).diagonal(dim1=1, dim2=2)
         totals.add(of_tokens + rest[members], seen_by_another, tokens_of, signed * factors)
         for index in scored:
-            scope, counts = batch.scopes[index], batch.tokens[index]
+            counts, members_of_scope = batch.tokens[index], batch.scopes[index].members
             tokens = list(counts.values())
             parts = batch.position[index, : sum(tokens)].split(tokens)
             for response, part in zip(counts, parts, strict=True):
-                position[response] = part
-                if len(part) < lengths[response]:
-                    position[response] = like.new_full((lengths[response],), torch.nan)
-                    position[response][: len(part)] = part
+                position[response] = padded(part, lengths[response])
                 if response in loss_terms:
-                    by_term[response] = loss_terms[response][0]
-                    likelier[response] = loss_terms[response][-1]
+                    by_term[response], likelier[response] = loss_terms[response][0], loss_terms[response][-1]
             if batch.pairwise is not None:
                 blocks = batch.pairwise[index, : sum(tokens)].split(tokens)
-                pairwise |= {r: (scope.members, block) for r, block in zip(counts, blocks, strict=True)}
+                pairwise |= {r: (members_of_scope, block) for r, block in zip(counts, blocks, strict=True)}
     trace = InfluenceTrace(
         position_scores=position,
         loss_term_scores=by_term if config.wants_loss_term else None,
@@ -163,6 +157,11 @@ def assemble(
     )
     totals.judge(trace)
     return trace
+
+
+def padded(scores: Tensor, length: int) -> Tensor:
+    """[length]: NaN for the tokens past the cap, which were not captured."""
+    return torch.nn.functional.pad(scores, (0, length - len(scores)), value=torch.nan)
 
 
 class Totals:

@@ -177,16 +177,8 @@ class InfluenceTracer:
         if accepted is not None and group is not None:
             self._set_labels(Labels.of(accepted, group, advantages, sign))
         self._ledger.enter(layout, role, None if self._labels is None else len(self._labels))
-        self._open = OnePass(
-            Capture(layout, dict(positions or {})),
-            role,
-            target_factors(self.config, layout, scale, target_scale),
-            self.config,
-            Receivers(self._store, self._loss_terms, self._phases),
-            self._labels,
-            self._scopes,
-            self._ledger.targets,
-        )
+        factors = target_factors(self.config, layout, scale, target_scale)
+        self._open = self._one_pass(Capture(layout, dict(positions or {})), role, factors)
         try:
             yield
             if self._failure is None:
@@ -198,6 +190,11 @@ class InfluenceTracer:
             self._open = None
             self._loss_terms.forget_pass()
             self._hooks.forget_calls()
+
+    def _one_pass(self, capture: Capture, role: Role, factors: dict[int, float]) -> OnePass:
+        receivers = Receivers(self._store, self._loss_terms, self._phases)
+        targets = self._ledger.targets
+        return OnePass(capture, role, factors, self.config, receivers, self._labels, self._scopes, targets)
 
     def _set_labels(self, labels: Labels) -> None:
         if self._labels is None:
