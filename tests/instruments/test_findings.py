@@ -147,14 +147,17 @@ def test_few_prompts_of_one_kind_are_no_jump_of_the_reward(tmp_path: Path) -> No
     assert not any(f["detector"] == "reward_jump" for f in open_run(tmp_path).findings())
 
 
+PLUNGE, SLOW_FALL = [0.5] * 5 + [0.4, 0.12, 0.1], [0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.16, 0.13]
+
+
 @pytest.mark.parametrize(
-    ("entropies", "tells"),
-    [([0.5] * 5 + [0.4, 0.12, 0.1], True), ([0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.16, 0.13], False)],
+    ("entropies", "knobs", "tells"),
+    [(PLUNGE, {}, True), (PLUNGE, {"entropy_plunge": 0.0}, False), (SLOW_FALL, {}, False)],
 )
 def test_a_reward_that_rises_excuses_a_slow_fall_of_entropy_alone(
-    entropies: list[float], tells: bool, tmp_path: Path
+    entropies: list[float], knobs: dict[str, float], tells: bool, tmp_path: Path
 ) -> None:
-    findings = watched(tmp_path)
+    findings = watched(tmp_path, **knobs)
     for step, entropy in enumerate(entropies, 1):
         metrics = {**QUIET, "actor/entropy": entropy, "critic/rewards/mean": 0.3 + 0.05 * step}
         findings.see(step, batch(step), metrics)
