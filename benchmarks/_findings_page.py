@@ -12,6 +12,8 @@ BEGIN, END = "<!-- fault bench begins -->", "<!-- fault bench ends -->"
 
 def wilson(found: int, runs: int) -> tuple[float, float]:
     """A 95 % interval of the share found/runs."""
+    if not runs:
+        return 0.0, 1.0
     share, z = found / runs, 1.96
     middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
     half = z * ((share * (1 - share) / runs + z * z / (4 * runs * runs)) ** 0.5) / (1 + z * z / runs)

@@ -58,13 +58,13 @@ def table(results: list[dict[str, Any]], targets: dict[str, dict[str, float]]) -
             if label in targets
         ]
         if rows:
-            head = ["| | value | rounds | to reach | reached | benchmark |", "|---|---:|---|---|---|---|"]
+            head = ["| | value | interval | to reach | reached | benchmark |", "|---|---:|---|---|---|---|"]
             lines += [f"## {question}", "", *head, *rows, ""]
     return "\n".join([*lines, *_details(results, targets), *_places(results)])
 
 
 def _range(result: dict[str, Any], label: str) -> str:
-    """The lowest and the highest ratio of all rounds, where it was timed in rounds."""
+    """The 95 % interval of the median over rounds, or of the mean over seeds, groups or steps, where there is one."""
     low, high = result.get("ranges", {}).get(label, (None, None))
     return "" if low is None else f"{low:.2f} … {high:.2f}"
 
@@ -81,7 +81,7 @@ def _details(results: list[dict[str, Any]], targets: dict[str, dict[str, float]]
     return [
         "## Details, without a target",
         "",
-        "| | value | rounds | benchmark |",
+        "| | value | interval | benchmark |",
         "|---|---:|---|---|",
         *rows,
         "",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Timing, alternate, emit, load_smollm2, parse_arguments, seconds, tiny_model
+from benchmarks.common import Timing, alternate, emit, load_smollm2, parse_arguments, tiny_model
 from gradtrace.attribution import InfluenceConfig, InfluenceTrace, InfluenceTracer, directional_derivative
 
 MODULES = (r"\.(q|k|v|o|gate|up|down)_proj$",)
@@ -66,7 +66,7 @@ def capture_overhead(model: nn.Module, batch: Batch, rounds: int) -> tuple[Timin
     return timing, timing.detail() | {"tokens_scored": rows, "modules": len(tracer.blocks)}
 
 
-def loss_term_speedup(model: nn.Module, vocabulary: int, tokens: int, sample: int) -> tuple[float, dict[str, Any]]:
+def loss_term_speedup(model: nn.Module, vocabulary: int, tokens: int, sample: int) -> tuple[Timing, dict[str, Any]]:
     """T backward passes are timed on `sample` of the tokens, spread evenly, and multiplied up."""
     batch = Batch(vocabulary, 1, 1, 16, tokens)
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters() if p.dim() == 2 and "proj" in name}
@@ -93,23 +93,16 @@ def loss_term_speedup(model: nn.Module, vocabulary: int, tokens: int, sample: in
     def forward_mode() -> None:
         result[:] = [directional_derivative(model, terms, direction)]
 
-    forward_mode()
-    ours = min(seconds(forward_mode) for _ in range(3))
-    theirs = seconds(backward_passes) * tokens / sample
+    timed = alternate(backward_passes, forward_mode, rounds=3)
+    timing = Timing([tokens / sample * taken for taken in timed.theirs], timed.ours)
     error = (result[0][chosen] - torch.stack(derivatives)).norm() / torch.stack(derivatives).norm()
-    detail = {
-        "theirs_s": theirs,
-        "ours_s": ours,
-        "tokens": tokens,
-        "timed_tokens": sample,
-        "relative_error": float(error),
-    }
-    return theirs / ours, detail
+    detail = {"tokens": tokens, "timed_tokens": sample, "relative_error": float(error)}
+    return timing, timing.detail() | detail
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
-    ratios: dict[str, float | Timing] = {}
+    ratios: dict[str, Timing] = {}
     detail: dict[str, Any] = {}
     tiny = tiny_model()
     batch = Batch(18, 4, 8, 10, 18)

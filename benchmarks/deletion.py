@@ -24,7 +24,7 @@ import torch
 
 from benchmarks._deletion_page import write_deletion
 from benchmarks._token_scores import ANSWER_ONLY, token_scores
-from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_deletion(REPOSITORY / "docs", found)
     names = {"kept_positive": "score > 0", "kept_negative": "score ≤ 0", "kept_random": "random"}
     ratios = {
-        f"accuracy_{label}_over_all": chain[rule]["accuracy"].mean / max(chain["all tokens"]["accuracy"].mean, 1e-9)
+        f"accuracy_{label}_over_all": relative(chain[rule]["difference"], chain["all tokens"]["accuracy"].mean)
         for label, rule in names.items()
         if rule in chain
     }

@@ -26,11 +26,12 @@ import torch
 
 from benchmarks import _findings_smollm2 as smollm2
 from benchmarks._findings_faults import FAULTS, GAE, Fault
-from benchmarks._findings_page import write_table
+from benchmarks._findings_page import wilson, write_table
 from benchmarks.common import REPOSITORY, emit, parse_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.findings.statistics import repeated_share
+from gradtrace.intervals import Interval
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.instruments import build_findings, build_observer
@@ -351,15 +352,26 @@ def main(arguments: list[str] | None = None) -> None:
         found = over(json.loads(args.over.read_text())["detail"], found)
     if args.write_docs and not left:
         write_table(found)
+    emit("findings", ratios_of(found), found)
+
+
+def ratios_of(found: dict[str, Any]) -> dict[str, Interval]:
+    """The shares with Wilson's intervals, and the AUROC with its bootstrap."""
+
+    def share(part: int, whole: int, scale: int = 1) -> Interval:
+        ends = (part / max(1, whole), *wilson(part, whole))
+        return Interval(*(scale * end for end in ends), whole)
+
     ratios = {
-        "findings_recall": found["found"] / max(1, found["runs"]),
-        "findings_culprit": found["culprit"] / max(1, found["culprit_runs"]),
+        "findings_recall": share(found["found"], found["runs"]),
+        "findings_culprit": share(found["culprit"], found["culprit_runs"]),
     }
     if found["alarms_per_100"] is not None:
-        ratios["findings_false_alarms_per_100_steps"] = found["alarms_per_100"]
+        alarms = share(sum(found["alarms"].values()), found["clean_steps"], scale=100)
+        ratios["findings_false_alarms_per_100_steps"] = alarms
     if "gradient" in found["auroc"]:
-        ratios["findings_hacking_auroc"] = found["auroc"]["gradient"][0]
-    emit("findings", ratios, found)
+        ratios["findings_hacking_auroc"] = Interval(*found["auroc"]["gradient"], found["auroc_steps"])
+    return ratios
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -31,12 +32,22 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import REPOSITORY, emit, load_smollm2, parse_arguments, seconds, tiny_model
+from benchmarks.common import (
+    REPOSITORY,
+    Timing,
+    emit,
+    load_smollm2,
+    median_interval,
+    parse_arguments,
+    seconds,
+    tiny_model,
+)
 from benchmarks.rollout import Clock, bandwidth_share, generate_with_gradtrace, random_prompts
 from benchmarks.trace_overhead import Clocks, smollm2_overrides
 from gradtrace.cli import WAITING
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
+from gradtrace.intervals import Interval
 from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
@@ -70,12 +81,12 @@ def decode(model: Any, prompts: list[list[int]], n: int, tokens: int, rounds: in
     found = bandwidth_share(model, prompts, n, tokens, rounds, clock)
     gemm = (before + products_per_second(clock)) / 2
     products_ms = 2e3 * sum(matrix_parameters(model)) * len(prompts) * n / gemm
-    limit = max(products_ms, found["limit_ms_per_step"])
+    times_limit = max(1.0, products_ms / found["limit_ms_per_step"])
     run = generate_with_gradtrace(model, prompts, n, tokens)
     return found | {
         "gflops": round(gemm / 1e9, 1),
         "products_ms_per_step": round(products_ms, 3),
-        "share": limit / found["ours_ms_per_step"],
+        "shares": [times_limit * share for share in found["shares_of_limit"]],
         "operations": operations(run),
     }
 
@@ -101,16 +112,17 @@ def update(overrides: list[str], rounds: int, clock: Clock) -> dict[str, Any]:
             gc.collect()
             step()
             speeds.append(products_per_second(clock))
-        seconds_taken, gemm = median(taken[1:]), sum(speeds) / len(speeds)
+        around = [(before + after) / 2 for before, after in itertools.pairwise(speeds)]
+        measured = list(zip(taken[1:], around, strict=True))
         found = operations(step)
     layers, head = matrix_parameters(parts.policy.model)
     lengths = batch.prompt_lengths + batch.response_lengths
-    products = 6 * (layers * int(lengths.sum()) + head * int(batch.response_mask.sum())) / gemm
+    products = 6 * (layers * int(lengths.sum()) + head * int(batch.response_mask.sum()))
     return {
-        "gflops": round(gemm / 1e9, 1),
-        "update_s": round(seconds_taken, 4),
-        "products_s": round(products, 4),
-        "share": products / seconds_taken,
+        "gflops": round(median(around) / 1e9, 1),
+        "update_s": round(median(taken[1 : 1 + rounds]), 4),
+        "products_s": round(products / median(around), 4),
+        "shares": [products / gemm / update_s for update_s, gemm in measured],
         "tokens": int(lengths.sum()),
         "operations": found,
     }
@@ -169,8 +181,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     detail: dict[str, Any] = {"threads": torch.get_num_threads()}
-    ratios: dict[str, float] = {}
-    rounds = 1 if args.quick else 3
+    ratios: dict[str, Timing | Interval] = {}
+    rounds = 2 if args.quick else 7
     with tempfile.TemporaryDirectory() as folder:
         smollm2 = smollm2_overrides(Path(folder), True)
         cases = {
@@ -183,20 +195,21 @@ def main(arguments: list[str] | None = None) -> None:
             found = decode(model, questions, 8, tokens, rounds, clock)
             made = update(overrides, rounds, clock)
             ratios |= {
-                f"roofline_decode_{name}": found["share"],
-                f"bandwidth_decode_{name}": found["share_of_limit"],
-                f"roofline_update_{name}": made["share"],
+                f"roofline_decode_{name}": median_interval(found["shares"]),
+                f"bandwidth_decode_{name}": median_interval(found["shares_of_limit"]),
+                f"roofline_update_{name}": median_interval(made["shares"]),
             }
             detail[name] = {"decode": found, "update": made}
-    alone: dict[str, float] = {}
-    for label, settings in (("contention_decode", WAITING), ("contention_decode_spinning", {})):
-        alone[label], beside = (decoding_speed(busy, settings) for busy in (False, True))
-        ratios[label] = alone[label] / beside
-        detail[label] = {
-            "alone_tokens_per_s": round(alone[label], 1),
-            "beside_tokens_per_s": round(beside, 1),
-        }
-    ratios["overhead_sleeping_decode"] = alone["contention_decode_spinning"] / alone["contention_decode"]
+    speeds: dict[tuple[str, bool], list[float]] = {}
+    waiting = {"contention_decode": WAITING, "contention_decode_spinning": {}}
+    for _ in range(1 if args.quick else 3):
+        for (label, settings), busy in itertools.product(waiting.items(), (False, True)):
+            speeds.setdefault((label, busy), []).append(decoding_speed(busy, settings))
+    for label in waiting:
+        ratios[label] = Timing(speeds[label, False], speeds[label, True])
+        detail[label] = {"alone_tokens_per_s": speeds[label, False], "beside_tokens_per_s": speeds[label, True]}
+    alone = [speeds[label, False] for label in reversed(waiting)]
+    ratios["overhead_sleeping_decode"] = Timing(*alone)
     emit("roofline", ratios, detail)
 
 

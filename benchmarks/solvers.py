@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import alternate, emit, parse_arguments, peak_memory
+from benchmarks.common import Timing, alternate, emit, parse_arguments, peak_memory
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.solvers import Damping, TokenRows, cheapest_token_solver, make_curvature
 
@@ -64,7 +64,7 @@ def extra_bytes(dim: int, source: str, solver: str) -> int:
     return peak_memory(_prepare, _work, dim, source, solver).extra_bytes
 
 
-def compare(dim: int, source: str, solvers: tuple[str, ...], rounds: int) -> tuple[float, dict[str, Any]]:
+def compare(dim: int, source: str, solvers: tuple[str, ...], rounds: int) -> tuple[Timing, dict[str, Any]]:
     problem = factors(dim)
     chosen = "response" if source == "response" else cheapest_token_solver(TOKENS, *SIZES[dim], RESPONSES, False)
     timing = alternate(
@@ -87,12 +87,13 @@ def compare(dim: int, source: str, solvers: tuple[str, ...], rounds: int) -> tup
         "ours_extra_mb": round(ours / 2**20, 1),
         "memory_ratio": round(theirs / ours, 1),
     }
-    return timing.ratio, detail
+    return timing, detail
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
-    ratios, detail = {}, {}
+    ratios: dict[str, float | Timing] = {}
+    detail = {}
     for dim in SIZES:
         if args.quick and dim > 5184:
             continue
@@ -100,11 +101,11 @@ def main(arguments: list[str] | None = None) -> None:
         for source, solvers in (("token", ("gram", "cg")), ("response", ("response",))):
             if source == "response" and dim < 13824:
                 rounds = 9  # a few milliseconds on our side: a single hiccup would decide
-            ratio, found = compare(dim, source, solvers, 1 if args.quick else rounds)
-            ratios[f"speedup_{source}_{dim}"] = ratio
+            timing, found = compare(dim, source, solvers, 1 if args.quick else rounds)
+            ratios[f"speedup_{source}_{dim}"] = timing
             ratios[f"memory_{source}_{dim}"] = found["memory_ratio"]
             detail[f"{source}_{dim}"] = found
-            print(f"{source} curvature, D = {dim:>6,}: {ratio:8.1f}× faster, {found}", flush=True)
+            print(f"{source} curvature, D = {dim:>6,}: {timing.ratio:8.1f}× faster, {found}", flush=True)
     emit("solvers", ratios, detail)
 
 

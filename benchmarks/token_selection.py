@@ -21,7 +21,7 @@ import torch
 
 from benchmarks._pages import between_marks
 from benchmarks._token_scores import token_scores
-from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative
 from benchmarks.deletion import accuracy
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
@@ -164,7 +164,9 @@ def main(arguments: list[str] | None = None) -> None:
     if args.write_docs:
         between_marks(REPOSITORY / "docs" / "validity.md", "token_selection", table(found))
     ratios = {
-        f"accuracy_{rule}_over_all": row["accuracy"].mean / found["all"]["accuracy"].mean for rule, row in found.items()
+        f"accuracy_{rule}_over_all": relative(row["difference"], found["all"]["accuracy"].mean)
+        for rule, row in found.items()
+        if rule != "all"
     }
     emit("token_selection", ratios, {"rules": {k: plain(v) for k, v in found.items()}, "machine": machine()})
 

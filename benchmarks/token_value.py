@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.write_docs:
         write_docs(found)
     ratios = {
-        f"{kind}_{label}": found[name][kind].mean
+        f"{kind}_{label}": found[name][kind]
         for kind in ("hit1", "spearman")
         for label, name in (("default", "influence"), ("baseline", BASELINE))
     }

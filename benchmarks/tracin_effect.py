@@ -51,6 +51,7 @@ from gradtrace.instruments.observer import StepObserver
 from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import with_advantage
 from gradtrace.instruments.tracin.validation import ValidationSet
+from gradtrace.intervals import Interval
 from gradtrace.metrics import Timer
 from gradtrace.policy.rollouts import add_advantages, judge, rollout
 from gradtrace.rollout import SamplingParams
@@ -307,6 +308,18 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
+def ratios_of(summary: dict[str, Any]) -> dict[str, Interval]:
+    """Each arm's accuracy and its interval over vanilla's mean accuracy."""
+    return {
+        f"accuracy_over_vanilla_{arm}_{noise}": Interval(
+            *(found[end] / arms["vanilla"]["mean"] for end in ("mean", "low", "high")), found["n"]
+        )
+        for noise, arms in summary["arms"].items()
+        for arm, found in arms.items()
+        if arm != "vanilla" and "vanilla" in arms
+    }
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", type=listed(str), default=list(ARMS), help="names, by comma")
     parser.add_argument("--noises", type=listed(str), default=list(NOISES), help="0, 0.2, 0.4, systematic")
@@ -344,13 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
     summary = summarise(runs)
     if args.write_docs:
         write_page(REPOSITORY / "docs", summary, runs, machine())
-    ratios = {
-        f"accuracy_over_vanilla_{arm}_{noise}": found["mean"] / summary["arms"][noise]["vanilla"]["mean"]
-        for noise, arms in summary["arms"].items()
-        for arm, found in arms.items()
-        if arm != "vanilla" and "vanilla" in arms
-    }
-    emit("tracin_effect", ratios, {"summary": summary, "steps": args.steps, "machine": machine()})
+    emit("tracin_effect", ratios_of(summary), {"summary": summary, "steps": args.steps, "machine": machine()})
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ class Alternate(TrainerCallback):
                 self.times[name].append(value)
 
 
-def compare(case: Case) -> tuple[Timing, dict[str, Any]]:
+def compare(case: Case, name: str) -> tuple[dict[str, Timing], dict[str, Any]]:
+    """Ratios with shared prompts and with the default settings, and details."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -180,7 +181,7 @@ def compare(case: Case) -> tuple[Timing, dict[str, Any]]:
         trainer.train()
         theirs_length = trainer.state.log_history[-1]["completions/mean_length"]
     ours, times = sides["ours"], callback.times
-    timing = Timing(times["theirs"], times["ours"])
+    timing, default = (Timing(times["theirs"], times[side]) for side in ("ours", "ours_default"))
     phases = {name: round(statistics.median(values), 5) for name, values in ours.phases.items()}
     detail = {
         **timing.detail(),
@@ -190,11 +191,11 @@ def compare(case: Case) -> tuple[Timing, dict[str, Any]]:
         "max_new_tokens": case.max_new_tokens,
         "ours_mean_length": round(sum(ours.lengths) / len(ours.lengths), 2),
         "theirs_mean_length": round(theirs_length, 2),
-        "ratio_without_shared_prompts": round(Timing(times["theirs"], times["ours_default"]).ratio, 3),
+        "without_shared_prompts": default.detail(),
         "ours_phases_s": phases,
         "threads": case.threads,
     }
-    return timing, detail
+    return {f"speedup_trl_{name}": timing, f"speedup_trl_{name}_default": default}, detail
 
 
 def tiny_case(quick: bool, threads: int, folder: Path) -> Case:
@@ -225,17 +226,15 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, only)
     transformers_logging.disable_progress_bar()
     threads = args.threads or torch.get_num_threads()
-    ratios: dict[str, float] = {}
+    ratios: dict[str, Timing] = {}
     details: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory() as folder:
         if args.only != "smollm2":
-            timing, details["tiny"] = compare(tiny_case(args.quick, threads, Path(folder)))
-            ratios["speedup_trl_tiny"] = timing.ratio
-            ratios["speedup_trl_tiny_default"] = details["tiny"]["ratio_without_shared_prompts"]
+            found, details["tiny"] = compare(tiny_case(args.quick, threads, Path(folder)), "tiny")
+            ratios |= found
         if args.only != "tiny":
-            timing, details["smollm2"] = compare(smollm2_case(args.quick, threads))
-            ratios["speedup_trl_smollm2"] = timing.ratio
-            ratios["speedup_trl_smollm2_default"] = details["smollm2"]["ratio_without_shared_prompts"]
+            found, details["smollm2"] = compare(smollm2_case(args.quick, threads), "smollm2")
+            ratios |= found
     emit("trainer", ratios, details)
 
 

@@ -186,11 +186,12 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def ratios_of(demo: dict[str, Any], smollm2: dict[str, Any] | None) -> dict[str, float]:
-    def mean(found: dict[str, Any], name: str, kind: str) -> float:
-        return float(found["table"][name][kind].mean)
+def ratios_of(demo: dict[str, Any], smollm2: dict[str, Any] | None) -> dict[str, float | Interval]:
+    def mean(found: dict[str, Any], name: str, kind: str) -> Interval:
+        value: Interval = found["table"][name][kind]
+        return value
 
-    ratios = {
+    ratios: dict[str, float | Interval] = {
         "single_token_default": mean(demo, DEFAULT, "single_token"),
         "single_token_default_low": float(demo["table"][DEFAULT]["single_token"].low),
         "single_token_tail": mean(demo, TAIL, "single_token"),

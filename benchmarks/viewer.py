@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from benchmarks.common import emit, parse_arguments
+from benchmarks.common import Timing, emit, parse_arguments
 from gradtrace.trace.reader import open_run
 from gradtrace.viewer.step_view import load_step_view
 from gradtrace.viewer.view import bind
@@ -281,9 +281,9 @@ def main(arguments: list[str] | None = None) -> None:
     emit(
         "viewer",
         {
-            "speedup_click_repaint": statistics.median(theirs.token_click) / statistics.median(ours.token_click),
-            "speedup_target_repaint": statistics.median(theirs.target_click) / statistics.median(ours.target_click),
-            "speedup_first_paint": statistics.median(theirs.first_paint) / statistics.median(ours.first_paint),
+            "speedup_click_repaint": Timing(theirs.token_click, ours.token_click),
+            "speedup_target_repaint": Timing(theirs.target_click, ours.target_click),
+            "speedup_first_paint": Timing(theirs.first_paint, ours.first_paint),
             "speedup_bytes": theirs.bytes_sent / ours.bytes_sent,
             "speedup_dom_nodes": theirs.nodes / ours.nodes,
         },

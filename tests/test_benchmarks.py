@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
 from benchmarks.__main__ import TARGETS, benchmark_names, missed_targets
 from benchmarks._table import describe, question_of, table
 from benchmarks._tracin_effect_page import holm, two_sided
-from gradtrace.intervals import paired_difference
+from benchmarks.common import Timing, emit, median_interval, relative
+from gradtrace.intervals import Interval, paired_difference
 
 
 def test_a_ratio_that_misses_its_target_is_named() -> None:
@@ -31,6 +33,26 @@ def test_p_values_are_those_of_students_t_and_holm_corrects_them() -> None:
     difference = paired_difference([1.0, 2.0, 3.0, 4.0, 5.0], [0.0] * 5)  # t = 3 / (√2.5 / √5) = 4.243, 4 degrees
     assert two_sided(difference) == pytest.approx(0.01324, abs=1e-4)
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
+    draw = random.Random(0)
+    for rounds in (6, 9, 25):
+        found = [median_interval([draw.expovariate(1.0) for _ in range(rounds)]) for _ in range(2000)]
+        inside = sum(one.low <= 0.6931 <= one.high for one in found) / len(found)
+        assert 0.94 < inside < 0.985, (rounds, inside)  # discrete: the next narrower one would hold less than 95 %
+    few = median_interval([3.0, 1.0, 2.0])
+    assert (few.mean, few.low, few.high) == (2.0, 1.0, 3.0)
+    assert median_interval([1.5]).high == 1.5
+
+
+def test_a_result_gives_intervals_of_rounds_and_of_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    timing = Timing(theirs=[2.0, 3.0, 4.0], ours=[1.0, 1.0, 1.0])
+    share = relative(Interval(-0.1, -0.2, 0.1, 5), base=0.5)
+    emit("x", {"speedup": timing, "accuracy": share, "one_seed": Interval(1, *[float("nan")] * 2, 1), "bytes": 7}, {})
+    result = json.loads(capsys.readouterr().out)
+    assert result["ratios"] == {"speedup": 3.0, "accuracy": 0.8, "one_seed": 1, "bytes": 7}
+    assert result["ranges"] == {"speedup": [2.0, 4.0], "accuracy": [0.6, 1.2]}
 
 
 def test_every_benchmark_answers_a_question() -> None:
