@@ -98,7 +98,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
             shares = [step[label] for run in own for step in run["shares"] if label in step]
             about[f"dropped_of_{label}"] = statistics.mean(shares) if shares and sum(shares) else None
         arms.setdefault(noise, {})[arm] = about
-    compared = []
+    compared: list[dict[str, Any]] = []
     for noise in NOISES:
         for ours, theirs in QUESTIONS:
             mine, other = found.get((noise, ours), {}), found.get((noise, theirs), {})

@@ -79,7 +79,7 @@ def loss_term_speedup(model: nn.Module, vocabulary: int, tokens: int, sample: in
 
     values = terms()
     chosen = torch.linspace(0, tokens - 1, sample).long().tolist()
-    derivatives = []
+    derivatives: list[Tensor] = []
 
     def backward_passes() -> None:
         derivatives.clear()

@@ -276,8 +276,8 @@ def median_interval(values: list[float]) -> Interval:
 
 def relative(difference: Interval, base: float) -> Interval:
     """A paired difference to a base as a ratio over it, taking the base's mean as known."""
-    ends = (1 + end / max(base, 1e-9) for end in (difference.mean, difference.low, difference.high))
-    return Interval(*ends, difference.count)
+    mean, low, high = (1 + end / max(base, 1e-9) for end in (difference.mean, difference.low, difference.high))
+    return Interval(mean, low, high, difference.count)
 
 
 def emit(name: str, ratios: Mapping[str, float | Timing | Interval], detail: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.findings.statistics import repeated_share
 from gradtrace.intervals import Interval
+from gradtrace.metrics import Timer
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.instruments import build_findings, build_observer
@@ -95,14 +96,15 @@ def run_one(kind: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
 
 def plant(trainer: Trainer, fault: Fault, kind: str) -> list[dict[str, float]]:
     """Let the fault into the trainer's steps. Returns a list that fills with AUROCs where rewards are hacked."""
-    collect, state, hacked = trainer.experience.collect, {"step": 0}, []
+    collect, state = trainer.experience.collect, {"step": 0}
+    hacked: list[dict[str, float]] = []
 
-    def collect_with_fault(*args: Any) -> tuple[RolloutBatch, dict[str, float]]:
+    def collect_with_fault(generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
         state["step"] += 1
         step = state["step"]
         if fault.begin is not None and step == fault.first_step:
             fault.begin(trainer)
-        batch, metrics = collect(*args)
+        batch, metrics = collect(generator, timer)
         if fault.spoil is not None and (step == fault.first_step or (step > fault.first_step and not fault.once)):
             batch = fault.spoil(trainer, batch)
         return batch, metrics
@@ -359,8 +361,8 @@ def ratios_of(found: dict[str, Any]) -> dict[str, Interval]:
     """The shares with Wilson's intervals, and the AUROC with its bootstrap."""
 
     def share(part: int, whole: int, scale: int = 1) -> Interval:
-        ends = (part / max(1, whole), *wilson(part, whole))
-        return Interval(*(scale * end for end in ends), whole)
+        low, high = wilson(part, whole)
+        return Interval(scale * part / max(1, whole), scale * low, scale * high, whole)
 
     ratios = {
         "findings_recall": share(found["found"], found["runs"]),
@@ -370,7 +372,8 @@ def ratios_of(found: dict[str, Any]) -> dict[str, Interval]:
         alarms = share(sum(found["alarms"].values()), found["clean_steps"], scale=100)
         ratios["findings_false_alarms_per_100_steps"] = alarms
     if "gradient" in found["auroc"]:
-        ratios["findings_hacking_auroc"] = Interval(*found["auroc"]["gradient"], found["auroc_steps"])
+        mean, low, high = found["auroc"]["gradient"]
+        ratios["findings_hacking_auroc"] = Interval(mean, low, high, found["auroc_steps"])
     return ratios
 
 

@@ -307,7 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra)
     if args.intervals:
         saved = sorted(int(path.name[5:]) for path in (args.intervals / "checkpoints").glob("step_*"))
-        found = {}
+        found: dict[str, float] = {}
         for step in (saved[0], saved[-1]):
             found |= interval_coverage(args.intervals, step, 6 if args.quick else 64)
             print(json.dumps(found), flush=True)

@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     rounds = 2 if args.quick else 5
     tiny = Setting(tiny_model(), E=128, groups=16, n=8, prompt=10, length=20, budget=4096)
     timing, tiny_detail = compare(tiny, rounds)
-    ratios = {"speedup_shares_tiny": timing}
+    ratios: dict[str, float | Timing] = {"speedup_shares_tiny": timing}
     detail: dict[str, Any] = {"machine": machine(), "tiny": tiny_detail}
     print(f"tiny: {tiny_detail}", flush=True)
     if not args.quick:

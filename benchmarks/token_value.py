@@ -158,7 +158,7 @@ def summary(rows: list[dict[str, list[float]]]) -> dict[str, dict[str, Interval]
     """Score → "hit1", "spearman" and their paired differences to the baseline."""
     found = {}
     for name in rows[0]:
-        own = {}
+        own: dict[str, Interval] = {}
         for place, kind in enumerate(("hit1", "spearman")):
             values, base = ([row[n][place] for row in rows] for n in (name, BASELINE))
             own |= {kind: interval(values), f"{kind}_gain": paired_difference(values, base)}

@@ -70,9 +70,7 @@ def per_sample(policy: Policy, batch: RolloutBatch, target: dict[str, Tensor]) -
     return torch.tensor(scores, dtype=torch.float64)
 
 
-def compare_scoring(
-    model: Any, prompt: int, length: int, rounds: int
-) -> tuple[dict[str, float | Timing], dict[str, Any]]:
+def compare_scoring(model: Any, prompt: int, length: int, rounds: int) -> tuple[dict[str, Timing], dict[str, Any]]:
     policy = Policy(model, torch.device("cpu"), 1.0)
     batch, validation = random_batch(model, prompt, length), random_batch(model, prompt, length, seed=1)
     rows, budget = torch.arange(RESPONSES), 1 << 20
@@ -133,7 +131,7 @@ def demo_parts(folder: str) -> Parts:
     )
 
 
-def compare_steps(rounds: int) -> tuple[dict[str, float | Timing], dict[str, Any]]:
+def compare_steps(rounds: int) -> tuple[dict[str, Timing], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         trainers, steps = {}, dict.fromkeys(("selected", "vanilla"), 0)
         for name in steps:
@@ -174,7 +172,7 @@ def compare_steps(rounds: int) -> tuple[dict[str, float | Timing], dict[str, Any
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
-    ratios: dict[str, float | Timing] = {}
+    ratios: dict[str, Timing] = {}
     detail: dict[str, Any] = {"machine": machine()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the demo trains: its operations are too short to share

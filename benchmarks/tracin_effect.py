@@ -238,13 +238,12 @@ def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int]) -> 
     begin, processor = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         trusted_file = Path(folder) / "trusted.jsonl"
-        parts = None
-        for _ in range(2):  # the prompts come from the task, and the configuration names their file
-            if parts is not None:
-                held_out = parts.task.validation_prompts(EVALUATION_PROMPTS + TRUSTED)
-                lines = [json.dumps({"prompt": p.item["prompt"]}) for p in held_out[EVALUATION_PROMPTS:]]
-                trusted_file.write_text("\n".join(lines))
-            parts = build_parts(configuration(arm, seed, steps, trusted_file))
+        settings = configuration(arm, seed, steps, trusted_file)
+        # The configuration names the file of the trusted prompts, and the prompts come from a task built by it.
+        held_out = build_parts(settings).task.validation_prompts(EVALUATION_PROMPTS + TRUSTED)
+        lines = [json.dumps({"prompt": p.item["prompt"]}) for p in held_out[EVALUATION_PROMPTS:]]
+        trusted_file.write_text("\n".join(lines))
+        parts = build_parts(settings)
         observer = observer_of(arm, parts, seed, dropped)
         trainer = Trainer(parts, RunFiles(Path(folder) / "run"), observer, SilentDisplay())
         trusted = held_out[EVALUATION_PROMPTS:] if not SETUPS[arm].noisy else []
@@ -310,14 +309,13 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 def ratios_of(summary: dict[str, Any]) -> dict[str, Interval]:
     """Each arm's accuracy and its interval over vanilla's mean accuracy."""
-    return {
-        f"accuracy_over_vanilla_{arm}_{noise}": Interval(
-            *(found[end] / arms["vanilla"]["mean"] for end in ("mean", "low", "high")), found["n"]
-        )
-        for noise, arms in summary["arms"].items()
-        for arm, found in arms.items()
-        if arm != "vanilla" and "vanilla" in arms
-    }
+    ratios = {}
+    for noise, arms in summary["arms"].items():
+        for arm, found in arms.items():
+            if arm != "vanilla" and "vanilla" in arms:
+                mean, low, high = (found[end] / arms["vanilla"]["mean"] for end in ("mean", "low", "high"))
+                ratios[f"accuracy_over_vanilla_{arm}_{noise}"] = Interval(mean, low, high, found["n"])
+    return ratios
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

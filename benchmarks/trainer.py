@@ -129,6 +129,11 @@ class Alternate(TrainerCallback):
                 self.times[name].append(value)
 
 
+def rewards_of(completions: list[str], **_: Any) -> list[float | None]:
+    """The reward as TRL calls it."""
+    return [reward_of(text) for text in completions]
+
+
 def compare(case: Case, name: str) -> tuple[dict[str, Timing], dict[str, Any]]:
     """Ratios with shared prompts and with the default settings, and details."""
     from datasets import Dataset
@@ -174,7 +179,7 @@ def compare(case: Case, name: str) -> tuple[dict[str, Timing], dict[str, Any]]:
             model=model,
             processing_class=tokenizer,
             args=arguments,
-            reward_funcs=lambda completions, **_: [reward_of(text) for text in completions],
+            reward_funcs=rewards_of,
             train_dataset=Dataset.from_list([{"prompt": text} for text in case.prompts]),
             callbacks=[callback],
         )
@@ -210,8 +215,10 @@ def smollm2_case(quick: bool, threads: int) -> Case:
     path = smollm2_path()
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
         )
         for question in QUESTIONS[: 2 if quick else 4]
     ]

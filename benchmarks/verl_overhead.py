@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import pickle
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -74,7 +76,7 @@ class Traffic:
             self.bytes[self.owner] += len(pickle.dumps(value)) * (len(found) - 1)
             gather(found, value, *args, **options)
 
-        dist.all_gather_object = counted_objects
+        setattr(dist, "all_gather_object", counted_objects)  # noqa: B010  (a name that mypy lets us give anew)
 
     def _counted(self, collective: Any, factor: float) -> Any:
         def counted(*args: Any, **options: Any) -> Any:
@@ -145,7 +147,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     for _ in range(rounds):
         for name, loss in pair:
             dist.barrier()
-            times[name].append(seconds(lambda loss=loss: update(whole, loss)))
+            times[name].append(seconds(functools.partial(update, whole, loss)))
         pair.reverse()
     if rank == 0:
         (folder / "found.json").write_text(json.dumps({"times": times, "bytes": shares}))
@@ -154,14 +156,15 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--rank-of", nargs=3, help=argparse.SUPPRESS)
+        parser.add_argument("--ranks", nargs=3, help=argparse.SUPPRESS)
 
     args = parse_arguments(__doc__, arguments, extra)
-    if args.rank_of:
-        rank_main(Path(args.rank_of[0]), int(args.rank_of[1]), int(args.rank_of[2]))
-        return
     from tests.integrations.verl import harness
 
+    if args.ranks:
+        folder, response_tokens, rounds = Path(args.ranks[0]), *map(int, args.ranks[1:])
+        harness.as_ranks(2, functools.partial(rank_main, folder, response_tokens, rounds))
+        return
     # Four layers of SmolLM2-135M's shape. Narrower layers pay more: at 256 wide the overhead is about 1.10.
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9}
     response_tokens, rounds = (32, 3) if args.quick else (128, 9)
@@ -169,7 +172,8 @@ def main(arguments: list[str] | None = None) -> None:
         folder = Path(name)
         options = {**sizes, "num_key_value_heads": 3, "initializer_range": 0.02, "tie_word_embeddings": False}
         harness.model_folder(folder / "model", **options)
-        harness.run_ranks("benchmarks.verl_overhead", 2, "--rank-of", str(folder), str(response_tokens), str(rounds))
+        command = [sys.executable, "-m", "benchmarks.verl_overhead", "--ranks", name, str(response_tokens), str(rounds)]
+        subprocess.run(command, env=harness.environment(), check=True, stdout=subprocess.DEVNULL)
         found = json.loads((folder / "found.json").read_text())
     timing = Timing(theirs=found["times"]["with"], ours=found["times"]["without"])
     shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}

@@ -263,8 +263,8 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         ours = OurSide("gradtrace", f"http://127.0.0.1:{our_port}/#/group?step=1&group=0", ".row .t")
         theirs = GradioSide("gradio", f"http://127.0.0.1:{gradio_port}/", "#response-0 .token")
-        for command, side in ((view, ours), (app, theirs)):
-            stack.enter_context(process(command, side.url.split("#")[0]))
+        for command, url in ((view, ours.url), (app, theirs.url)):
+            stack.enter_context(process(command, url.split("#")[0]))
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
         order: list[Side] = [theirs, ours]

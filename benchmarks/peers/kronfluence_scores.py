@@ -102,7 +102,7 @@ def compare(sizes: Sizes) -> tuple[dict[str, float | Timing], dict[str, Any]]:
     timing = alternate(theirs.scores, lambda: our_scores(case), rounds=sizes.rounds)
     their_memory = peak_memory(Theirs, their_total, sizes)
     our_memory = peak_memory(make_case, our_total, sizes)
-    ratios = {
+    ratios: dict[str, float | Timing] = {
         f"speedup_kronfluence_{sizes.name}": timing,
         f"memory_kronfluence_{sizes.name}": their_memory.extra_bytes / max(1, our_memory.extra_bytes),
     }
