@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,19 @@ from gradtrace.attribution.tangent import Method, directional_derivative
 
 Terms = Callable[[list[int]], Tensor]
 """Responses → their tokens' own terms of the step, one after the other: [N], or [2, N] with their log-probs below."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedTerms:
+    """Terms by ranks that share the work, where weights are sharded: all of them call it with the same responses,
+    whoever holds them, and each is given the terms of those that it holds."""
+
+    run: Terms
+
+    def __call__(self, responses: list[int]) -> Tensor:
+        return self.run(responses)
+
+
 Directions = dict[Block, Tensor]
 """Per module [m, k_out, k_in]: one direction for all tokens of a scope, or one for each of its members' tokens."""
 SPREAD = 0.6
@@ -144,7 +158,11 @@ class LossTerms:
                 continue
             direction, slope = self._weight_shaped({b: d[row] for b, d in directions.items()}, coming)
             rate = self._rate(slope, scope.contrast[row], [lengths.get(r, 0) for r in scope.members])
-            scores |= self._along(direction, local, lengths, terms, method, rate)
+            if isinstance(terms, SharedTerms):
+                values_of: Callable[[], Tensor] = partial(terms, members)
+            else:
+                values_of = self._in_rounds(local, terms) if self.sharded else partial(terms, local)
+            scores |= self._along(direction, local, lengths, values_of, method, rate)
         return scores
 
     def _rate(self, slope: Tensor | None, contrast: Tensor, lengths: list[int]) -> Tensor | None:
@@ -191,11 +209,10 @@ class LossTerms:
         direction: dict[str, Tensor],
         local: list[int],
         lengths: Mapping[int, int],
-        terms: Terms,
+        values_of: Callable[[], Tensor],
         method: Method,
         rate: Tensor | None,
     ) -> dict[int, Tensor]:
-        values_of = self._in_rounds(local, terms) if self.sharded else lambda: terms(local)
         ranks = self.ranks if self.sharded else None
         values = directional_derivative(self.model, values_of, direction, method, ranks=ranks, rate=rate)
         counts = [lengths[response] for response in local]

@@ -244,7 +244,8 @@ class InfluenceTracer:
         `terms` is needed for loss-term credit: it runs the model on the given responses and returns every token's own
         term of the step, one after the other, with the sign and scale of what was captured as the step; or [2, N] with
         the tokens' log-probs in the second row, which then have scores, too (`likelier_scores`). Where weights are
-        sharded it is called with one response at a time, and with none on ranks that keep the others company.
+        sharded it is called with one response at a time, and with none on ranks that keep the others company; or, as
+        `SharedTerms`, with all responses of a group on every rank.
 
         `method` is how own terms are differentiated, by default the faster one for this model (see `tangent`).
         `coming`: the gradient that the optimizer will be given next, by parameter name; True reads `parameter.grad`.

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution import AttributionError, InfluenceTracer
 from gradtrace.attribution.geometry import ClippedGradients
 from gradtrace.attribution.ledger import Role
+from gradtrace.attribution.loss_terms import SharedTerms
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.host import asked_by
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
@@ -26,6 +26,7 @@ from gradtrace.integrations.verl.rank.full_precision import full_precision
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import layout_of, plain, rows_of
+from gradtrace.integrations.verl.rank.shared import SharedSequences
 from gradtrace.integrations.verl.told import LABELS, StepLabels
 
 
@@ -178,7 +179,7 @@ class RankTracer:
             self.tracer.reset()
             return
         before = self.tracer.ranks.bytes_moved
-        terms = self._round_terms if self.config.wants_loss_term else None
+        terms = self._shared_terms() if self.config.wants_loss_term else None
         clip = self.engine.optimizer_config.clip_grad
         coming = ClippedGradients(self.engine.module, clip) if terms is not None else None
         # What goes wrong here goes wrong on every rank alike, or the process group's time-out ends the run.
@@ -191,25 +192,13 @@ class RankTracer:
         step = self._step
         self.meeting.wait(f"step {step.labels.plan.step}, scoring of mini-batch {step.mini_batch}")
 
-    def _round_terms(self, responses: list[int]) -> Tensor:
-        """[2, N]: one forward pass of this rank: the own terms of a response's tokens, to be raised, and their
-        log-probs; or of any response, if none is given."""
-        data = self._step.data
-        place = 0
-        if responses:
-            assert self.capture.current is not None
-            place = int((rows_of(data) == self.capture.current.rows[responses[0]]).nonzero()[0])
-        found: list[Tensor] = []
-
-        def keep(model_output: Any, data: Any, dp_group: Any = None, **ignored: Any) -> Any:
-            values = self._token_terms(model_output, data)
-            written = data["response_mask"].values().bool()
-            found.append(values[:, 0, : len(written)][:, written])
-            return values.sum(), {}
-
-        with torch.no_grad():
-            self.engine.forward_step(tu.index_select_tensor_dict(data, [place]), keep, forward_only=True)
-        return found[0]
+    def _shared_terms(self) -> SharedTerms:
+        """[2, N]: the own terms of responses' tokens, to be raised, and their log-probs. Collective."""
+        assert self.capture.current is not None
+        rows = self.capture.current.rows
+        in_group = torch.isin(self._step.labels.plan.group[rows], torch.tensor(self.capture.loss_term_groups))
+        shared = SharedSequences(self.engine, self._step.data, rows[in_group].tolist(), self.tracer.ranks)
+        return SharedTerms(lambda responses: shared.run(rows[responses].tolist(), self._token_terms))
 
     def _token_terms(self, model_output: Any, data: Any) -> Tensor:
         """[2, b, T]: every token's own term of the step, before aggregation, and its log-prob."""

@@ -29,18 +29,10 @@ from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.dealing import PADDING, deal
 from gradtrace.integrations.verl.rank.full_precision import full_precision
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-from gradtrace.integrations.verl.rank.sequences import plain, rows_of, sequences
+from gradtrace.integrations.verl.rank.sequences import PASS_SETTINGS, plain, rows_of, sequences
+from gradtrace.integrations.verl.rank.shared import Values, token_values
 from gradtrace.integrations.verl.told import ProbeInputs
 from gradtrace.rollout.sampler import evaluation_mode
-
-PASS_SETTINGS = (
-    *("temperature", "use_remove_padding", "use_dynamic_bsz", "max_token_len_per_gpu", "use_fused_kernels"),
-    *("micro_batch_size_per_gpu", "pad_mode"),
-)
-"""How verl cuts and runs micro-batches; E is run as U is."""
-
-Values = Callable[[Any, Any], Tensor]
-"""(model output, micro-batch of b sequences) → [..., b, T]: numbers per response token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,18 +154,7 @@ class EngineProbeHost:
 
     def _run(self, data: Any, values_of: Values) -> Tensor:
         """float64[..., N]: a forward pass over this rank's `data`, rows in order. Every rank runs equally many."""
-        found: dict[int, Tensor] = {}
-
-        def keep(model_output: Any, data: Any, **ignored: Any) -> tuple[Tensor, dict[str, Any]]:
-            values = values_of(model_output, data)
-            for place, (row, mask) in enumerate(
-                zip(rows_of(data).tolist(), data["response_mask"].unbind(), strict=True)
-            ):
-                own = values[..., place, : len(mask)][..., mask.bool()]
-                found[row] = own.detach().double().cpu()
-            return values.sum(), {}
-
-        self.engine.plain_passes(data, keep, forward_only=True)
+        found = token_values(self.engine, data, values_of)
         nothing = next(iter(found.values()))[..., :0]
         return torch.cat([nothing, *(found[row] for row in sorted(found) if row != PADDING)], dim=-1)
 

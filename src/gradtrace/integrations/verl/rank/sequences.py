@@ -11,6 +11,12 @@ from verl.utils import tensordict_utils as tu
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.told import ROW
 
+PASS_SETTINGS = (
+    *("temperature", "use_remove_padding", "use_dynamic_bsz", "max_token_len_per_gpu", "use_fused_kernels"),
+    *("micro_batch_size_per_gpu", "pad_mode"),
+)
+"""How verl cuts and runs micro-batches: passes of our own are run as those of training."""
+
 
 def sequences(prompts: list[list[int]], responses: list[list[int]], rows: list[int], **more: list[Tensor]) -> Any:
     """A TensorDict as verl's V1 trainer hands one to a rank. `rows`: under `ROW`, −1 for what only fills up; `more`:
