@@ -2,15 +2,16 @@
 
     python -m benchmarks.verl_overhead [--quick]
 
-Two gloo processes train the same engine on the same batch, in turns with the trace and without it. `overhead_update` is
-with over without. `bytes_share` is what attribution sends over what FSDP sends in a traced update, with groups dealt
-to ranks as our trainer deals them (whole); `bytes_share_split` the same with every group split over both ranks.
+Two gloo processes train the same engine on the same batch of 16 groups, in turns with the default trace (loss terms
+for four of them), with `credit=tail` and without a trace. `overhead_update` and `overhead_update_tail` are with over
+without. `bytes_share` is what attribution sends over what FSDP sends in a traced update, with groups dealt to ranks as
+our trainer deals them (whole); `bytes_share_split` the same with every group split over both ranks, `bytes_share_tail`
+without loss terms, whose passes gather the weights again.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import pickle
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from benchmarks.common import Timing, emit, parse_arguments, seconds
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import InfluenceTraceConfig
 
-GROUPS, GROUP_SIZE = 4, 8
+GROUPS, GROUP_SIZE = 16, 4
+MICRO_BATCH = 8
 # Bytes that a rank sends per byte of its input, in a ring of W ranks.
 COLLECTIVES = {
     "all_gather_single": lambda ranks: ranks - 1,
@@ -87,11 +88,16 @@ class Traffic:
 
         return counted
 
-    @contextlib.contextmanager
-    def of_attribution(self) -> Iterator[None]:
-        self.owner = "attribution"
-        yield
-        self.owner = "fsdp"
+    def count_scoring_of(self, tracer: Any) -> None:
+        """What is sent while this tracer scores is attribution's from now on."""
+        score = tracer.score
+
+        def counted_score() -> None:
+            self.owner = "attribution"
+            score()
+            self.owner = "fsdp"
+
+        tracer.score = counted_score
 
 
 def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
@@ -118,37 +124,33 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
         labels = None
         if loss.influence is not None:
             labels = StepLabels(StepPlan.of(rollout, step), torch.zeros(len(rollout), dtype=torch.long))
-        data = harness.tensordict(rollout, rows, labels, sequences=len(rollout), micro_batch=GROUP_SIZE)
+        data = harness.tensordict(rollout, rows, labels, sequences=len(rollout), micro_batch=MICRO_BATCH)
         with engine.train_mode():
             engine.train_batch(data, loss)
 
     plain = GradtraceLoss(harness.actor_config())
     knobs = InfluenceTraceConfig(enable=True, on_error="raise")
     traced = GradtraceLoss(harness.actor_config(), influence=knobs, parts_dir=str(folder))
+    knobs = InfluenceTraceConfig(enable=True, on_error="raise", credit="tail")
+    tail = GradtraceLoss(harness.actor_config(), influence=knobs, parts_dir=str(folder))
     half = len(rollout) // 2
     whole = list(range(rank * half, (rank + 1) * half))
     split = list(range(rank, len(rollout), 2))
-    for loss in (plain, traced):
-        update(whole, loss)
-    score = engine.tracer.score
-
-    def counted_score() -> None:
-        with traffic.of_attribution():
-            score()
-
-    engine.tracer.score = counted_score
+    update(whole, plain)
     shares = {}
-    for name, rows in (("whole", whole), ("split", split)):
+    for name, rows, loss in (("whole", whole, traced), ("split", split, traced), ("tail", whole, tail)):
+        update(rows, loss)  # makes the tracer of this loss
+        traffic.count_scoring_of(engine.tracer)
         traffic.bytes.clear()
-        update(rows, traced)
+        update(rows, loss)
         shares[name] = dict(traffic.bytes)
-    times: dict[str, list[float]] = {"with": [], "without": []}
-    pair = [("with", traced), ("without", plain)]
+    times: dict[str, list[float]] = {"with": [], "tail": [], "without": []}
+    turns = [("with", traced), ("tail", tail), ("without", plain)]
     for _ in range(rounds):
-        for name, loss in pair:
+        for name, loss in turns:
             dist.barrier()
             times[name].append(seconds(functools.partial(update, whole, loss)))
-        pair.reverse()
+        turns.reverse()
     if rank == 0:
         (folder / "found.json").write_text(json.dumps({"times": times, "bytes": shares}))
     dist.destroy_process_group()
@@ -167,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     # Four layers of SmolLM2-135M's shape. Narrower layers pay more: at 256 wide the overhead is about 1.10.
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9}
-    response_tokens, rounds = (32, 3) if args.quick else (128, 9)
+    response_tokens, rounds = (16, 2) if args.quick else (64, 7)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options = {**sizes, "num_key_value_heads": 3, "initializer_range": 0.02, "tie_word_embeddings": False}
@@ -175,12 +177,14 @@ def main(arguments: list[str] | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks.verl_overhead", "--ranks", name, str(response_tokens), str(rounds)]
         subprocess.run(command, env=harness.environment(), check=True, stdout=subprocess.DEVNULL)
         found = json.loads((folder / "found.json").read_text())
-    timing = Timing(theirs=found["times"]["with"], ours=found["times"]["without"])
+    timing, tail = (Timing(found["times"][name], found["times"]["without"]) for name in ("with", "tail"))
     shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}
     ratios = {
         "overhead_update": timing,
+        "overhead_update_tail": tail,
         "bytes_share": shares["whole"],
         "bytes_share_split": shares["split"],
+        "bytes_share_tail": shares["tail"],
     }
     detail = {
         "with_s": round(timing.theirs_median, 4),
