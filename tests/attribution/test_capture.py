@@ -219,6 +219,19 @@ def test_passes_outside_a_capture_are_not_recorded() -> None:
         assert all(not stored for stored in tracer._store.targets.values())
 
 
+def test_a_second_pass_through_a_kept_graph_can_be_captured() -> None:
+    """Inputs are let go of as the backward pass moves on, but not while the graph is kept for another one."""
+    model, batch = tiny_model(), random_responses()
+    rows = list(range(len(batch)))
+    _, _, tokens, _ = batch.padded(rows)
+    with InfluenceTracer(model, exact_config()) as tracer:
+        objective = padded_objective(model, batch, rows)
+        objective.backward(retain_graph=True)
+        with tracer.capture(response=torch.tensor(rows), tokens=tokens):
+            objective.backward()
+        assert_gradients_match(model, batch, tracer)
+
+
 def test_max_modules_are_spread_over_the_depth() -> None:
     model = tiny_model(layers=4)
     with InfluenceTracer(model, InfluenceConfig(module_name_filter=("down_proj",), max_modules=2)) as tracer:

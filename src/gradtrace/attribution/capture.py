@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.layout import Layout
+from gradtrace.attribution.layout import Layout, chosen_rows
 from gradtrace.attribution.modules import Block, Site
 
 
@@ -39,13 +39,6 @@ def side_by_side(parts: Sequence[Part]) -> Part:
     if len(parts) == 1:
         return Part(first.u[None], first.v[None], first.positions)
     return Part(torch.stack([p.u for p in parts]), torch.stack([p.v for p in parts]), first.positions)
-
-
-def chosen_rows(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """An index for these rows: a slice where they follow one another, so that nothing is copied."""
-    if len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1 and bool((rows.diff() == 1).all()):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows.to(device)
 
 
 @dataclass(eq=False)
@@ -179,7 +172,7 @@ class Capture:
                 products.append(part.u[:, chosen].mT @ part.v[:, chosen])
             return torch.stack(products, 1)
         u, v = part.u.unflatten(1, self.layout.shape), part.v.unflatten(1, self.layout.shape)
-        chosen = chosen_rows(self.layout.rows_of(responses), u.device)
+        chosen = self.layout.index_of(responses, u.device)
         return u[:, chosen].mT @ v[:, chosen]
 
     def prefers_products(self, block: Block, members: list[int], tokens: int) -> bool:
@@ -225,6 +218,8 @@ class Capture:
                 v = v.masked_fill(missing[..., None].to(v.device), 0.0)
             us.append(u)
             vs.append(v)
+        if len(calls) == 1:
+            return us[0].unsqueeze(2), vs[0].unsqueeze(2)
         return torch.stack(us, 2), torch.stack(vs, 2)
 
 

@@ -48,6 +48,7 @@ class FactorHooks:
         """How often each block's forward pass was seen since `forget_counts`."""
         self.backward_captures: Counter[str] = Counter()
         """How often a gradient reached it."""
+        self._anchor = torch.empty(0, requires_grad=True)
         self._paused = False
         self._handles: list[RemovableHandle] = []
         self.attach()
@@ -70,12 +71,14 @@ class FactorHooks:
                 self.calls[block] += 1
                 self.forward_captures[block.name] += 1
             x = args[0] if args else kwargs["input"]
-            anchor = torch.empty(0, requires_grad=True)
-            saved = _SavedInput.apply(anchor, x.detach()).grad_fn
+            saved = _SavedInput.apply(self._anchor, x.detach()).grad_fn
 
             def on_gradient(gradient: Tensor) -> None:
+                nonlocal saved
                 self.backward_captures[block.name] += 1
                 self.receive(block, site, gradient, saved.saved_tensors[0])
+                if not graph_is_kept():
+                    saved = None  # as autograd does with its own, so that the next layer finds free memory
 
             # A hook of the tensor, not of the module: it survives in-place operations on the output
             # (verl divides logits by the temperature in place) and does not fire on recomputation.
@@ -108,6 +111,11 @@ class FactorHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def graph_is_kept() -> bool:
+    """Inside a backward pass: whether another may follow through the same graph (`retain_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def full_precision(device: str) -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,13 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution.errors import AttributionError
+
+
+def chosen_rows(rows: Tensor, device: torch.device) -> slice | Tensor:
+    """An index for these rows: a slice where they follow one another, so that nothing is copied."""
+    if len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1 and bool((rows.diff() == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows.to(device)
 
 
 @dataclass(eq=False)
@@ -58,9 +66,10 @@ class Layout:
         if bool((per_position < -1).any()):
             raise AttributionError("response ids are 0, 1, 2 … or −1 for rows to ignore; got a smaller one")
         if row_response is not None:
-            seen, number = row_response[row_response >= 0].unique(return_counts=True)
-            if bool((number > 1).any()):
-                raise AttributionError(f"response {int(seen[number > 1][0])} stands in two rows of one batch")
+            number = Counter(response for response in row_response.tolist() if response >= 0)
+            if len(number) and max(number.values()) > 1:
+                twice = min(response for response in number if number[response] > 1)
+                raise AttributionError(f"response {twice} stands in two rows of one batch")
         wanted = tokens & (per_position >= 0)
         if bool(wanted[:, 0].any()):
             first = int(wanted[:, 0].nonzero()[0])
@@ -126,6 +135,17 @@ class Layout:
     def rows_of(self, responses: list[int]) -> Tensor:
         """long[n]: the batch rows of these responses, in a padded batch."""
         return torch.tensor([self._rows[response] for response in responses])
+
+    def index_of(self, responses: list[int], device: torch.device) -> slice | Tensor:
+        """`rows_of` as an index; the layers of a pass ask for the same one."""
+        key = (*responses, device)
+        if key not in self._indices:
+            self._indices[key] = chosen_rows(self.rows_of(responses), device)
+        return self._indices[key]
+
+    @cached_property
+    def _indices(self) -> dict[tuple[object, ...], slice | Tensor]:
+        return {}
 
     @cached_property
     def _positions(self) -> dict[int, Tensor]:

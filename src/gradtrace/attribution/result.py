@@ -161,6 +161,8 @@ def assemble(
 
 def padded(scores: Tensor, length: int) -> Tensor:
     """[length]: NaN for the tokens past the cap, which were not captured."""
+    if len(scores) == length:
+        return scores
     return torch.nn.functional.pad(scores, (0, length - len(scores)), value=torch.nan)
 
 

@@ -100,14 +100,15 @@ class ScopeBatch:
     def __post_init__(self) -> None:
         self.width = max(sum(counts.values()) for counts in self.tokens)
         self.contrast = torch.stack([scope.contrast for scope in self.scopes])
-        owner = torch.zeros(len(self.scopes), self.width, dtype=torch.long)
-        for index, (scope, counts) in enumerate(zip(self.scopes, self.tokens, strict=True)):
-            start = 0
-            for response, count in counts.items():
-                owner[index, start : start + count] = scope.members.index(response)
-                start += count
-        self._owner = owner
+        scopes = zip(self.scopes, self.tokens, strict=True)
+        owner = self._owner = torch.stack([self._owners(*scope) for scope in scopes])
         self._weight_of_owner = torch.gather(self.contrast, 1, owner[:, :, None].expand(-1, -1, self.contrast.shape[2]))
+
+    def _owners(self, scope: Scope, counts: Mapping[int, int]) -> Tensor:
+        """long[T]: the place in its scope of each token's response; 0 for padding."""
+        places = [scope.members.index(response) for response in counts]
+        numbers = list(counts.values())
+        return torch.tensor([*places, 0]).repeat_interleave(torch.tensor([*numbers, self.width - sum(numbers)]))
 
     @property
     def members(self) -> list[int]:
