@@ -258,7 +258,8 @@ def _context_limit(model: Any) -> int | None:
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """No dropout while sampling; afterwards exactly those modules train that did before."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:
