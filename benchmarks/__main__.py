@@ -1,6 +1,7 @@
 """Run benchmarks, one after the other, and rewrite the table in docs/benchmarks.md.
 
-python -m benchmarks                  all of them
+python -m benchmarks                  all of them, some hours
+python -m benchmarks --go-on          those that have no result of this code on this machine yet
 python -m benchmarks rollout solvers  only these; the others keep their last results in the table
 python -m benchmarks --quick rollout  small sizes; results and table are left alone
 python -m benchmarks --check solvers  as above, and fail if a ratio misses its target (benchmarks/targets.json)
@@ -24,7 +25,7 @@ from benchmarks.common import REPOSITORY, machine
 
 DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
 RESULTS = REPOSITORY / "benchmarks" / "results"
-"""The last full result of each benchmark, NAME.json, with the machine and the day."""
+"""The last full result of each benchmark, NAME.json, with the machine, the day, the code and the minutes it took."""
 TARGETS = REPOSITORY / "benchmarks" / "targets.json"
 """{ratio: {"min": …} or {"max": …}}: what a ratio must reach."""
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -32,8 +33,8 @@ NOT_BENCHMARKS = {"__main__", "common"}
 NEW_DOCUMENT = f"""# Benchmarks
 
 Every figure is a ratio of two measurements taken in turns in one run on one machine. `speedup_*` is theirs
-over ours (bigger is better for us), `overhead_*` is with over without (closer to 1 is better); *rounds* are the
-lowest and the highest ratio of all rounds. `make bench` runs all of them and rewrites the tables below;
+over ours (bigger is better for us), `overhead_*` is with over without (closer to 1 is better); *interval* is that of
+the median over rounds, or of a study's mean, 95 %. `make bench` runs all of them and rewrites the tables below;
 `python -m benchmarks.NAME` runs one and prints its details as JSON.
 
 {BEGIN}
@@ -73,9 +74,29 @@ def missed_targets(ratios: dict[str, float]) -> list[str]:
     return missed
 
 
-def save(result: dict[str, Any]) -> None:
+def code() -> str:
+    """Git's name of the folder `src` as it is committed; empty where it differs from that, or there is no git."""
+    try:
+        changed, name = (
+            subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["status", "--porcelain", "src"], ["rev-parse", "--short=12", "HEAD:src"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return "" if changed else name
+
+
+def is_measured(name: str) -> bool:
+    """Whether its result is of this code on this machine."""
+    path = RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    return bool(code()) and stored.get("code") == code() and stored["machine"] == machine()
+
+
+def save(result: dict[str, Any], minutes: float) -> None:
     RESULTS.mkdir(exist_ok=True)
-    result = result | {"machine": machine(), "day": time.strftime("%Y-%m-%d")}
+    about = {"machine": machine(), "day": time.strftime("%Y-%m-%d"), "code": code(), "minutes": round(minutes, 1)}
+    result = result | about
     (RESULTS / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -94,6 +115,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these benchmarks (default: all)")
     parser.add_argument("--quick", action="store_true", help="small sizes; does not rewrite the table")
     parser.add_argument("--check", action="store_true", help="fail if a ratio misses its target")
+    parser.add_argument("--go-on", action="store_true", help="leave out what was measured with this code already")
     parser.add_argument("--table", action="store_true", help="run nothing, make the table again")
     args = parser.parse_args()
 
@@ -102,8 +124,12 @@ def main() -> None:
     if unknown:
         sys.exit(f"benchmarks: no benchmark {', '.join(unknown)}; there are: {', '.join(known)}")
     problems = []
-    for name in [] if args.table else args.names or known:
-        print(f"{name}:", flush=True)
+    names = [] if args.table else args.names or known
+    if args.go_on:
+        names = [name for name in names if not is_measured(name)]
+    for place, name in enumerate(names, 1):
+        print(f"{name} ({place} of {len(names)}):", flush=True)
+        begin = time.monotonic()
         result = run(name, args.quick)
         if result is None:
             problems.append(f"{name} did not finish; see its messages above")
@@ -111,7 +137,7 @@ def main() -> None:
         if args.check:
             problems += missed_targets(result["ratios"])
         if not args.quick:
-            save(result)
+            save(result, (time.monotonic() - begin) / 60)
 
     if not args.quick:
         results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]

@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     detail: dict[str, Any] = {"threads": torch.get_num_threads()}
     ratios: dict[str, Timing | Interval] = {}
-    rounds = 2 if args.quick else 7
+    rounds = 2 if args.quick else 5
     with tempfile.TemporaryDirectory() as folder:
         smollm2 = smollm2_overrides(Path(folder), True)
         cases = {

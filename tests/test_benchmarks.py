@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
+import benchmarks.__main__ as runner
 from benchmarks.__main__ import TARGETS, benchmark_names, missed_targets
 from benchmarks._table import describe, question_of, table
 from benchmarks._tracin_effect_page import holm, two_sided
@@ -53,6 +55,22 @@ def test_a_result_gives_intervals_of_rounds_and_of_seeds(capsys: pytest.CaptureF
     result = json.loads(capsys.readouterr().out)
     assert result["ratios"] == {"speedup": 3.0, "accuracy": 0.8, "one_seed": 1, "bytes": 7}
     assert result["ranges"] == {"speedup": [2.0, 4.0], "accuracy": [0.6, 1.2]}
+
+
+def test_what_was_measured_with_this_code_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    monkeypatch.setattr(runner, "code", lambda: "abc")
+    assert not runner.is_measured("solvers")
+    runner.save({"name": "solvers", "ratios": {}}, minutes=1.234)
+    assert json.loads((tmp_path / "solvers.json").read_text())["minutes"] == 1.2
+    assert runner.is_measured("solvers")
+    monkeypatch.setattr(runner, "code", lambda: "def")
+    assert not runner.is_measured("solvers")
+    monkeypatch.setattr(runner, "code", lambda: "")  # changed and not committed: nobody knows which code that is
+    runner.save({"name": "solvers", "ratios": {}}, minutes=1.0)
+    assert not runner.is_measured("solvers")
 
 
 def test_every_benchmark_answers_a_question() -> None:
