@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-MISSING = "no browser: the viewer's pages were not tested (apt-get install chromium, or playwright install chromium)"
+SHELL = "chromium-headless-shell"
+"""Chromium without the windows around a page, which cost more than the page: the tests take two thirds of the time."""
+NAMES = (SHELL, "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+MISSING = f"no browser: the viewer's pages were not tested (apt-get install {SHELL}, or playwright install chromium)"
 
 
 def find_browser() -> str | None:

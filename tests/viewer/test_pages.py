@@ -372,8 +372,9 @@ def test_copy_gives_the_raw_text(viewer: Watched, runs_dir: Path) -> None:
         """() => { const row = document.querySelector('.row .slot-0'); const range = document.createRange();
         range.selectNodeContents(row); const s = getSelection(); s.removeAllRanges(); s.addRange(range); }"""
     )
+    page.evaluate("navigator.clipboard.writeText('')")
     page.keyboard.press("Control+c")
-    copied = page.evaluate("navigator.clipboard.readText()")
+    copied = page.wait_for_function("navigator.clipboard.readText()").json_value()  # until there is something
     ids = view.layout["token_id"][view.tokens(view.members[0][index])]
     assert copied == run.token_bytes.decode(ids, continues=True)
     assert "\n\n" in copied and copied.endswith("<|im_end|>")
