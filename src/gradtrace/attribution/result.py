@@ -56,24 +56,26 @@ class InfluenceTrace:
     def token_scores(self) -> list[Tensor]:
         """R × [T_r], in the order of the tokens: by loss term where a response has that, else from the backward pass.
         With credit='both' by position throughout."""
-        if self.credit == "both" or self.loss_term_scores is None:
-            return self.position_scores
-        return [
-            own if len(own) else backward
-            for own, backward in zip(self.loss_term_scores, self.position_scores, strict=True)
-        ]
+        return [self.token_scores_of(response) for response in range(len(self.position_scores))]
+
+    def token_scores_of(self, response: int) -> Tensor:
+        """[T_r]: the `token_scores` of one response."""
+        if self.credit == "both" or self.loss_term_scores is None or not len(self.loss_term_scores[response]):
+            return self.position_scores[response]
+        return self.loss_term_scores[response]
 
     def credit_of(self, response: int) -> str:
         """Of its `token_scores`: loss_term, tail or position; empty if it has none."""
-        if not len(self.token_scores[response]):
+        scores = self.token_scores_of(response)
+        if not len(scores):
             return ""
-        if self.token_scores[response] is self.position_scores[response]:
+        if scores is self.position_scores[response]:
             return str(self.meta.get("backward_credit", "position"))
         return "loss_term"
 
     def without_step(self, response: int) -> Tensor:
         """bool[T_r]: tokens whose step is exactly zero, as that of a clipped token is: training passes over them."""
-        return self.token_scores[response] == 0.0
+        return self.token_scores_of(response) == 0.0
 
     @property
     def pairwise(self) -> list[Tensor]:
