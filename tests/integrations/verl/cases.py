@@ -70,7 +70,7 @@ DEFAULT = {
     "default": Case(knobs={"preconditioner_form": "factored"}),
     "default_padded": Case({"packed": False}, {"packed": False}, knobs={"preconditioner_form": "factored"}),
     "tail": Case(knobs={"credit": "tail", "preconditioner_form": "factored"}),
-    "two_tiers": Case(knobs={"loss_term_prompts": 1, "projection_dim_factor": 2}),
+    "two_tiers": Case(layout={"dynamic": True}, knobs={"loss_term_prompts": 1, "projection_dim_factor": 2}),
 }
 """The form of today: a token's own step in the optimizer's geometry, the contrast of log-probs as its target."""
 HALF_PRECISION = {

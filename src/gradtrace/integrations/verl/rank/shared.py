@@ -27,10 +27,10 @@ class SharedSequences:
         """`rows`: those to share, the same on all ranks; `data`: verl's, of the sequences of this rank. Collective."""
         self.engine = engine
         self.ranks = ranks
-        columns = {key: split(data[key]) for key in data.keys() if isinstance(data[key], Tensor)}  # noqa: SIM118
+        columns = {key: data[key].unbind() for key in data.keys() if isinstance(data[key], Tensor)}  # noqa: SIM118
         wanted = set(rows)
         self.held = {
-            row: {key: values[place] for key, values in columns.items()}
+            row: {key: values[place].cpu() for key, values in columns.items()}
             for place, row in enumerate(rows_of(data).tolist())
             if row in wanted
         }
@@ -66,11 +66,6 @@ class SharedSequences:
         data = tu.get_tensordict(fields)
         tu.assign_non_tensor(data, **settings)
         return data
-
-
-def split(values: Tensor) -> Sequence[Tensor]:
-    """The values of each sequence."""
-    return [one.detach().cpu() for one in values.unbind()]
 
 
 def token_values(engine: Any, data: Any, values_of: Values) -> dict[int, Tensor]:
