@@ -1,11 +1,9 @@
-"""The order of the test files, and what the end of a test run says.
-
-Files with slow tests come first, so that with several workers none of them ends last.
-"""
+"""The order of the test files, and what the end of a test run says."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,33 @@ from tests.browser import MISSING
 # Nothing is fetched from a hub. Without a network, asking for a folder that is not there takes a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+LONGEST = (
+    "e2e/test_demo.py",
+    "integrations/verl/test_run.py",
+    "integrations/verl/test_engine.py",
+    "tasks/test_sandbox.py",
+    "integrations/verl/test_tools_run.py",
+    "viewer/test_pages.py",
+    "trace/test_crash.py",
+    "tasks/test_math_answers.py",
+    "viewer/test_accessible.py",
+    "test_documented_commands.py",
+    "integrations/test_trl_two_processes.py",
+    "device/test_standin.py",
+    "integrations/test_trl.py",
+    "viewer/test_score_pages.py",
+    "e2e/test_documented_commands.py",
+    "viewer/test_live_and_broken.py",
+    "attribution/test_distributed.py",
+)
+"""Whole files go to workers. The longest begin first and short ones fill up, so that the workers end together."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow_files)
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    slow = {item.path: len(place) for item in items if item.get_closest_marker("slow")}
+    rank = slow | place
+    items.sort(key=lambda item: rank.get(item.path, len(place) + 1))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
