@@ -6,7 +6,8 @@ Two gloo processes train the same engine on the same batch of 16 groups, in turn
 for four of them), with `credit=tail` and without a trace. `overhead_update` and `overhead_update_tail` are with over
 without. `bytes_share` is what attribution sends over what FSDP sends in a traced update, with groups dealt to ranks as
 our trainer deals them (whole); `bytes_share_split` the same with every group split over both ranks, `bytes_share_tail`
-without loss terms, whose passes gather the weights again.
+without loss terms, whose passes gather the weights again. `overhead_update_blame` is that of a step whose gradient is
+shared out (every fifth by default), without the trace.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.common import Timing, emit, parse_arguments, seconds
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import InfluenceTraceConfig
+from gradtrace.config import BlameConfig, InfluenceTraceConfig
 
 GROUPS, GROUP_SIZE = 16, 4
 MICRO_BATCH = 8
@@ -103,11 +104,12 @@ class Traffic:
 def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     """One rank; rank 0 leaves its measurements in `folder`."""
     import verl  # noqa: F401  (registers platform and engine)
+    from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import initialize_global_process_group_ray
 
     from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.told import StepLabels
+    from gradtrace.integrations.verl.told import BLAME_STEP, BlameInputs, StepLabels
     from tests.integrations.verl import harness
 
     torch.set_num_threads(1)
@@ -117,14 +119,18 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     rollout = batch(response_tokens)
     traffic = Traffic()
     step = 0
+    tracers: dict[GradtraceLoss, Any] = {}
 
     def update(rows: list[int], loss: GradtraceLoss) -> None:
         nonlocal step
         step += 1
+        engine.tracer = tracers.get(loss)  # a run has one loss; making its tracer is no part of an update
         labels = None
         if loss.influence is not None:
             labels = StepLabels(StepPlan.of(rollout, step), torch.zeros(len(rollout), dtype=torch.long))
         data = harness.tensordict(rollout, rows, labels, sequences=len(rollout), micro_batch=MICRO_BATCH)
+        if loss.blame is not None:
+            tu.assign_non_tensor_data(data, BLAME_STEP, BlameInputs(step, 1, True, str(folder)))
         with engine.train_mode():
             engine.train_batch(data, loss)
 
@@ -133,19 +139,23 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     traced = GradtraceLoss(harness.actor_config(), influence=knobs, parts_dir=str(folder))
     knobs = InfluenceTraceConfig(enable=True, on_error="raise", credit="tail")
     tail = GradtraceLoss(harness.actor_config(), influence=knobs, parts_dir=str(folder))
+    blamed = GradtraceLoss(harness.actor_config(), blame=BlameConfig(enable=True))
     half = len(rollout) // 2
     whole = list(range(rank * half, (rank + 1) * half))
     split = list(range(rank, len(rollout), 2))
-    update(whole, plain)
+    for loss in (plain, blamed):
+        update(whole, loss)
     shares = {}
     for name, rows, loss in (("whole", whole, traced), ("split", split, traced), ("tail", whole, tail)):
-        update(rows, loss)  # makes the tracer of this loss
-        traffic.count_scoring_of(engine.tracer)
+        update(rows, loss)
+        if loss not in tracers:
+            tracers[loss] = engine.tracer
+            traffic.count_scoring_of(engine.tracer)
         traffic.bytes.clear()
         update(rows, loss)
         shares[name] = dict(traffic.bytes)
-    times: dict[str, list[float]] = {"with": [], "tail": [], "without": []}
-    turns = [("with", traced), ("tail", tail), ("without", plain)]
+    times: dict[str, list[float]] = {"with": [], "tail": [], "blame": [], "without": []}
+    turns = [("with", traced), ("tail", tail), ("blame", blamed), ("without", plain)]
     for _ in range(rounds):
         for name, loss in turns:
             dist.barrier()
@@ -177,11 +187,13 @@ def main(arguments: list[str] | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks.verl_overhead", "--ranks", name, str(response_tokens), str(rounds)]
         subprocess.run(command, env=harness.environment(), check=True, stdout=subprocess.DEVNULL)
         found = json.loads((folder / "found.json").read_text())
-    timing, tail = (Timing(found["times"][name], found["times"]["without"]) for name in ("with", "tail"))
+    without = found["times"].pop("without")
+    timing, tail, blame = (Timing(found["times"][name], without) for name in ("with", "tail", "blame"))
     shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}
     ratios = {
         "overhead_update": timing,
         "overhead_update_tail": tail,
+        "overhead_update_blame": blame,
         "bytes_share": shares["whole"],
         "bytes_share_split": shares["split"],
         "bytes_share_tail": shares["tail"],
