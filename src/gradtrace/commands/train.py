@@ -47,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if config.engine == "verl":
         from gradtrace.integrations.verl.launch.job import train
     else:
+        from gradtrace.policy.cpu.allocator import keep_freed_memory
         from gradtrace.training.run import train
 
+        keep_freed_memory()
     transformers.utils.logging.disable_progress_bar()  # "Writing model shards", in the middle of our own
     try:
         outcome = train(config, open_display())
