@@ -114,8 +114,10 @@ class FactorHooks:
 
 
 def graph_is_kept() -> bool:
-    """Inside a backward pass: whether another may follow through the same graph (`retain_graph`)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    """Inside a backward pass: whether another may follow through the same graph (`retain_graph`), as far as torch
+    tells."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or bool(ask())
 
 
 def full_precision(device: str) -> AbstractContextManager[object]:
