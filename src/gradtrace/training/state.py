@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class LightState:
 def save_state(folder: Path, parts: Parts, step: int) -> None:
     """Everything that the steps after `step` depend on."""
     parts.policy.model.save_pretrained(folder / "policy")
+    _order_adapter_names(folder / "policy" / "adapter_config.json")
     parts.task.tokenizer.save_pretrained(folder / "policy")
     save_file(parts.optimizer.state_tensors(), folder / OPTIMIZER)
     if parts.critic is not None:
@@ -70,6 +72,16 @@ def save_state(folder: Path, parts: Parts, step: int) -> None:
     light = LightState.of(parts)
     save_file(light.tensors, folder / RNG)
     (folder / STATE).write_bytes(seal({"step": step, **light.values}))
+
+
+def _order_adapter_names(config: Path) -> None:
+    """peft writes a set of module names in any order; checkpoints of equal runs shall be equal to the last bit."""
+    if not config.is_file():
+        return
+    settings = json.loads(config.read_text())
+    if isinstance(settings["target_modules"], list):
+        settings["target_modules"].sort()
+        config.write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 def save_observer_state(folder: Path, tensors: dict[str, Tensor]) -> None:
