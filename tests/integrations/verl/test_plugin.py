@@ -243,6 +243,20 @@ def test_every_response_is_scored_on_one_rank_and_ranks_have_equally_many(verl: 
                         assert prompt == batch.prompts[int(batch.group[row])]
 
 
+def test_a_shared_sequence_travels_without_the_rest_of_its_mini_batch(verl: Any) -> None:
+    from gradtrace.attribution.collectives import Ranks
+    from gradtrace.integrations.verl.rank.shared import SharedSequences
+
+    batch = harness.rollout()
+    batch = batch.replace(old_log_probs=batch.sampler_log_probs, advantages=torch.zeros(batch.responses.shape))
+    data = harness.tensordict(batch, list(range(len(batch))), None, sequences=len(batch))
+    shared = SharedSequences(None, data, [3, 5], Ranks())
+    assert sorted(shared.held) == sorted(shared.sequences) == [3, 5]
+    for fields in shared.held.values():
+        for name, values in fields.items():
+            assert values.untyped_storage().nbytes() == values.nbytes, f"{name} is a view, and all of it would be sent"
+
+
 def test_waiting_requests_are_generated_in_one_batch(verl: Any, tmp_path: Path) -> None:
     from gradtrace.integrations.verl.cpu.rollout import Server
 

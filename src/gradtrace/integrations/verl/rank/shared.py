@@ -30,11 +30,11 @@ class SharedSequences:
         columns = {key: data[key].unbind() for key in data.keys() if isinstance(data[key], Tensor)}  # noqa: SIM118
         wanted = set(rows)
         self.held = {
-            row: {key: values[place].cpu() for key, values in columns.items()}
+            row: {key: values[place].cpu().clone() for key, values in columns.items()}
             for place, row in enumerate(rows_of(data).tolist())
             if row in wanted
         }
-        """By row: the fields of a sequence that was given to this rank."""
+        """By row: the fields of a sequence given to this rank. Copies: a view is sent with all that it is a view of."""
         self.sequences = {row: one for part in ranks.gather(self.held) for row, one in part.items()}
         self._ragged = {key for key in columns if data[key].is_nested}
         self._settings = {key: plain(data, key) for key in PASS_SETTINGS if key in data}
@@ -69,7 +69,8 @@ class SharedSequences:
 
 
 def token_values(engine: Any, data: Any, values_of: Values) -> dict[int, Tensor]:
-    """Row → float64[..., t]: a forward pass of this rank over `data`; every rank runs one. Padding is left out."""
+    """Row → float64[..., t]: a forward pass of this rank over `data`; every rank runs one. What only fills up stands
+    under PADDING."""
     found: dict[int, Tensor] = {}
 
     def keep(model_output: Any, data: Any, **ignored: Any) -> tuple[Tensor, dict[str, Any]]:
