@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from gradtrace import open_run
 from gradtrace.algorithms import Denominator, aggregate
+from gradtrace.attribution import directional_derivative
 from gradtrace.batch import RolloutBatch
 from gradtrace.cli import main
 from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.blame.report import WHAT, blame
 from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.blame.sharing import Sharing
+from gradtrace.instruments.entropy_probe.model_host import ModelProbeHost
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.training.instruments import build_observer
@@ -232,3 +237,34 @@ def test_a_run_without_blame_is_told_what_to_turn_on(tmp_path: Path, capsys: pyt
     folder = run(tmp_path, "trainer.total_steps=1", "trainer.validation.every=0")
     assert main(["blame", str(folder)]) == 2
     assert "trainer.traces=true" in capsys.readouterr().err
+
+
+class DifferencesHost(ModelProbeHost):
+    """Takes derivatives as a host with shards does."""
+
+    is_exact = False
+
+    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
+        return directional_derivative(self.model, run, direction, "finite_difference", step_scale=step)
+
+
+@pytest.mark.parametrize("edge", [1e-4, 1.0])
+def test_a_token_beside_its_clip_range_is_shared_out_by_a_shorter_step(edge: float) -> None:
+    """Differences see half a slope where the usual step reaches over the edge; the sum is known and gives it away."""
+    model = nn.Linear(4, 3, bias=False)
+    nn.init.constant_(model.weight, 0.5)
+    inputs = torch.eye(4)
+
+    def terms() -> Tensor:
+        log_probs = model(inputs).flatten()
+        losses = log_probs.clamp(max=0.5 + edge)
+        return torch.stack([losses, log_probs])
+
+    terms()[0].sum().backward()
+    gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    sharing = Sharing(DifferencesHost(model), model, torch.optim.SGD(model.parameters(), lr=1.0), [])
+    usual = directional_derivative(model, terms, gradient, "finite_difference")[0]
+    shares, about = sharing.share_out(terms, gradient, 1.0, 0)
+    misses = abs(1.0 - float(usual.sum()) / about["grad_norm"] ** 2)
+    assert (misses > 0.1) == (edge < 1.0), "the usual step should reach over the near edge, and not over the far one"
+    assert abs(about["residual"]) < 1e-3 and shares[0].sum() == pytest.approx(1.0, abs=1e-3)

@@ -52,6 +52,7 @@ def directional_derivative(
     step: float | None = None,
     ranks: Ranks | None = None,
     rate: Tensor | None = None,
+    step_scale: float = 1.0,
 ) -> Tensor:
     """d/dε fn() with the model's parameters at θ + ε·direction, at ε = 0. Same shape as `fn()`.
 
@@ -61,8 +62,8 @@ def directional_derivative(
     `jvp` is exact and takes one forward pass of about twice the usual cost, with attention on the math
     backend. `finite_difference` is two or four ordinary forward passes at θ ± ε·direction: it works with any
     kernel and with parameters that are sharded over `ranks`, to about four digits in float32. `step` fixes its ε; by
-    default ε is chosen so that `fn` changes by a little more than its rounding error allows. `rate` is by
-    which share of themselves the values of `fn` change per unit of ε, about: where it is known, two passes are enough.
+    default ε is chosen so that `fn` changes by a little more than its rounding error allows, times `step_scale`. `rate`
+    is by which share of themselves the values of `fn` change per unit of ε: where it is known, two passes are enough.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_direction(parameters, direction)
@@ -71,7 +72,7 @@ def directional_derivative(
             return _forward_mode(model, fn, parameters, direction)
         if method == "finite_difference":
             parts = [(parameters[name], tangent) for name, tangent in direction.items()]
-            return Shards(model, parts, ranks).derivative(fn, step, rate).to(parts[0][0].dtype)
+            return Shards(model, parts, ranks).derivative(fn, step, rate, step_scale).to(parts[0][0].dtype)
     raise AttributionError(f"method is {method!r}; it can be 'jvp' or 'finite_difference'")
 
 
@@ -168,19 +169,25 @@ class Shards:
             for values, direction in parts
         ]
 
-    def derivative(self, fn: Callable[[], Tensor], step: float | None = None, rate: Tensor | None = None) -> Tensor:
+    def derivative(
+        self,
+        fn: Callable[[], Tensor],
+        step: float | None = None,
+        rate: Tensor | None = None,
+        step_scale: float = 1.0,
+    ) -> Tensor:
         """float64: d/dε of `fn()` at θ + ε·direction, by central differences, with `step` for ε.
 
         By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh
-        the same: a first guess, from `rate` or from the norms of weights and direction, is corrected if it was far
-        off.
+        the same, times `step_scale`: a first guess, from `rate` or from the norms of weights and direction, is
+        corrected if it was far off.
         """
         length = self._length(2)
         if length == 0.0:
             return torch.zeros_like(fn(), dtype=torch.float64)
         # Where nothing is known of `fn`, curvature is the greater danger: a fifth of that, as the probe's shares need.
         known = 0.0 if rate is None else float(rate)
-        wanted = (1.0 if known else 0.2) * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
+        wanted = step_scale * (1.0 if known else 0.2) * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
         try:
             epsilon = step or wanted * (1 / known if known else 0.3 * self._length(1) / length)
             plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)

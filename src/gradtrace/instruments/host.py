@@ -49,8 +49,12 @@ class TracinHost(Host, Protocol[Rows]):
 class DerivativeHost(Host, Protocol):
     """What blame is made of (`instruments.blame.sharing`), and the entropy probe, too."""
 
-    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor]) -> Tensor:
-        """d/dε run() at θ + ε·direction, for a function that runs the model; the weights do not change by a bit."""
+    is_exact: bool
+    """Whether derivatives have no step size: forward mode, and not differences."""
+
+    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
+        """d/dε run() at θ + ε·direction, for a function that runs the model; the weights do not change by a bit. Where
+        it is not exact, `step` times the usual ε is taken."""
 
     def padding_held(self) -> AbstractContextManager[Any]:
         """Inside, `derivative` leaves the padding token's embedding out, as backward passes do."""

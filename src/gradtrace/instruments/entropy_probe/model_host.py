@@ -25,11 +25,12 @@ class ModelProbeHost:
 
     model: nn.Module
     ranks: Ranks = field(default_factory=Ranks)
+    is_exact = True
 
     def still(self) -> AbstractContextManager[Any]:
         return evaluation_mode(self.model)
 
-    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor]) -> Tensor:
+    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
         with self.ranks.together():
             return directional_derivative(self.model, run, direction)
 

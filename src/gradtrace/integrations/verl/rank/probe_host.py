@@ -52,6 +52,8 @@ class EngineBatch(TokenBatch):
 class EngineProbeHost:
     """A `ProbeHost` over verl's engine; every method is called by all ranks together."""
 
+    is_exact = False
+
     def __init__(self, engine: Any, loss: GradtraceLoss) -> None:
         self.engine = engine
         self.loss = loss
@@ -63,8 +65,10 @@ class EngineProbeHost:
         """`RankProbe` stands `aside` for the whole of a probe already."""
         return nullcontext()
 
-    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor]) -> Tensor:
-        return directional_derivative(self.engine.module, run, direction, "finite_difference", ranks=self.ranks)
+    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
+        return directional_derivative(
+            self.engine.module, run, direction, "finite_difference", ranks=self.ranks, step_scale=step
+        )
 
     def entropy_gradient(self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None) -> Gradient:
         assert isinstance(batch, EngineBatch)
