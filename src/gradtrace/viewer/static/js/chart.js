@@ -13,7 +13,7 @@ import {
   ticksBetween,
   ticksInside,
 } from "./axes.js";
-import { element, setAttributes, svgElement } from "./dom.js";
+import { element, svgElement } from "./dom.js";
 import { general } from "./format.js";
 
 const HEIGHT = 184;
@@ -39,7 +39,7 @@ export class Chart {
     this.whyNot = null;
     const title = [element("h2", "", spec.title), element("span", "unit", spec.unit)];
     const header = element("header", "", ...title, this.values);
-    this.node = setAttributes(element("section", "chart", header, this.svg), { "data-chart": spec.key });
+    this.node = element("section", "chart", { "data-chart": spec.key }, header, this.svg);
   }
 
   /** runs: open one first. smooth: 0…1. domain: {from, to} of steps. */
@@ -67,8 +67,7 @@ export class Chart {
     for (const curve of [...this.curves].reverse()) this.drawCurve(curve);
     if (this.spec.note)
       this.svg.append(axisText(this.frame.right, this.frame.bottom - 8, this.spec.note(runs[0]), "end", "axis note"));
-    this.cross = svgElement("g");
-    this.svg.append(this.cross);
+    this.svg.append((this.cross = svgElement("g")));
     this.point(null);
   }
 
@@ -159,13 +158,10 @@ export class Chart {
       const size = curve.line.dashed ? 2.5 : 4;
       if (found) this.cross.append(svgDot(x, this.y(found.value), size, `dot run-${curve.index % 6}`));
     }
-    const flag = svgElement("g", { class: "step-flag" });
     const label = String(step);
     const half = 8 + 3.4 * label.length;
-    flag.append(
-      svgElement("rect", { x: x - half, y: HEIGHT - 16, width: 2 * half, height: 15, rx: 2 }),
-      svgElement("text", { x, y: HEIGHT - 5 }, label),
-    );
-    this.cross.append(flag);
+    const box = svgElement("rect", { x: x - half, y: HEIGHT - 16, width: 2 * half, height: 15, rx: 2 });
+    const text = svgElement("text", { x, y: HEIGHT - 5 }, label);
+    this.cross.append(svgElement("g", { class: "step-flag" }, box, text));
   }
 }

@@ -1,15 +1,13 @@
 // What is under the pointer, in one line at the bottom of the window: a tooltip would cover the neighbours, which are
 // the context that gives a token its meaning.
 
-import { element, readoutItem, setAttributes } from "../dom.js";
+import { element, readoutItem } from "../dom.js";
 import { visibleText } from "../token_text.js";
 import { tokenBytes, tokenMetrics } from "./metrics.js";
 
 export class Readout {
   constructor() {
-    this.node = setAttributes(element("div", "readout"), { role: "tooltip" });
-    this.node.hidden = true;
-    this.token = null;
+    this.node = element("div", "readout", { role: "tooltip", hidden: true });
   }
 
   show(group, token, context) {
