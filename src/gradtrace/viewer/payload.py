@@ -85,7 +85,7 @@ def _group_row(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, Any]
         values = view.channel(name)
         if values is None or not members:
             continue
-        mine = np.concatenate([values[view.tokens(r)] for r in members])
+        mine = values[view.places(members)]
         mine = mine[np.isfinite(mine)]
         if name.startswith("influence_") and len(mine):
             positive, negative = mine[mine > 0].sum(), -mine[mine < 0].sum()
@@ -160,9 +160,7 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
 
 
 def _token_ids(view: StepView, members: list[int]) -> list[int]:
-    if not members:
-        return []
-    return np.unique(np.concatenate([view.layout["token_id"][view.tokens(r)] for r in members])).tolist()
+    return np.unique(view.layout["token_id"][view.places(members)]).tolist()
 
 
 def _response(view: StepView, r: int) -> dict[str, Any]:
@@ -196,9 +194,7 @@ def group_tokens(view: StepView, g: int, vocabulary: Vocabulary) -> bytes:
     """float32[channels, tokens of the group], channels as `group_payload` lists them. Channel "token" holds
     indices into the payload's vocabulary."""
     structure = group_payload(view, g, vocabulary)
-    members = view.members[g]
-    spans = [np.arange(view.offsets[r], view.offsets[r + 1]) for r in members]
-    rows = np.concatenate(spans) if spans else np.empty(0, np.int64)
+    rows = view.places(view.members[g])
     ids = np.array(structure["vocabulary"]["ids"], np.int64)
     arrays = [np.searchsorted(ids, view.layout["token_id"][rows])]
     for name in structure["channels"][1:]:
@@ -300,9 +296,8 @@ def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
 
 def _point_responses(view: StepView) -> tuple[list[tuple[int, int, int]], int]:
     """(group, index in it, response) of the responses on the tokens page: the traced ones, or all if none is."""
-    everything = [(g, i, r) for g, members in enumerate(view.members) for i, r in enumerate(members)]
-    traced = [entry for entry in everything if entry[2] in view.influence_response]
-    chosen = traced or everything
+    everyone = list(view.everyone())
+    chosen = [entry for entry in everyone if entry[2] in view.influence_response] or everyone
     return chosen, sum(int(view.layout["length"][r]) for _, _, r in chosen)
 
 
@@ -310,8 +305,7 @@ def points(view: StepView, credit: str, vocabulary: Vocabulary) -> bytes:
     """float32[3, points]: vocabulary index, entropy, influence of every `stride`-th token."""
     structure = points_payload(view, vocabulary)
     chosen, _ = _point_responses(view)
-    spans = [np.arange(view.offsets[r], view.offsets[r + 1]) for _, _, r in chosen]
-    rows = (np.concatenate(spans) if spans else np.empty(0, np.int64))[:: structure["stride"]]
+    rows = view.places(r for _, _, r in chosen)[:: structure["stride"]]
     missing = np.full(view.n_tokens, np.nan, np.float32)
     entropy, influence = view.channel("entropy"), view.channel(f"influence_{credit}")
     ids = np.array(structure["vocabulary"]["ids"], np.int64)
