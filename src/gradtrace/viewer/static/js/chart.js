@@ -1,19 +1,7 @@
 // A line chart over training steps: several runs, one crosshair shared by all charts of the page.
 
-import {
-  axisText,
-  Frame,
-  LinearScale,
-  noCloser,
-  ordinary,
-  pathThrough,
-  shortTick,
-  svgDot,
-  svgLine,
-  ticksBetween,
-  ticksInside,
-} from "./axes.js";
-import { element, svgElement } from "./dom.js";
+import { Frame, LinearScale, noCloser, ordinary, shortTick, ticksBetween, ticksInside } from "./axes.js";
+import { axisText, element, svgDot, svgElement, svgLine, svgPath } from "./dom.js";
 import { general } from "./format.js";
 
 const HEIGHT = 184;
@@ -117,7 +105,10 @@ export class Chart {
   }
 
   drawCurve({ index, line, points, raw, band }) {
-    const path = (data) => pathThrough(data.map(({ step, value }) => [this.x(step), this.y(value)]));
+    const path = (data, kind) => {
+      const places = data.map(({ step, value }) => [this.x(step), this.y(value)]);
+      this.svg.append(svgPath(places, kind));
+    };
     const own = `run-${index % 6}`;
     const kind = `line ${own}${line.dashed ? " dashed" : ""}`;
     const corner = (step, value) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`;
@@ -125,10 +116,10 @@ export class Chart {
     const lower = [...band].reverse().map(({ step, low }) => corner(step, low));
     const edges = { points: [...upper, ...lower].join(" "), class: `chart-${kind.replace("line", "band")}` };
     if (band.length > 1) this.svg.append(svgElement("polygon", edges));
-    if (raw.length > 1) this.svg.append(svgElement("path", { d: path(raw), class: `${kind} raw` }));
+    if (raw.length > 1) path(raw, `${kind} raw`);
     if (points.length === 1)
       this.svg.append(svgDot(this.x(points[0].step), this.y(points[0].value), 2.5, `dot ${own}`));
-    else this.svg.append(svgElement("path", { d: path(points), class: kind }));
+    else path(points, kind);
     const { low, high } = this.range;
     for (const { step, value } of points.filter((point) => point.value < low || point.value > high)) {
       const anchor = this.x(step) > (this.frame.left + this.frame.right) / 2 ? "end" : "start";

@@ -56,6 +56,25 @@ export function svgElement(tag, ...parts) {
   return append(document.createElementNS(SVG, tag), ...parts);
 }
 
+export function svgLine(x1, y1, x2, y2, className) {
+  return svgElement("line", { x1, y1, x2, y2, class: className });
+}
+
+export function svgDot(cx, cy, r, className) {
+  return svgElement("circle", { cx, cy, r, class: className });
+}
+
+/** A line through these [x, y]. */
+export function svgPath(points, className) {
+  const d = points.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+  return svgElement("path", { d, class: className });
+}
+
+/** A number or a name beside an axis, as an SVG node. */
+export function axisText(x, y, text, anchor = "start", className = "axis") {
+  return svgElement("text", { x, y, class: className, "text-anchor": anchor }, text);
+}
+
 export function button(className, label, onclick, attributes = {}) {
   return element("button", className, { type: "button", onclick, ...attributes }, label);
 }
@@ -150,7 +169,7 @@ export function whenNear(nodes, rootMargin, build) {
 }
 
 /** Text of a readout: a name and what belongs to it. */
-export function readoutItem(name, text) {
+export function readoutItem({ name, text }) {
   return element("span", "", element("span", "name", name), text);
 }
 

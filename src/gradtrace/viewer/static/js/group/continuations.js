@@ -1,6 +1,6 @@
 // Below the selected token: what the policy writes from before it and from after it, by answer, and "resample from here".
 
-import { append, button, element, filledBar, menuOf, setAttributes } from "../dom.js";
+import { button, element, filledBar, menuOf, setAttributes } from "../dom.js";
 import { fixed, plural } from "../format.js";
 
 const AMOUNTS = [8, 32, 128];
@@ -78,12 +78,9 @@ export class Continuations {
 
 /** @param {import("./counterfactual.js").Side} side */
 function sideOf(title, side) {
-  const node = element("div", "side-of");
-  if (!side) return append(node, element("h4", "", title), element("p", "say", "not measured"));
+  if (!side) return element("div", "side-of", element("h4", "", title), element("p", "say", "not measured"));
   const value = element("b", "", `V ${fixed(side.value, 3)} ± ${fixed(side.stderr, 3)}`);
-  append(node, element("h4", "", `From ${title}: `, value));
-  for (const answer of side.answers) node.append(answerLine(answer));
-  return node;
+  return element("div", "side-of", element("h4", "", `From ${title}: `, value), ...side.answers.map(answerLine));
 }
 
 /** @param {import("./counterfactual.js").Answer} answer */

@@ -187,25 +187,21 @@ class FindPage extends Page {
   }
 
   history() {
-    const node = element("div", "history");
-    for (const hit of this.hits) {
-      const answers = element("ul");
-      for (const { text, times, accepted } of hit.answers)
-        answers.append(element("li", "", acceptedMark(accepted), element("span", "", text), `×${times}`));
-      const more = hit.others ? element("p", "dim", `${plural(hit.others, "other answer")}`) : null;
-      node.append(
-        element(
-          "section",
-          "",
-          element("h2", "", this.place(hit, `Step ${hit.step}`)),
-          element("p", "", passDots(hit.passed, hit.responses), ` ${hit.passed}/${hit.responses}`),
-          element("p", "dim", `mean length ${fixed(hit.length, 1)}, reward ${fixed(hit.reward, 2)}`),
-          answers,
-          more,
-        ),
+    const steps = this.hits.map((hit) => {
+      const answers = hit.answers.map(({ text, times, accepted }) =>
+        element("li", "", acceptedMark(accepted), element("span", "", text), `×${times}`),
       );
-    }
-    return node;
+      return element(
+        "section",
+        "",
+        element("h2", "", this.place(hit, `Step ${hit.step}`)),
+        element("p", "", passDots(hit.passed, hit.responses), ` ${hit.passed}/${hit.responses}`),
+        element("p", "dim", `mean length ${fixed(hit.length, 1)}, reward ${fixed(hit.reward, 2)}`),
+        element("ul", "", ...answers),
+        hit.others ? element("p", "dim", plural(hit.others, "other answer")) : null,
+      );
+    });
+    return element("div", "history", ...steps);
   }
 
   destroy() {

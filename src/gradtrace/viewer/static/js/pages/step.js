@@ -1,9 +1,8 @@
 // The step page: the prompt groups of one step as a table to sort and filter.
 
-import { pathThrough, svgDot, svgLine } from "../axes.js";
 import { CREDIT_NAMES } from "../channels.js";
 import { creditControl, searchBox } from "../controls.js";
-import { element, fact, filledBar, linkTo, passDots, svgElement, tableOf } from "../dom.js";
+import { element, fact, filledBar, linkTo, passDots, svgDot, svgElement, svgLine, svgPath, tableOf } from "../dom.js";
 import { fixed, MISSING, numberStyle, plural, sharedStart } from "../format.js";
 import { groupFilter } from "../group_filter.js";
 import { question, scoreSentence } from "../meaning.js";
@@ -113,15 +112,16 @@ class StepPage extends Page {
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const x = (step) => 4 + ((step - first) / (last - first)) * (width - 8);
     const y = (value) => height - 5 - ((value - low) / (high - low || 1)) * (height - 12);
-    const line = pathThrough(points.map((point) => [x(point.step), y(point.value)]));
-    const curve = svgElement("path", { d: line, class: "line run-0" });
-    const drawing = svgElement("svg", { width, height, "aria-hidden": "true" }, curve);
-    const here = points.find((point) => point.step === this.table.step);
-    if (here)
-      drawing.append(
-        svgLine(x(here.step), 2, x(here.step), height, "crosshair"),
-        svgDot(x(here.step), y(here.value), 3.5, "dot run-0"),
-      );
+    const curve = svgPath(
+      points.map((point) => [x(point.step), y(point.value)]),
+      "line run-0",
+    );
+    const here = points.filter((point) => point.step === this.table.step);
+    const marks = here.flatMap(({ step, value }) => [
+      svgLine(x(step), 2, x(step), height, "crosshair"),
+      svgDot(x(step), y(value), 3.5, "dot run-0"),
+    ]);
+    const drawing = svgElement("svg", { width, height, "aria-hidden": "true" }, curve, ...marks);
     return element("div", "spark wide-only", "reward", drawing);
   }
 

@@ -1,7 +1,7 @@
 // Scores as bars: kept below, dropped on top of them, zero always an edge, so that a bar has one sign.
 
-import { axisText, Frame, roundStep, svgLine, ticksInside } from "../axes.js";
-import { append, element, svgElement } from "../dom.js";
+import { Frame, roundStep, ticksInside } from "../axes.js";
+import { append, axisText, element, svgElement, svgLine } from "../dom.js";
 import { numberStyle, plural } from "../format.js";
 import { quantile } from "../scales.js";
 

@@ -1,7 +1,7 @@
 // Predicted against measured, with the line on which they agree. Logarithmic where the values span decades.
 
-import { axisText, Frame, LinearScale, LogScale, svgDot, svgLine } from "../axes.js";
-import { append, element, svgElement } from "../dom.js";
+import { Frame, LinearScale, LogScale } from "../axes.js";
+import { append, axisText, element, svgDot, svgElement, svgLine } from "../dom.js";
 import { numberStyle } from "../format.js";
 
 const HEIGHT = 250;

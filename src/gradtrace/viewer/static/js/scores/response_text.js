@@ -83,7 +83,7 @@ class ResponseText {
       if (!column || value === null) continue;
       const style = numberStyle(Math.abs(value));
       const text = `${column.signed ? style.signed(value) : style.plain(value)} ${column.unit}`;
-      parts.push(readoutItem(column.title, text));
+      parts.push(readoutItem({ name: column.title, text }));
     }
     return parts;
   }
