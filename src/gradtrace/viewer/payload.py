@@ -47,20 +47,27 @@ def float_bytes(arrays: Iterable[np.ndarray]) -> bytes:
     return b"".join(np.ascontiguousarray(array, dtype="<f4").tobytes() for array in arrays)
 
 
+def _about(view: StepView) -> dict[str, Any]:
+    """What every page of a step is told about it."""
+    return {
+        "step": view.step,
+        "has_entropy": view.channel("entropy") is not None,
+        "has_influence": view.influence is not None,
+        "meta": view.meta,
+        "problems": view.problems,
+    }
+
+
 def step_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
     """The table of groups."""
     return {
-        "step": view.step,
+        **_about(view),
         "groups": [_group_row(view, g, vocabulary) for g in range(view.n_groups)],
         "responses": view.layout.n_responses,
         "tokens": view.n_tokens,
-        "has_entropy": view.channel("entropy") is not None,
-        "has_influence": view.influence is not None,
         "credits": view.scores,
         "common_credit": view.common_credit,
         "scales": view.scales,
-        "meta": view.meta,
-        "problems": view.problems,
     }
 
 
@@ -138,13 +145,11 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
     status = view.status(g)
     scores = view.group_scores(g)
     return {
-        "step": view.step,
+        **_about(view),
         "group": g,
         "groups": view.n_groups,
         "group_id": group.group_id,
         "status": status.name.lower() if status is not None else None,
-        "has_entropy": view.channel("entropy") is not None,
-        "has_influence": view.influence is not None,
         "prompt": [place[token_id] for token_id in prompt],
         "expected": [place[token_id] for token_id in expected],
         "vocabulary": vocabulary.entries(ids),
@@ -154,8 +159,6 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
         "likelier": LIKELIER in scores,
         "scales": view.scales,
         "pairwise": _pairwise_members(view, g),
-        "meta": view.meta,
-        "problems": view.problems,
     }
 
 
@@ -165,18 +168,14 @@ def _token_ids(view: StepView, members: list[int]) -> list[int]:
 
 def _response(view: StepView, r: int) -> dict[str, Any]:
     selection = view.response_value("selection", r)
+    plain = ("row", "reward", "advantage", "optimizer_step", "prompt_influence", "first_wrong")
     return {
-        "row": view.response_value("row", r),
-        "reward": view.response_value("reward", r),
+        **{name: view.response_value(name, r) for name in plain},
         "reward_parts": view.layout.reward_parts(r),
-        "advantage": view.response_value("advantage", r),
         "accepted": bool(view.response_value("accepted", r)),
         "length": int(view.layout["length"][r]),
         "finished": bool(view.response_value("finished", r)),
         "selection": Selection(selection).name.lower() if selection is not None else None,
-        "optimizer_step": view.response_value("optimizer_step", r),
-        "prompt_influence": view.response_value("prompt_influence", r),
-        "first_wrong": view.response_value("first_wrong", r),
         "segments": _segments(view, r),
     }
 
@@ -275,7 +274,7 @@ def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
     stride = max(1, math.ceil(total / MOST_POINTS))
     ids = _token_ids(view, [r for _, _, r in responses])
     return {
-        "step": view.step,
+        **_about(view),
         "total": total,
         "stride": stride,
         "scored_groups": len({g for g, _, _ in responses}),
@@ -287,10 +286,6 @@ def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
         "vocabulary": vocabulary.entries(ids),
         "credits": view.scores if view.influence_response else [],
         "common_credit": view.common_credit,
-        "has_entropy": view.channel("entropy") is not None,
-        "has_influence": view.influence is not None,
-        "meta": view.meta,
-        "problems": view.problems,
     }  # fmt: skip
 
 
