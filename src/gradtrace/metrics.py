@@ -43,11 +43,7 @@ class Timer:
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
     values = values.float()
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    return {f"{name}/{how}": float(getattr(values, how)()) for how in ("mean", "max", "min")}
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:

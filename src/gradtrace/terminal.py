@@ -58,6 +58,13 @@ def titled_table(title: str, *headings: str, left: int = 1) -> Table:
     return table
 
 
+def no_foreign_bars() -> None:
+    """transformers' own progress bars, "Loading weights" in the middle of ours, are not shown."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
 def progress_bar(console: Console | None, what: str = "") -> Iterator[Callable[..., None]]:
     """How far a long work is: its value is called with (done, all), and with what is done where that changes. Without

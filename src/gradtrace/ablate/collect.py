@@ -12,16 +12,10 @@ from typing import Any
 import numpy as np
 
 from gradtrace.ablate.grid import cell_name
-from gradtrace.ablate.judge import (
-    accepted_mask,
-    first_wrong_ranks,
-    label_r2,
-    likelihood_scores,
-    separation,
-    spearman,
-)
+from gradtrace.ablate.judge import first_wrong_ranks, label_r2, likelihood_scores, separation, spearman
 from gradtrace.ablate.rollout import parse_rollout
 from gradtrace.ablate.run import CELLS, ROLLOUT, SHARED
+from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import response_advantages
@@ -107,7 +101,7 @@ def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str,
         dense = likelihood_scores(
             batch, columns["row"], columns["length"], flat, columns["captured"], meta["output_function"]
         )
-    good, group = accepted_mask(batch), batch.group.numpy()
+    good, group = accepted(batch.need("rewards"), batch.group).numpy(), batch.group.numpy()
     scored = ~np.isnan(dense).all(1)
     row |= {key: meta.get(key) for key in ("time_s", "time_s_all", "overhead", "peak_bytes")}
     row |= {

@@ -36,12 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import transformers
-
     from gradtrace.ablate.collect import agreement, collect, costs_and_ranks
     from gradtrace.ablate.grid import parse_grid
     from gradtrace.ablate.run import ablate
     from gradtrace.errors import GradtraceError
+    from gradtrace.terminal import no_foreign_bars
 
     if args.words[0] == "collect":
         folders = [Path(word) for word in args.words[1:]]
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.repeat < 1:
             raise GradtraceError(f"--repeat {args.repeat}: every cell is timed at least once.")
-        transformers.utils.logging.disable_progress_bar()  # "Loading weights", in the middle of our own
+        no_foreign_bars()
         grid = parse_grid(args.words)
         out = args.out or Path("ablations") / Path(grid.base.recipe).stem
         ablate(grid, out, args.checkpoint, args.repeat)

@@ -11,7 +11,6 @@ import math
 import numpy as np
 import torch
 
-from gradtrace.algorithms import accepted
 from gradtrace.attribution import objective_sign
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import response_advantages
@@ -88,7 +87,3 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     both = ~np.isnan(a) & ~np.isnan(b)
     found = agreement.spearman(torch.from_numpy(a[both]), torch.from_numpy(b[both])) if both.any() else math.nan
     return None if math.isnan(found) else found
-
-
-def accepted_mask(batch: RolloutBatch) -> np.ndarray:
-    return accepted(batch.need("rewards"), batch.group).numpy()

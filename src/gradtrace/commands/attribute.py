@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gradtrace.errors import GradtraceError
 from gradtrace.program import command
-from gradtrace.terminal import progress_bar, say, seconds, settings_from
+from gradtrace.terminal import no_foreign_bars, progress_bar, say, seconds, settings_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import transformers
     from rich.console import Console
 
     from gradtrace.commands.rollouts.attribution import AttributeSettings, attribute
 
-    transformers.utils.logging.disable_progress_bar()
+    no_foreign_bars()
     if args.output is not None and args.output.resolve() == args.run_dir.resolve():
         raise GradtraceError("--output is the run itself: leave it out, or give another name")
     settings = settings_from(args, AttributeSettings, steps=args.step, groups=args.group, budget=seconds(args.budget))

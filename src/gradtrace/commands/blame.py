@@ -80,7 +80,5 @@ def _table(title: str, parts: list[Part], report: Report) -> Any:
 
 
 def _where(part: Part) -> str:
-    words = [f"prompt {part.group}"] if part.group >= 0 else []
-    words += [f"response {part.response}"] if part.response >= 0 else []
-    words += [f"token {part.position}"] if part.position >= 0 else []
-    return ", ".join(words)
+    places = {"prompt": part.group, "response": part.response, "token": part.position}
+    return ", ".join(f"{what} {index}" for what, index in places.items() if index >= 0)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtrace.errors import GradtraceError
 from gradtrace.program import command
-from gradtrace.terminal import progress_bar, seconds
+from gradtrace.terminal import no_foreign_bars, progress_bar, seconds
 
 if TYPE_CHECKING:
     from gradtrace.commands.resampling import Resampler
@@ -55,12 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import transformers
     from rich.console import Console
 
     from gradtrace.commands.resampling import Resampler
 
-    transformers.utils.logging.disable_progress_bar()
+    no_foreign_bars()
     if not 1 <= args.k <= MOST_K:
         raise GradtraceError(f"--k {args.k}: it is at least 1 and at most {MOST_K}")
     budget = seconds(args.budget)

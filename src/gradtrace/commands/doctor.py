@@ -29,7 +29,7 @@ from typing import Any
 
 from gradtrace import __version__
 from gradtrace.errors import GradtraceError
-from gradtrace.terminal import say, titled_table
+from gradtrace.terminal import no_foreign_bars, say, titled_table
 
 PACKAGES = (
     ("torch", "transformers", "numpy", "safetensors", "hydra-core", "pyarrow", "starlette"),
@@ -140,11 +140,9 @@ def _show_installation(console: Any) -> None:
 
 
 def _check_device(console: Any, name: str, model: str | None) -> int:
-    import transformers
-
     from gradtrace.commands.device.check import check_device
 
-    transformers.utils.logging.disable_progress_bar()
+    no_foreign_bars()
     with console.status("") as status:
         report = check_device(name, model, lambda text: status.update(f"{text} …"))
     table = titled_table(f"gradtrace doctor --device {name}", "what", "found", "expected", left=3)
@@ -253,7 +251,7 @@ def _load(path: str) -> Any:
     from gradtrace.training.checkpoint import model_of
 
     path = model_of(path)  # a run stands for its policy
-    transformers.utils.logging.disable_progress_bar()
+    no_foreign_bars()
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:

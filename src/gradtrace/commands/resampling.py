@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradtrace.commands.rollouts.attribution import SOURCES, rollout_steps
 from gradtrace.commands.rollouts.importing import at_home
 from gradtrace.config_loader import load_config, run_of
 from gradtrace.errors import GradtraceError
@@ -35,14 +36,11 @@ from gradtrace.tasks.rewards import RewardFunction
 from gradtrace.trace import lock
 from gradtrace.trace.atomic import DamagedError, make_folder, unseal
 from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.schema import COUNTERFACTUAL, ENTROPY_TRACE, INFLUENCE_TRACE
+from gradtrace.trace.schema import COUNTERFACTUAL, INFLUENCE_TRACE
 from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.checkpoint import MARKER, check_complete, weights_seal, what_exists
 from gradtrace.training.parts import build_reward, build_sampler, build_task, suitable_threads
-
-SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
-"""Traces that hold a step's responses, the most complete first."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class Resampler:
         return found
 
     def steps(self) -> list[int]:
-        return sorted({step for kind in SOURCES for step in self.run.steps(kind)})
+        return rollout_steps(self.run)
 
     def source(self, step: int) -> Step:
         """The trace with the responses of a step."""

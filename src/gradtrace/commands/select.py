@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import pyarrow
 import pyarrow.parquet
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,6 +46,7 @@ from gradtrace.tasks.datasets import encode, messages_of
 from gradtrace.tasks.rewards import shorten
 from gradtrace.tasks.sources import read_file
 from gradtrace.tasks.tokenizer import load_tokenizer
+from gradtrace.terminal import no_foreign_bars
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.reader import Run, open_run
 from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, TracinReason
@@ -89,7 +89,7 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    transformers.utils.logging.disable_progress_bar()
+    no_foreign_bars()
     console = Console()
     folder = model_of(args.model)
     tokenizer = load_tokenizer(folder)

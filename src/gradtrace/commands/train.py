@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if config.engine == "verl":
         print("Preparing a run on verl: configuration, model, prompts.", flush=True)  # imports take seconds
-    import transformers
-
+    from gradtrace.terminal import no_foreign_bars
     from gradtrace.training.terminal import open_display
 
     if config.engine == "verl":
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         from gradtrace.training.run import train
 
         keep_freed_memory()
-    transformers.utils.logging.disable_progress_bar()  # "Writing model shards", in the middle of our own
+    no_foreign_bars()
     try:
         outcome = train(config, open_display())
     except KeyboardInterrupt:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradtrace.errors import GradtraceError
+from gradtrace.terminal import no_foreign_bars
 from gradtrace.viewer import view
 
 if TYPE_CHECKING:
@@ -45,13 +46,11 @@ def run(args: argparse.Namespace) -> int:
         if overrides:
             raise GradtraceError(f"{overrides[0]}: settings of a run belong to --resample")
         return view.run(args)
-    import transformers
-
     if args.demo:
         raise GradtraceError(
             "--demo shows recorded runs, which have no checkpoints to sample from: leave out --resample"
         )
-    transformers.utils.logging.disable_progress_bar()
+    no_foreign_bars()
     runs = [path.resolve() for path in view.chosen_runs(args.runs, Path(args.runs_dir))]
     return view.run(args, LiveSampling(runs, overrides))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.terminal import progress_bar, say, settings_from, titled_table
+from gradtrace.terminal import no_foreign_bars, progress_bar, say, settings_from, titled_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,12 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import transformers
     from rich.console import Console
 
     from gradtrace.evaluation.run import load_result
 
-    transformers.utils.logging.disable_progress_bar()  # "Loading weights", before our own
+    no_foreign_bars()
     console = Console()
     if args.model[0] == "compare":
         if len(args.model) != 3:

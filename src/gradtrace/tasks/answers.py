@@ -81,11 +81,6 @@ def fenced(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def code_blocks(text: str) -> list[str]:
-    """The contents of the fenced code blocks that are not empty."""
-    return [content for _, content in fenced(text)]
-
-
 def code_of(response: str) -> str:
     """The last Python block of a response, else its last block, else all of it."""
     text = response.rpartition(END_OF_THOUGHT)[2]

@@ -27,11 +27,7 @@ STOP = VOCABULARY.index("<eos>")
 
 
 def apply(left: int, operator: str, right: int) -> int:
-    if operator == "+":
-        return (left + right) % 10
-    if operator == "-":
-        return (left - right) % 10
-    return (left * right) % 10
+    return {"+": left + right, "-": left - right, "*": left * right}[operator] % 10
 
 
 def misapply(left: int, operator: str, right: int) -> int:

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.manifest import Entry
@@ -22,6 +22,7 @@ from gradtrace.viewer.vocabulary import TOKEN_BYTES, Vocabulary, load_vocabulary
 
 STEPS_IN_MEMORY = 6
 ABLATION = "ablation.json"
+T = TypeVar("T")
 
 
 def run_files() -> tuple[str, ...]:
@@ -35,20 +36,18 @@ def is_run(folder: Path) -> bool:
 
 def last_activity(folder: Path) -> float:
     """Seconds since 1970 when the run last wrote something."""
-    names = (
-        "metrics.jsonl",
-        "summary.json",
-        "config.yaml",
-        ABLATION,
-        *(f"{kind}/manifest.jsonl" for kind in KINDS),
+    manifests = (f"{kind}/manifest.jsonl" for kind in KINDS)
+    return max(
+        changed(folder / name) for name in ("metrics.jsonl", "summary.json", "config.yaml", ABLATION, *manifests)
     )
-    times = []
-    for name in names:
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times, default=0.0)
+
+
+def changed(path: Path) -> float:
+    """When the file was last written; long ago if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 class ServedRun:
@@ -65,20 +64,17 @@ class ServedRun:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        vocabulary: Vocabulary = self._fresh(TOKEN_BYTES, lambda: load_vocabulary(self.run))
-        return vocabulary
+        return self._fresh(TOKEN_BYTES, lambda: load_vocabulary(self.run))
 
     @property
     def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = self._fresh("config.yaml", lambda: self.run.config)
-        return config
+        return self._fresh("config.yaml", lambda: self.run.config)
 
     def entries(self, kind: str) -> dict[int, Entry]:
         """Manifest entries of a trace, by step."""
-        entries: dict[int, Entry] = self._fresh(f"{kind}/manifest.jsonl", lambda: self.run.entries(kind))
-        return entries
+        return self._fresh(f"{kind}/manifest.jsonl", lambda: self.run.entries(kind))
 
-    def _fresh(self, name: str, read: Callable[[], Any]) -> Any:
+    def _fresh(self, name: str, read: Callable[[], T]) -> T:
         try:
             found = (self.run.place_of(name) / name).stat()
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
@@ -147,21 +143,16 @@ class RunCatalog:
         tag = self.step_tag(served, step)
         if tag is None:
             return None
-        found: StepView | None = self._recent(
-            self._steps, (served.id, step, tag), lambda: load_step_view(served.run, step)
-        )
-        return found
+        return self._recent(self._steps, (served.id, step, tag), lambda: load_step_view(served.run, step))
 
     def trace_step(self, served: ServedRun, kind: str, step: int) -> Step | None:
         """A step of one trace alone, from memory if its file is unchanged. Raises `StepUnreadableError`."""
         entry = served.entries(kind).get(step)
         if entry is None:
             return None
-        key = (served.id, kind, entry.sha256)
-        found: Step = self._recent(self._traces, key, lambda: served.run.step(kind, step))
-        return found
+        return self._recent(self._traces, (served.id, kind, entry.sha256), lambda: served.run.step(kind, step))
 
-    def _recent(self, memory: OrderedDict[Any, Any], key: tuple[Any, ...], load: Callable[[], Any]) -> Any:
+    def _recent(self, memory: OrderedDict[Any, Any], key: tuple[Any, ...], load: Callable[[], T]) -> T:
         """What `load` gives, from memory where it was asked for lately."""
         with self._lock:
             if key in memory:

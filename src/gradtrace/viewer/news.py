@@ -13,7 +13,7 @@ from typing import Any
 from gradtrace.trace.lock import is_held
 from gradtrace.trace.reader import Run, dig
 from gradtrace.trace.schema import KINDS
-from gradtrace.viewer.catalog import ABLATION, ServedRun, last_activity
+from gradtrace.viewer.catalog import ABLATION, ServedRun, changed, last_activity
 
 
 def run_news(served: ServedRun, metrics_from: int, metrics_file: int, newest: Mapping[str, float]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def run_news(served: ServedRun, metrics_from: int, metrics_file: int, newest: Ma
         "description": describe(served.config),
         "enabled": {kind: _enabled(served.config, kind) for kind in KINDS},
         "findings": len(run.findings()),
-        "ablation": _changed(run.path / ABLATION),
+        "ablation": changed(run.path / ABLATION),
         "problems": [str(problem) for problem in run.problems],
         "vocabulary_problem": served.vocabulary.problem,
     }
@@ -68,17 +68,9 @@ def state_of(run: Run) -> str:
     if is_held(run.path):
         return "live"
     summary = run.summary
-    if summary and _changed(run.path / "summary.json") >= _changed(run.path / "metrics.jsonl"):
+    if summary and changed(run.path / "summary.json") >= changed(run.path / "metrics.jsonl"):
         return "stopped" if summary.get("finished") is False else "finished"
     return "quiet"
-
-
-def _changed(path: Path) -> float:
-    """When the file was last written; long ago if it is not there."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _enabled(config: Mapping[str, Any], kind: str) -> bool | None:

@@ -47,20 +47,27 @@ def float_bytes(arrays: Iterable[np.ndarray]) -> bytes:
     return b"".join(np.ascontiguousarray(array, dtype="<f4").tobytes() for array in arrays)
 
 
+def _about(view: StepView) -> dict[str, Any]:
+    """What every page of a step is told about it."""
+    return {
+        "step": view.step,
+        "has_entropy": view.channel("entropy") is not None,
+        "has_influence": view.influence is not None,
+        "meta": view.meta,
+        "problems": view.problems,
+    }
+
+
 def step_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
     """The table of groups."""
     return {
-        "step": view.step,
+        **_about(view),
         "groups": [_group_row(view, g, vocabulary) for g in range(view.n_groups)],
         "responses": view.layout.n_responses,
         "tokens": view.n_tokens,
-        "has_entropy": view.channel("entropy") is not None,
-        "has_influence": view.influence is not None,
         "credits": view.scores,
         "common_credit": view.common_credit,
         "scales": view.scales,
-        "meta": view.meta,
-        "problems": view.problems,
     }
 
 
@@ -85,7 +92,7 @@ def _group_row(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, Any]
         values = view.channel(name)
         if values is None or not members:
             continue
-        mine = np.concatenate([values[view.tokens(r)] for r in members])
+        mine = values[view.places(members)]
         mine = mine[np.isfinite(mine)]
         if name.startswith("influence_") and len(mine):
             positive, negative = mine[mine > 0].sum(), -mine[mine < 0].sum()
@@ -138,13 +145,11 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
     status = view.status(g)
     scores = view.group_scores(g)
     return {
-        "step": view.step,
+        **_about(view),
         "group": g,
         "groups": view.n_groups,
         "group_id": group.group_id,
         "status": status.name.lower() if status is not None else None,
-        "has_entropy": view.channel("entropy") is not None,
-        "has_influence": view.influence is not None,
         "prompt": [place[token_id] for token_id in prompt],
         "expected": [place[token_id] for token_id in expected],
         "vocabulary": vocabulary.entries(ids),
@@ -154,31 +159,23 @@ def group_payload(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, A
         "likelier": LIKELIER in scores,
         "scales": view.scales,
         "pairwise": _pairwise_members(view, g),
-        "meta": view.meta,
-        "problems": view.problems,
     }
 
 
 def _token_ids(view: StepView, members: list[int]) -> list[int]:
-    if not members:
-        return []
-    return np.unique(np.concatenate([view.layout["token_id"][view.tokens(r)] for r in members])).tolist()
+    return np.unique(view.layout["token_id"][view.places(members)]).tolist()
 
 
 def _response(view: StepView, r: int) -> dict[str, Any]:
     selection = view.response_value("selection", r)
+    plain = ("row", "reward", "advantage", "optimizer_step", "prompt_influence", "first_wrong")
     return {
-        "row": view.response_value("row", r),
-        "reward": view.response_value("reward", r),
+        **{name: view.response_value(name, r) for name in plain},
         "reward_parts": view.layout.reward_parts(r),
-        "advantage": view.response_value("advantage", r),
         "accepted": bool(view.response_value("accepted", r)),
         "length": int(view.layout["length"][r]),
         "finished": bool(view.response_value("finished", r)),
         "selection": Selection(selection).name.lower() if selection is not None else None,
-        "optimizer_step": view.response_value("optimizer_step", r),
-        "prompt_influence": view.response_value("prompt_influence", r),
-        "first_wrong": view.response_value("first_wrong", r),
         "segments": _segments(view, r),
     }
 
@@ -196,9 +193,7 @@ def group_tokens(view: StepView, g: int, vocabulary: Vocabulary) -> bytes:
     """float32[channels, tokens of the group], channels as `group_payload` lists them. Channel "token" holds
     indices into the payload's vocabulary."""
     structure = group_payload(view, g, vocabulary)
-    members = view.members[g]
-    spans = [np.arange(view.offsets[r], view.offsets[r + 1]) for r in members]
-    rows = np.concatenate(spans) if spans else np.empty(0, np.int64)
+    rows = view.places(view.members[g])
     ids = np.array(structure["vocabulary"]["ids"], np.int64)
     arrays = [np.searchsorted(ids, view.layout["token_id"][rows])]
     for name in structure["channels"][1:]:
@@ -279,7 +274,7 @@ def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
     stride = max(1, math.ceil(total / MOST_POINTS))
     ids = _token_ids(view, [r for _, _, r in responses])
     return {
-        "step": view.step,
+        **_about(view),
         "total": total,
         "stride": stride,
         "scored_groups": len({g for g, _, _ in responses}),
@@ -291,18 +286,13 @@ def points_payload(view: StepView, vocabulary: Vocabulary) -> dict[str, Any]:
         "vocabulary": vocabulary.entries(ids),
         "credits": view.scores if view.influence_response else [],
         "common_credit": view.common_credit,
-        "has_entropy": view.channel("entropy") is not None,
-        "has_influence": view.influence is not None,
-        "meta": view.meta,
-        "problems": view.problems,
     }  # fmt: skip
 
 
 def _point_responses(view: StepView) -> tuple[list[tuple[int, int, int]], int]:
     """(group, index in it, response) of the responses on the tokens page: the traced ones, or all if none is."""
-    everything = [(g, i, r) for g, members in enumerate(view.members) for i, r in enumerate(members)]
-    traced = [entry for entry in everything if entry[2] in view.influence_response]
-    chosen = traced or everything
+    everyone = list(view.everyone())
+    chosen = [entry for entry in everyone if entry[2] in view.influence_response] or everyone
     return chosen, sum(int(view.layout["length"][r]) for _, _, r in chosen)
 
 
@@ -310,8 +300,7 @@ def points(view: StepView, credit: str, vocabulary: Vocabulary) -> bytes:
     """float32[3, points]: vocabulary index, entropy, influence of every `stride`-th token."""
     structure = points_payload(view, vocabulary)
     chosen, _ = _point_responses(view)
-    spans = [np.arange(view.offsets[r], view.offsets[r + 1]) for _, _, r in chosen]
-    rows = (np.concatenate(spans) if spans else np.empty(0, np.int64))[:: structure["stride"]]
+    rows = view.places(r for _, _, r in chosen)[:: structure["stride"]]
     missing = np.full(view.n_tokens, np.nan, np.float32)
     entropy, influence = view.channel("entropy"), view.channel(f"influence_{credit}")
     ids = np.array(structure["vocabulary"]["ids"], np.int64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +24,8 @@ class CancelledError(Exception):
     """The visitor does not want the rest."""
 
 
-class Progress(Protocol):
-    def __call__(self, done: int, total: int) -> None: ...
+Progress = Callable[[int, int], None]
+"""Told how many continuations are done, of how many."""
 
 
 @dataclass(frozen=True)

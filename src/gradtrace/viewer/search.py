@@ -7,11 +7,12 @@ page asks again until it has enough. No step stays in memory.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,13 +77,6 @@ def prompt_key(view: StepView, g: int) -> str:
     return hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
 
 
-def _members(view: StepView) -> Iterator[tuple[int, int, int]]:
-    """(group, index in it, response) of every response."""
-    for g, members in enumerate(view.members):
-        for index, r in enumerate(members):
-            yield g, index, r
-
-
 def _texts(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
     """The first place in each prompt and each response where the text stands, whatever its case."""
     wanted, found = re.compile(re.escape(query.text), re.IGNORECASE), []
@@ -90,7 +84,7 @@ def _texts(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[H
         text = vocabulary.text(view.layout.group(g).prompt_ids.tolist())
         if hit := wanted.search(text):
             found.append({"group": g, "response": None, **_around(hit)})
-    for g, index, r in _members(view):
+    for g, index, r in view.everyone():
         ids = token_ids(view.layout, r).tolist()
         if hit := wanted.search(vocabulary.text(ids)):
             position = _token_at(vocabulary, ids, hit.start())
@@ -99,25 +93,14 @@ def _texts(view: StepView, query: Query, vocabulary: Vocabulary) -> tuple[list[H
 
 
 def _around(hit: re.Match[str]) -> dict[str, str]:
-    start, end = hit.span()
-    text = hit.string
-    return {
-        "before": text[max(0, start - AROUND) : start],
-        "match": hit[0],
-        "after": text[end : end + AROUND],
-    }
+    (start, end), text = hit.span(), hit.string
+    return {"before": text[max(0, start - AROUND) : start], "match": hit[0], "after": text[end : end + AROUND]}
 
 
 def _token_at(vocabulary: Vocabulary, ids: list[int], at: int) -> int:
     """The token that holds the character: the first whose text, with all before it, reaches beyond it."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        if len(vocabulary.text(ids[: middle + 1])) > at:
-            high = middle
-        else:
-            low = middle + 1
-    return min(low, len(ids) - 1)
+    reaches = range(len(ids) - 1)
+    return bisect.bisect_right(reaches, at, key=lambda place: len(vocabulary.text(ids[: place + 1])))
 
 
 def _place(view: StepView, g: int, index: int, r: int, position: int) -> Hit:
@@ -134,7 +117,7 @@ def _score_hits(view: StepView, rows: np.ndarray, vocabulary: Vocabulary) -> lis
 
 def _token_hits(view: StepView, rows: np.ndarray, vocabulary: Vocabulary, scores: np.ndarray | None) -> list[Hit]:
     """Tokens by their place in the step, with their text, what stands around it, and their number in `scores`."""
-    index_of = {r: (g, index) for g, index, r in _members(view)}
+    index_of = {r: (g, index) for g, index, r in view.everyone()}
     hits = []
     for row in rows.tolist():
         r = int(np.searchsorted(view.offsets, row, side="right")) - 1

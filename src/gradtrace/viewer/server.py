@@ -178,30 +178,27 @@ class Question:
             raise HTTPException(404, f"no trace of step {self.path['step']}")
         return view
 
+    def below(self, count: int, name: str, whole: str) -> int:
+        """The number in the path that counts one of the `count` that `whole` has."""
+        index: int = self.path[name]
+        if index >= count:
+            raise HTTPException(404, f"{whole} has {count} {'token' if name == 'position' else name}s")
+        return index
+
     @property
     def group(self) -> int:
-        group: int = self.path["group"]
-        if group >= self.view.n_groups:
-            raise HTTPException(404, f"step {self.view.step} has {self.view.n_groups} groups")
-        return group
+        return self.below(self.view.n_groups, "group", f"step {self.view.step}")
 
     @property
     def response(self) -> int:
         """A response of the group."""
-        response: int = self.path["response"]
-        members = self.view.members[self.group]
-        if response >= len(members):
-            raise HTTPException(404, f"the group has {len(members)} responses")
-        return response
+        return self.below(len(self.view.members[self.group]), "response", "the group")
 
     @property
     def position(self) -> int:
         """A token of the response."""
-        position: int = self.path["position"]
-        length = int(self.view.layout["length"][self.view.members[self.group][self.response]])
-        if position >= length:
-            raise HTTPException(404, f"the response has {length} tokens")
-        return position
+        response = self.view.members[self.group][self.response]
+        return self.below(int(self.view.layout["length"][response]), "position", "the response")
 
     @cached_property
     def measured(self) -> MeasuredGroup | None:
@@ -307,9 +304,8 @@ def traced_groups(catalog: RunCatalog, served: ServedRun, step: int) -> dict[int
 
 
 def instrument_response(question: Question) -> Answer:
-    step, response = question.trace, question.path["response"]
-    if response >= step.n_responses:
-        raise HTTPException(404, f"step {step.step} has {step.n_responses} responses")
+    step = question.trace
+    response = question.below(step.n_responses, "response", f"step {step.step}")
     return as_json(response_payload(step, response, question.served.vocabulary))
 
 

@@ -7,7 +7,7 @@ only one of the two, that one is the layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -56,26 +56,17 @@ class StepView:
         self.layout: Step = layout
         self.offsets: np.ndarray = layout["token_offsets"]
         self.group: np.ndarray = layout["group"]
-
-    @property
-    def n_groups(self) -> int:
-        return self.layout.n_groups
-
-    @property
-    def n_tokens(self) -> int:
-        return self.layout.n_tokens
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        return self.influence.meta if self.influence is not None else {}
-
-    @cached_property
-    def members(self) -> list[list[int]]:
+        self.n_groups, self.n_tokens = layout.n_groups, layout.n_tokens
+        self.members = members_of(layout)
         """Responses (indices in the layout) of each group."""
-        lists: list[list[int]] = [[] for _ in range(self.n_groups)]
-        for response, group in enumerate(self.group.tolist()):
-            lists[group].append(response)
-        return lists
+        self.meta: dict[str, Any] = influence.meta if influence is not None else {}
+        self._channels: dict[str, np.ndarray | None] = {}
+
+    def everyone(self) -> Iterator[tuple[int, int, int]]:
+        """(group, index in it, response) of every response."""
+        for g, members in enumerate(self.members):
+            for index, r in enumerate(members):
+                yield g, index, r
 
     @cached_property
     def influence_group(self) -> dict[int, int]:
@@ -98,9 +89,7 @@ class StepView:
         if trace is self.layout:
             return {response: response for response in range(self.layout.n_responses)}
         pairs: dict[int, int] = {}
-        traced: list[list[int]] = [[] for _ in range(trace.n_groups)]
-        for response, group in enumerate(trace["group"].tolist()):
-            traced[group].append(response)
+        traced = members_of(trace)
         for g, theirs in self._groups_in(trace).items():
             pairs.update(self._match(trace, self.members[g], traced[theirs]))
         return pairs
@@ -128,15 +117,16 @@ class StepView:
     def tokens(self, response: int) -> slice:
         return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
 
+    def places(self, responses: Iterable[int]) -> np.ndarray:
+        """Where the tokens of these responses stand in the layout, one response after the other."""
+        spans = [np.arange(self.offsets[r], self.offsets[r + 1]) for r in responses]
+        return np.concatenate(spans) if spans else np.empty(0, np.int64)
+
     def channel(self, name: str) -> np.ndarray | None:
         """float32[n_tokens] in the layout's order, NaN where nothing was traced; None if no file has it."""
         if name not in self._channels:
             self._channels[name] = self._make_channel(name)
         return self._channels[name]
-
-    @cached_property
-    def _channels(self) -> dict[str, np.ndarray | None]:
-        return {}
 
     def _make_channel(self, name: str) -> np.ndarray | None:
         if name == "mismatch":  # the trainer's log-prob minus the sampler's
@@ -219,6 +209,14 @@ class StepView:
 def token_ids(step: Step, response: int) -> np.ndarray:
     offsets = step["token_offsets"]
     return step["token_id"][offsets[response] : offsets[response + 1]]
+
+
+def members_of(step: Step) -> list[list[int]]:
+    """The responses of each group."""
+    lists: list[list[int]] = [[] for _ in range(step.n_groups)]
+    for response, group in enumerate(step["group"].tolist()):
+        lists[group].append(response)
+    return lists
 
 
 def load_step_view(run: Run, step: int) -> StepView | None:

@@ -88,22 +88,17 @@ def _score(view: StepView, g: int) -> str | None:
     return next((credit for credit in view.group_scores(g) if credit != LIKELIER), None)
 
 
-def _values(view: StepView, g: int) -> np.ndarray | None:
-    credit = _score(view, g)
-    return None if credit is None else view.channel(f"influence_{credit}")
-
-
 def _culprit(view: StepView, g: int, accepted: Sequence[bool], values: list[Counterfactual] | None) -> Culprit | None:
     rejected = [index for index, each in enumerate(accepted) if not each]
     lost = []
-    for index in rejected if values is not None else []:
-        assert values is not None
-        delta, error = values[index].delta_v, values[index].stderr
-        sure = np.isfinite(delta) & (delta < -np.maximum(SURE * np.nan_to_num(error), LEAST_VALUE))
-        lost += [(float(delta[t]), index, int(t)) for t in np.flatnonzero(sure)]
+    for index, own in enumerate(values or []):
+        least = np.maximum(SURE * np.nan_to_num(own.stderr), LEAST_VALUE)
+        sure = np.isfinite(own.delta_v) & (own.delta_v < -least)
+        lost += [(float(own.delta_v[t]), index, int(t)) for t in np.flatnonzero(sure) if not accepted[index]]
     if lost:
         return Culprit(*min(lost)[1:], "value")
-    scores = _values(view, g)
+    credit = _score(view, g)
+    scores = None if credit is None else view.channel(f"influence_{credit}")
     wrong = []
     for index in rejected:
         r = view.members[g][index]

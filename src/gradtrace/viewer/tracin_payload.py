@@ -11,6 +11,7 @@ from gradtrace.trace.schema import TracinReason
 from gradtrace.trace.step import Step
 from gradtrace.viewer.payload import LONGEST_PROMPT_PREVIEW
 from gradtrace.viewer.response_payload import prompts, response_rows
+from gradtrace.viewer.step_view import members_of
 from gradtrace.viewer.vocabulary import Vocabulary
 
 REASONS = {
@@ -41,10 +42,7 @@ def tracin_payload(step: Step, vocabulary: Vocabulary, traced_groups: Mapping[in
         reason = TracinReason(code)
         row["reason"] = REASONS.get(reason, reason.name.lower().replace("_", " "))
     groups = prompts(step, vocabulary, LONGEST_PROMPT_PREVIEW)
-    members: list[list[int]] = [[] for _ in groups]
-    for r, group in enumerate(step["group"].tolist()):
-        members[group].append(r)
-    for group, own in zip(groups, members, strict=True):
+    for group, own in zip(groups, members_of(step), strict=True):
         group["page"] = None if is_validation[own].any() else traced_groups.get(group["group_id"])
         for index, r in enumerate(own):
             rows[r]["index"] = index

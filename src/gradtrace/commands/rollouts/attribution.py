@@ -152,8 +152,12 @@ def config_of(run: Run, folder: Path, overrides: list[str]) -> Config:
     return at_home(dataclasses.replace(config, trainer=trainer, engine="embedded", verl={}), run.path)
 
 
+def rollout_steps(run: Run) -> list[int]:
+    return sorted({step for kind in SOURCES for step in run.steps(kind)})
+
+
 def chosen_steps(run: Run, wanted: list[int]) -> list[int]:
-    there = sorted({step for kind in SOURCES for step in run.steps(kind)})
+    there = rollout_steps(run)
     if not there:
         raise GradtraceError(
             f"{run.path} has no stored rollouts: there is no entropy trace and no influence trace in it"

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.terminal import say, seconds, settings_from
+from gradtrace.terminal import no_foreign_bars, say, seconds, settings_from
 
 EXIT = {True: 0, False: 1, None: 3}
 
@@ -72,13 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import transformers
     from rich.console import Console
 
     from gradtrace.commands.verify.page import better_score, terminal_table
     from gradtrace.commands.verify.session import run_verify, write
 
-    transformers.utils.logging.disable_progress_bar()
+    no_foreign_bars()
     console = Console(stderr=args.json)
     display = Display(console, seconds(args.budget))
     try:

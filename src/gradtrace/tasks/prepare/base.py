@@ -28,11 +28,6 @@ class Example:
     """What the answer begins with: the model is to go on from there."""
 
     @cached_property
-    def exact_key(self) -> str:
-        """Examples with the same one are the same problem."""
-        return self.question
-
-    @cached_property
     def loose_key(self) -> str:
         """A text that is the same for texts which differ in white space only."""
         return " ".join(unicodedata.normalize("NFC", self.question).split())

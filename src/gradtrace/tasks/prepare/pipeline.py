@@ -65,7 +65,7 @@ def clean(
     for words, is_wanted in choices:
         left = [example for example in left if is_wanted(example)]
         result.funnel.append((words, len(left)))
-    left = unique(left, lambda example: example.exact_key)
+    left = unique(left, lambda example: example.question)
     result.funnel.append(("unique prompts", len(left)))
     contradictory = contradictions(examples)
     left = unique(left, lambda example: example.loose_key)

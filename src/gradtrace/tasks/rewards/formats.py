@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from gradtrace.tasks.answers import boxed_spans, code_blocks
+from gradtrace.tasks.answers import boxed_spans, fenced
 from gradtrace.tasks.rewards.registry import register_reward
 
 if TYPE_CHECKING:
@@ -52,4 +52,4 @@ def marker_format(response: str, item: Item) -> float:
 @register_reward("code_format")
 def code_format(response: str, item: Item) -> float:
     """Exactly one fenced code block, closed, with something in it."""
-    return float(len(code_blocks(response)) == 1 and response.count("```") == 2)
+    return float(len(fenced(response)) == 1 and response.count("```") == 2)

@@ -31,22 +31,7 @@ const PAGES = {
 /** Pages of the whole run, which need no traced step. */
 const OF_THE_RUN = ["run", "ablation", "find", "findings"];
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
-const CARRIED = [
-  "run",
-  "with",
-  "step",
-  "group",
-  "view",
-  "left",
-  "right",
-  "scale",
-  "credit",
-  "asks",
-  "order",
-  "spaces",
-  "smooth",
-  "chart",
-];
+const CARRIED = "run with step group view left right scale credit asks order spaces smooth chart".split(" ");
 /** "with=" nothing: otherwise the runs of the command line would come back. */
 const NO_OVERLAY = " ";
 const LIVE_POLL = 2000;

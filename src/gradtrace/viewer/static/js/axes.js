@@ -1,6 +1,6 @@
 // Axes of every chart: round numbers, scales from values to 0…1, and the frame that turns these into pixels.
 
-import { svgElement } from "./dom.js";
+import { axisText, svgLine } from "./dom.js";
 
 /** The smallest round number that is not below `rough`: 1, 2, 2.5 or 5 times a power of ten. */
 export function roundStep(rough, factors = [1, 2, 2.5, 5, 10]) {
@@ -139,24 +139,6 @@ export class Frame {
       return [line, axisText(this.left - 7, y + 3.5, tick === 0 ? "0" : text(tick), "end")];
     });
   }
-}
-
-export function svgLine(x1, y1, x2, y2, className) {
-  return svgElement("line", { x1, y1, x2, y2, class: className });
-}
-
-export function svgDot(cx, cy, r, className) {
-  return svgElement("circle", { cx, cy, r, class: className });
-}
-
-/** M and L commands through these [x, y]. */
-export function pathThrough(points) {
-  return points.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
-}
-
-/** A number or a name beside an axis, as an SVG node. */
-export function axisText(x, y, text, anchor = "start", className = "axis") {
-  return svgElement("text", { x, y, class: className, "text-anchor": anchor }, text);
 }
 
 /** Ticks share their number of decimals. */

@@ -1,19 +1,7 @@
 // A line chart over training steps: several runs, one crosshair shared by all charts of the page.
 
-import {
-  axisText,
-  Frame,
-  LinearScale,
-  noCloser,
-  ordinary,
-  pathThrough,
-  shortTick,
-  svgDot,
-  svgLine,
-  ticksBetween,
-  ticksInside,
-} from "./axes.js";
-import { element, setAttributes, svgElement } from "./dom.js";
+import { Frame, LinearScale, noCloser, ordinary, shortTick, ticksBetween, ticksInside } from "./axes.js";
+import { axisText, element, svgDot, svgElement, svgLine, svgPath } from "./dom.js";
 import { general } from "./format.js";
 
 const HEIGHT = 184;
@@ -39,7 +27,7 @@ export class Chart {
     this.whyNot = null;
     const title = [element("h2", "", spec.title), element("span", "unit", spec.unit)];
     const header = element("header", "", ...title, this.values);
-    this.node = setAttributes(element("section", "chart", header, this.svg), { "data-chart": spec.key });
+    this.node = element("section", "chart", { "data-chart": spec.key }, header, this.svg);
   }
 
   /** runs: open one first. smooth: 0…1. domain: {from, to} of steps. */
@@ -67,8 +55,7 @@ export class Chart {
     for (const curve of [...this.curves].reverse()) this.drawCurve(curve);
     if (this.spec.note)
       this.svg.append(axisText(this.frame.right, this.frame.bottom - 8, this.spec.note(runs[0]), "end", "axis note"));
-    this.cross = svgElement("g");
-    this.svg.append(this.cross);
+    this.svg.append((this.cross = svgElement("g")));
     this.point(null);
   }
 
@@ -118,7 +105,10 @@ export class Chart {
   }
 
   drawCurve({ index, line, points, raw, band }) {
-    const path = (data) => pathThrough(data.map(({ step, value }) => [this.x(step), this.y(value)]));
+    const path = (data, kind) => {
+      const places = data.map(({ step, value }) => [this.x(step), this.y(value)]);
+      this.svg.append(svgPath(places, kind));
+    };
     const own = `run-${index % 6}`;
     const kind = `line ${own}${line.dashed ? " dashed" : ""}`;
     const corner = (step, value) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`;
@@ -126,10 +116,10 @@ export class Chart {
     const lower = [...band].reverse().map(({ step, low }) => corner(step, low));
     const edges = { points: [...upper, ...lower].join(" "), class: `chart-${kind.replace("line", "band")}` };
     if (band.length > 1) this.svg.append(svgElement("polygon", edges));
-    if (raw.length > 1) this.svg.append(svgElement("path", { d: path(raw), class: `${kind} raw` }));
+    if (raw.length > 1) path(raw, `${kind} raw`);
     if (points.length === 1)
       this.svg.append(svgDot(this.x(points[0].step), this.y(points[0].value), 2.5, `dot ${own}`));
-    else this.svg.append(svgElement("path", { d: path(points), class: kind }));
+    else path(points, kind);
     const { low, high } = this.range;
     for (const { step, value } of points.filter((point) => point.value < low || point.value > high)) {
       const anchor = this.x(step) > (this.frame.left + this.frame.right) / 2 ? "end" : "start";
@@ -159,13 +149,10 @@ export class Chart {
       const size = curve.line.dashed ? 2.5 : 4;
       if (found) this.cross.append(svgDot(x, this.y(found.value), size, `dot run-${curve.index % 6}`));
     }
-    const flag = svgElement("g", { class: "step-flag" });
     const label = String(step);
     const half = 8 + 3.4 * label.length;
-    flag.append(
-      svgElement("rect", { x: x - half, y: HEIGHT - 16, width: 2 * half, height: 15, rx: 2 }),
-      svgElement("text", { x, y: HEIGHT - 5 }, label),
-    );
-    this.cross.append(flag);
+    const box = svgElement("rect", { x: x - half, y: HEIGHT - 16, width: 2 * half, height: 15, rx: 2 });
+    const text = svgElement("text", { x, y: HEIGHT - 5 }, label);
+    this.cross.append(svgElement("g", { class: "step-flag" }, box, text));
   }
 }

@@ -1,6 +1,6 @@
 // The frame around every page: top bar with the run switcher and tabs, key hints at the bottom, help, theme.
 
-import { append, button, element, linkTo, setAttributes, svgElement } from "./dom.js";
+import { append, button, element, linkTo, svgElement } from "./dom.js";
 import { ago } from "./format.js";
 
 const READING = [
@@ -14,14 +14,14 @@ export class Chrome {
   constructor(actions) {
     this.actions = actions;
     this.bar = element("header", "bar");
-    this.main = setAttributes(element("main", "page"), { id: "main", tabindex: -1 });
-    this.foot = setAttributes(element("footer", "foot"), { "aria-label": "Keyboard shortcuts" });
-    this.announcer = setAttributes(element("div", "visually-hidden"), { "aria-live": "polite" });
-    const skip = setAttributes(element("a", "skip-link", "Skip to content"), { href: "#main" });
-    skip.addEventListener("click", (event) => {
+    this.main = element("main", "page", { id: "main", tabindex: -1 });
+    this.foot = element("footer", "foot", { "aria-label": "Keyboard shortcuts" });
+    this.announcer = element("div", "visually-hidden", { "aria-live": "polite" });
+    const onclick = (event) => {
       event.preventDefault();
       this.main.focus();
-    });
+    };
+    const skip = element("a", "skip-link", { href: "#main", onclick }, "Skip to content");
     this.live = element("span", "live");
     this.picker = new RunPicker(actions);
     append(document.body, skip, this.bar, this.main, this.foot, this.announcer);
@@ -33,52 +33,41 @@ export class Chrome {
 
   /** tabs: [{page, label, href, current, stepper}] */
   showBar(tabs, run, runs, overlays) {
-    const brand = setAttributes(element("a", "brand", logo(), "gradtrace"), { href: tabs[0].href });
-    const nav = setAttributes(element("nav", "tabs"), { "aria-label": "Pages" });
+    const brand = element("a", "brand", { href: tabs[0].href }, logo(), "gradtrace");
+    const nav = element("nav", "tabs", { "aria-label": "Pages" });
     for (const tab of tabs) {
-      nav.append(
-        setAttributes(element("a", "tab", tab.label), { href: tab.href, "aria-current": tab.current ? "page" : null }),
-      );
+      nav.append(element("a", "tab", { href: tab.href, "aria-current": tab.current ? "page" : null }, tab.label));
       if (tab.current && tab.stepper) nav.append(this.stepper(tab));
     }
     this.picker.show(run, runs, overlays);
-    const theme = setAttributes(button("icon", halfMoon(), this.actions.toggleTheme), {
-      "aria-label": "Light or dark",
-      title: "Theme (t)",
-    });
+    const words = { "aria-label": "Light or dark", title: "Theme (t)" };
+    const theme = button("icon", halfMoon(), this.actions.toggleTheme, words);
     this.bar.replaceChildren(brand, this.picker.node, nav, element("span", "grow"), this.live, theme);
     this.showLive(run);
   }
 
   stepper({ page, stepper }) {
-    const node = element("span", "stepper");
-    for (const { direction, sign, word } of [
-      { direction: -1, sign: "‹", word: "previous" },
-      { direction: 1, sign: "›", word: "next" },
-    ]) {
-      const step = setAttributes(
-        button("", sign, () => this.actions.move(page, direction)),
-        { "aria-label": `${word} ${page}` },
-      );
-      step.disabled = stepper[word] === undefined;
-      node.append(step);
-    }
-    return node;
+    const step = (direction, sign, word) =>
+      button("", sign, () => this.actions.move(page, direction), {
+        "aria-label": `${word} ${page}`,
+        disabled: stepper[word] === undefined,
+      });
+    return element("span", "stepper", step(-1, "‹", "previous"), step(1, "›", "next"));
   }
 
   showLive(run, lost = false) {
     if (!run?.state || run.isAblation || run.onlyPage) return this.live.replaceChildren();
     this.live.className = `live${run.isLive ? "" : " done"}${lost ? " lost" : ""}`;
-    const age =
-      run.isLive && run.written ? element("span", "dim wide-only", ago(Date.now() / 1000 - run.written)) : null;
     const words = element("span", "live-words", lost ? "server does not answer" : run.stateLine());
-    this.live.replaceChildren(...[element("i"), words, lost ? null : age].filter(Boolean));
+    this.live.replaceChildren(element("i"), words);
+    if (run.isLive && run.written && !lost)
+      this.live.append(element("span", "dim wide-only", ago(Date.now() / 1000 - run.written)));
   }
 
   showHints(hints, tail) {
-    this.foot.replaceChildren();
-    for (const [keys, words] of Object.entries({ ...hints, t: "theme", "?": "help" }))
-      this.foot.append(hint(keys, words));
+    const all = Object.entries({ ...hints, t: "theme", "?": "help" });
+    const shown = all.map(([keys, words]) => element("span", "hint", ...kbds(keys), element("span", "", words)));
+    this.foot.replaceChildren(...shown);
     if (tail) this.foot.append(element("span", "tail wide-only", tail));
   }
 
@@ -90,12 +79,12 @@ export class Chrome {
     this.dialog = element(
       "dialog",
       "",
+      { onclick: (event) => event.target === this.dialog && this.dialog.close() },
       element("h2", "", "Keyboard"),
       list,
       element("h2", "", "Reading the colours"),
       ...READING.map((text) => element("p", "", text)),
     );
-    this.dialog.addEventListener("click", (event) => event.target === this.dialog && this.dialog.close());
     document.body.append(this.dialog);
     this.dialog.showModal();
   }
@@ -103,10 +92,6 @@ export class Chrome {
 
 function kbds(keys) {
   return keys.split(" ").map((key) => element("kbd", "", key));
-}
-
-function hint(keys, words) {
-  return element("span", "hint", ...kbds(keys), element("span", "", words));
 }
 
 function logo() {
@@ -129,21 +114,21 @@ function halfMoon() {
 class RunPicker {
   constructor(actions) {
     this.actions = actions;
-    this.opener = setAttributes(
-      button("", "", () => this.toggle()),
-      { "aria-haspopup": "true", "aria-expanded": "false", title: "Switch or compare runs" },
-    );
-    this.menu = element("div", "run-menu");
-    this.menu.hidden = true;
-    this.node = element("div", "run-picker", this.opener, this.menu);
-    document.addEventListener("click", (event) => {
-      if (!this.menu.hidden && !this.node.contains(/** @type {Node} */ (event.target))) this.toggle(false);
+    this.opener = button("", "", () => this.toggle(), {
+      "aria-haspopup": "true",
+      "aria-expanded": "false",
+      title: "Switch or compare runs",
     });
-    this.node.addEventListener("keydown", (event) => {
+    this.menu = element("div", "run-menu", { hidden: true });
+    const onkeydown = (event) => {
       if (event.key !== "Escape" || this.menu.hidden) return;
       event.stopPropagation();
       this.toggle(false);
       this.opener.focus();
+    };
+    this.node = element("div", "run-picker", { onkeydown }, this.opener, this.menu);
+    document.addEventListener("click", (event) => {
+      if (!this.menu.hidden && !this.node.contains(/** @type {Node} */ (event.target))) this.toggle(false);
     });
   }
 
@@ -162,14 +147,18 @@ class RunPicker {
 
   item(each, run, overlays) {
     const isOpen = each.id === run?.id;
-    const link = linkTo(this.actions.hrefOfRun(each), "", element("b", "", each.name));
+    const link = append(linkTo(this.actions.hrefOfRun(each), "", element("b", "", each.name)), {
+      "aria-current": isOpen ? "true" : null,
+      onclick: () => this.toggle(false),
+    });
     link.append(element("span", "", `${each.state}, ${each.traced_steps} traced steps`));
-    if (isOpen) link.setAttribute("aria-current", "true");
-    link.addEventListener("click", () => this.toggle(false));
     if (isOpen) return element("div", "item", link, element("span", "dim", "open"));
-    const box = setAttributes(element("input"), { type: "checkbox", "aria-label": `compare with ${each.name}` });
-    box.checked = overlays.includes(each.name);
-    box.addEventListener("change", () => this.actions.toggleOverlay(each.name, box.checked));
+    const box = element("input", "", {
+      type: "checkbox",
+      "aria-label": `compare with ${each.name}`,
+      checked: overlays.includes(each.name),
+      onchange: () => this.actions.toggleOverlay(each.name, box.checked),
+    });
     return element("div", "item", link, element("label", "", box, "compare"));
   }
 }

@@ -1,7 +1,7 @@
 // A segmented control: a radio group that shows all its choices.
 
 import { CREDIT_HINT, CREDIT_NAMES } from "./channels.js";
-import { element, setAttributes } from "./dom.js";
+import { button, element, setAttributes } from "./dom.js";
 
 let nextId = 0;
 
@@ -15,56 +15,45 @@ let nextId = 0;
  * @returns {HTMLElement & {choose(value: string): void, select(value: string): void}}
  */
 export function segmentedControl({ label, options, value, onChange, hint = "" }) {
-  const labelId = `control-${nextId++}`;
-  const name = element("span", "control-label", label);
-  name.id = labelId;
-  const group = setAttributes(element("div", "segments"), { role: "radiogroup", "aria-labelledby": labelId });
-  const buttons = new Map();
+  const id = `control-${nextId++}`;
   const listed = Array.isArray(options)
     ? options
     : Object.entries(options).map(([each, words]) => ({ value: each, label: words }));
   /** @type {Option[]} */
   const choices = listed.map((option) => (typeof option === "string" ? { value: option, label: option } : option));
+  const buttons = choices.map(({ value: own, label: words, disabled = false, why }) =>
+    button("", words, () => choose(own), { role: "radio", "data-value": own, disabled, title: why || null }),
+  );
   const select = (chosen) => {
-    for (const [each, button] of buttons) {
-      setAttributes(button, { "aria-checked": String(each === chosen), tabindex: each === chosen ? 0 : -1 });
+    for (const each of buttons) {
+      const isChosen = each.dataset.value === chosen;
+      setAttributes(each, { "aria-checked": String(isChosen), tabindex: isChosen ? 0 : -1 });
     }
   };
   const choose = (chosen) => {
     select(chosen);
     onChange(chosen);
   };
-  for (const option of choices) {
-    const button = setAttributes(element("button", "", option.label), {
-      type: "button",
-      role: "radio",
-      "data-value": option.value,
-    });
-    button.disabled = Boolean(option.disabled);
-    if (option.why) button.title = option.why;
-    button.addEventListener("click", () => choose(option.value));
-    buttons.set(option.value, button);
-    group.append(button);
-  }
-  group.addEventListener("keydown", (event) => {
+  const onkeydown = (event) => {
     const direction = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (!direction) return;
     event.preventDefault();
     event.stopPropagation();
-    const enabled = choices.filter((option) => !option.disabled).map((option) => option.value);
-    const at = enabled.findIndex((each) => buttons.get(each).getAttribute("aria-checked") === "true");
+    const enabled = buttons.filter((each) => !each.disabled);
+    const at = enabled.findIndex((each) => each.getAttribute("aria-checked") === "true");
     const next = enabled[(at + direction + enabled.length) % enabled.length];
-    buttons.get(next).focus();
-    choose(next);
-  });
+    next.focus();
+    choose(next.dataset.value);
+  };
   select(value);
-  const control = element("div", "control", name, group);
-  if (hint) control.title = hint;
-  return Object.assign(control, { choose, select });
+  const name = element("span", "control-label", { id }, label);
+  const group = element("div", "segments", { role: "radiogroup", "aria-labelledby": id, onkeydown }, ...buttons);
+  return Object.assign(element("div", "control", { title: hint || null }, name, group), { choose, select });
 }
 
-/** Which credit is shown, of those that the trace holds. */
+/** Which credit is shown, of those that the trace holds; null where there is nothing to choose. */
 export function creditControl(value, credits, onChange) {
+  if (credits.length < 2) return null;
   const options = Object.fromEntries(credits.map((each) => [each, CREDIT_NAMES[each]]));
   return segmentedControl({ label: "Credit", value, hint: CREDIT_HINT, options, onChange });
 }
@@ -75,14 +64,8 @@ export function nextOf(values, current) {
 }
 
 export function searchBox(placeholder, label, value, onInput) {
-  const input = setAttributes(element("input"), {
-    type: "search",
-    placeholder,
-    "aria-label": label,
-    spellcheck: "false",
-    autocomplete: "off",
-  });
-  input.value = value ?? "";
-  input.addEventListener("input", () => onInput(input.value));
+  const words = { placeholder, "aria-label": label, value: value ?? "" };
+  const oninput = () => onInput(input.value);
+  const input = element("input", "", { type: "search", ...words, spellcheck: "false", autocomplete: "off", oninput });
   return input;
 }

@@ -2,68 +2,100 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
+/** @typedef {Node | string | null | undefined | Record<string, any>} Part a child, nothing, or attributes by name */
+
 /**
- * element("div", "head", "text", node, null) → <div class="head">text<node></div>; null children are left out.
+ * element("a", "tab", { href, onclick }, "text", node, null) → <a class="tab" href="…">text<node></a>
  * @template {keyof HTMLElementTagNameMap} K
  * @param {K} tag
  * @param {string} [className]
- * @param {...(Node | string | null | undefined)} children
+ * @param {...Part} parts
  * @returns {HTMLElementTagNameMap[K]}
  */
-export function element(tag, className = "", ...children) {
+export function element(tag, className = "", ...parts) {
   const node = document.createElement(tag);
   if (className) node.className = className;
-  return append(node, ...children);
+  return append(node, ...parts);
 }
 
 /**
  * @template {Element} E
  * @param {E} node
- * @param {...(Node | string | null | undefined)} children
+ * @param {...Part} parts
  * @returns {E}
  */
-export function append(node, ...children) {
-  for (const child of children) if (child !== null && child !== undefined) node.append(child);
-  return node;
-}
-
-/**
- * Attributes by name; null or false removes one, true sets it empty.
- * @template {Element} E
- * @param {E} node
- * @param {Record<string, any>} attributes
- * @returns {E}
- */
-export function setAttributes(node, attributes) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) node.removeAttribute(name);
-    else node.setAttribute(name, value === true ? "" : value);
+export function append(node, ...parts) {
+  for (const part of parts) {
+    if (part === null || part === undefined) continue;
+    if (typeof part === "string" || part instanceof Node) node.append(part);
+    else setAttributes(node, part);
   }
   return node;
 }
 
 /**
- * @template {keyof SVGElementTagNameMap} K
- * @param {K} tag
- * @param {Record<string, any>} [attributes]
- * @param {...(Node | string | null | undefined)} children
- * @returns {SVGElementTagNameMap[K]}
+ * Attributes by name; null or false removes one, true sets it empty. `onclick` and the like listen; `style` is an
+ * object of CSS properties, because our policy allows no style attribute.
  */
-export function svgElement(tag, attributes = {}, ...children) {
-  return append(setAttributes(document.createElementNS(SVG, tag), attributes), ...children);
+export function setAttributes(node, attributes) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, each] of Object.entries(value)) node.style.setProperty(key, each);
+    else if (value === null || value === undefined || value === false) node.removeAttribute(name);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
 }
 
-export function button(className, label, onClick) {
-  const node = element("button", className, label);
-  node.type = "button";
-  node.addEventListener("click", onClick);
-  return node;
+/**
+ * @template {keyof SVGElementTagNameMap} K
+ * @param {K} tag
+ * @param {...Part} parts
+ * @returns {SVGElementTagNameMap[K]}
+ */
+export function svgElement(tag, ...parts) {
+  return append(document.createElementNS(SVG, tag), ...parts);
+}
+
+export function svgLine(x1, y1, x2, y2, className) {
+  return svgElement("line", { x1, y1, x2, y2, class: className });
+}
+
+export function svgDot(cx, cy, r, className) {
+  return svgElement("circle", { cx, cy, r, class: className });
+}
+
+/** A line through these [x, y]. */
+export function svgPath(points, className) {
+  const d = points.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+  return svgElement("path", { d, class: className });
+}
+
+/** A number or a name beside an axis, as an SVG node. */
+export function axisText(x, y, text, anchor = "start", className = "axis") {
+  return svgElement("text", { x, y, class: className, "text-anchor": anchor }, text);
+}
+
+export function button(className, label, onclick, attributes = {}) {
+  return element("button", className, { type: "button", onclick, ...attributes }, label);
 }
 
 export function linkTo(href, className, label) {
-  const node = element("a", className, label);
-  node.href = href;
+  return element("a", className, { href }, label);
+}
+
+/** A list to choose one of: [[value, text]]. */
+export function menuOf(label, options, onchange = null) {
+  const node = element("select", "", { "aria-label": label });
+  for (const [value, text] of options) node.append(element("option", "", { value }, text));
+  if (onchange) node.addEventListener("change", onchange);
   return node;
+}
+
+/** A table with its heads above its body: a row of them, or {name: class name}. */
+export function tableOf(className, heads, body) {
+  const head = ([name, kind]) => element(name ? "th" : "td", kind, name);
+  const row = heads instanceof Node ? heads : element("tr", "", ...Object.entries(heads).map(head));
+  return element("table", className, element("thead", "", row), body);
 }
 
 /** Accepted and rejected differ in shape, fill and word, never in colour alone. */
@@ -78,19 +110,14 @@ export function acceptedMark(accepted) {
         svgElement("path", { d: "M4.2 4.2 7.8 7.8M7.8 4.2 4.2 7.8", class: "cross" }),
       ];
   const label = accepted ? "accepted" : "rejected";
-  return svgElement(
-    "svg",
-    { viewBox: "0 0 12 12", width: 12, height: 12, class: "mark", role: "img", "aria-label": label },
-    ...shape,
-  );
+  const size = { viewBox: "0 0 12 12", width: 12, height: 12 };
+  return svgElement("svg", { ...size, class: "mark", role: "img", "aria-label": label }, ...shape);
 }
 
 /** ●●●○○ : how many of n. Beyond 32 the dots say less than the number beside them. */
 export function passDots(passed, total) {
-  const dots = element("span", "dots");
-  setAttributes(dots, { role: "img", "aria-label": `${passed} of ${total} accepted` });
-  if (total <= 32) for (let i = 0; i < total; i++) dots.append(element("i", i < passed ? "full" : ""));
-  return dots;
+  const dots = Array.from({ length: total <= 32 ? total : 0 }, (_, i) => element("i", i < passed ? "full" : ""));
+  return element("span", "dots", { role: "img", "aria-label": `${passed} of ${total} accepted` }, ...dots);
 }
 
 /** A big number with its name under it, for page heads. */
@@ -107,16 +134,13 @@ export function emptyState(level, title, ...paragraphs) {
 
 /** A bar to the left (negative) or right of a middle line. */
 export function divergingBar(value, top) {
-  const bar = element("i", value < 0 ? "n4" : "p4");
-  bar.style.width = `${(50 * Math.abs(value)) / top}%`;
-  return element("span", "diverging", bar);
+  const style = { width: `${(50 * Math.abs(value)) / top}%` };
+  return element("span", "diverging", element("i", value < 0 ? "n4" : "p4", { style }));
 }
 
 /** A bar that fills this share (0…1) of its place. */
 export function filledBar(className, share) {
-  const bar = element("i", `bar-fill ${className}`);
-  bar.style.width = `${100 * share}%`;
-  return bar;
+  return element("i", `bar-fill ${className}`, { style: { width: `${100 * share}%` } });
 }
 
 /** Give a canvas its size in CSS pixels; its context draws in them, sharp on every screen. */
@@ -145,7 +169,7 @@ export function whenNear(nodes, rootMargin, build) {
 }
 
 /** Text of a readout: a name and what belongs to it. */
-export function readoutItem(name, text) {
+export function readoutItem({ name, text }) {
   return element("span", "", element("span", "name", name), text);
 }
 

@@ -22,16 +22,11 @@ export function numberStyle(top, digits = 3) {
   const size = Math.abs(top);
   const exponential = size > 0 && (size < 1e-3 || size >= 1e6);
   const decimals = size > 0 ? Math.max(0, Math.min(6, digits - 1 - Math.floor(Math.log10(size)))) : 2;
-  const plain = (value) => {
-    if (!Number.isFinite(value)) return MISSING;
-    if (!exponential) return fixed(value, decimals);
-    return value === 0 ? "0" : (value < 0 ? MINUS : "") + exponent(Math.abs(value), digits - 1);
+  const shown = (usual, plus) => (value) => {
+    if (!Number.isFinite(value) || !exponential) return usual(value, decimals);
+    return value === 0 ? "0" : (value < 0 ? MINUS : plus) + exponent(Math.abs(value), digits - 1);
   };
-  const withSign = (value) => {
-    if (!Number.isFinite(value) || !exponential) return signed(value, decimals);
-    return value === 0 ? "0" : (value < 0 ? MINUS : "+") + exponent(Math.abs(value), digits - 1);
-  };
-  return { plain, signed: withSign };
+  return { plain: shown(fixed, ""), signed: shown(signed, "+") };
 }
 
 function exponent(value, decimals = 2) {

@@ -1,6 +1,6 @@
 // A group in a table cell: one line per response, accepted on top, coloured by influence.
 
-import { cssColours, element, fitCanvas, setAttributes } from "./dom.js";
+import { cssColours, element, fitCanvas } from "./dom.js";
 import { signedClass, signedClassName } from "./scales.js";
 
 const WIDTH = 180;
@@ -9,10 +9,9 @@ const GAP = 2;
 
 /** values: float32[responses, columns] with accepted responses first; top: of the step's scale. */
 export function miniature(values, responses, columns, accepted, top) {
-  const canvas = setAttributes(element("canvas", "miniature"), { "aria-hidden": "true" });
+  const canvas = element("canvas", "miniature", { "aria-hidden": "true", style: { width: `${WIDTH}px` } });
   const line = Math.min(2.25, MOST_HEIGHT / responses);
   const height = responses * line + GAP;
-  canvas.style.width = `${WIDTH}px`;
   const context = fitCanvas(canvas, WIDTH, height);
   const colours = cssColours("bg2", "p1", "p2", "p3", "p4", "p5", "n1", "n2", "n3", "n4", "n5");
   const cell = WIDTH / columns;

@@ -5,6 +5,9 @@
  * @typedef {{kind: string, label: string, page: string | null, switch: string}} Instrument
  */
 
+/** What news says about a run as a whole, under the same names. */
+const TOLD = ["state", "written", "description", "enabled", "ablation", "findings", "problems"];
+
 export class RunHistory {
   /** @param {Instrument[]} instruments */
   constructor(source, id, name, instruments) {
@@ -42,14 +45,8 @@ export class RunHistory {
     const traced = this.kinds.map((kind) => this.takeTrace(this.traces[kind], news.traces[kind]));
     const stateChanged =
       this.state !== news.state || this.ablation !== news.ablation || this.findings !== news.findings;
-    this.state = news.state;
+    for (const name of TOLD) this[name] = news[name];
     this.totalSteps = news.total_steps;
-    this.written = news.written;
-    this.description = news.description;
-    this.enabled = news.enabled;
-    this.ablation = news.ablation;
-    this.findings = news.findings;
-    this.problems = news.problems;
     this.vocabularyProblem = news.vocabulary_problem;
     this.columns.clear(); // series are made again from what is known now
     if (traced.includes("again")) return (await this.refresh()) || true;

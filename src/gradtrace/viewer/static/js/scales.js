@@ -49,6 +49,12 @@ export function meanOf(values) {
   return finite.length ? finite.reduce((sum, value) => sum + value, 0) / finite.length : NaN;
 }
 
+/** Where each of several parts begins that follow one another, by their lengths. */
+export function startsOf(lengths) {
+  let end = 0;
+  return lengths.map((length) => (end += length) - length);
+}
+
 /** The place of the last of these ascending numbers that is not above `value`. */
 export function placeOf(starts, value) {
   let [low, high] = [0, starts.length - 1];

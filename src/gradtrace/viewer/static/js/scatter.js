@@ -1,7 +1,7 @@
 // Entropy × influence, one mark per token, on two canvases: the points, and the brush that moves over them.
 
 import { AsinhScale, Frame } from "./axes.js";
-import { cssColours, element, fitCanvas, setAttributes } from "./dom.js";
+import { cssColours, element, fitCanvas } from "./dom.js";
 import { numberStyle } from "./format.js";
 import { quantile, signedClass } from "./scales.js";
 
@@ -15,11 +15,9 @@ export class Scatter {
     this.points = points;
     this.onBrush = onBrush;
     this.brush = null;
-    this.canvas = setAttributes(element("canvas"), {
-      role: "img",
-      "aria-label": "Scatter of entropy against influence, one mark per token. The fields below select a range.",
-    });
-    this.cover = setAttributes(element("canvas", "brush"), { "aria-hidden": "true" });
+    const words = "Scatter of entropy against influence, one mark per token. The fields below select a range.";
+    this.canvas = element("canvas", "", { role: "img", "aria-label": words });
+    this.cover = element("canvas", "brush", { "aria-hidden": "true" });
     this.node = element("div", "plot", this.canvas, this.cover);
     const top = (values, q, otherwise) => quantile(values.map(Math.abs), q) || otherwise;
     this.top = top(points.influence, 0.99, 1);

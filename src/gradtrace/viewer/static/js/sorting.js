@@ -5,19 +5,15 @@ import { button, element, setAttributes } from "./dom.js";
 export class Sorting {
   /**
    * @param {import("./url_state.js").UrlState} url
-   * @param {{key: string, title: string, up?: boolean, number?: boolean, fixed?: boolean}[]} columns `up`: ascending
-   *   at first; `fixed`: nothing to sort by
+   * @param {{key: string, title: string, up?: boolean, number?: boolean, fixed?: boolean, hint?: string}[]} columns
+   *   `up`: ascending at first; `fixed`: nothing to sort by
    * @param {string} otherwise the column at first
    * @param {() => void} onChange
    */
   constructor(url, columns, otherwise, onChange) {
     this.columns = columns;
-    const sortable = columns.filter((column) => !column.fixed);
-    this.key = url.choice(
-      "sort",
-      sortable.map((column) => column.key),
-      otherwise,
-    );
+    const sortable = columns.filter((column) => !column.fixed).map((column) => column.key);
+    this.key = url.choice("sort", sortable, otherwise);
     const direction = url.get("dir");
     this.ascending = direction ? direction === "up" : Boolean(columns.find((column) => column.key === this.key)?.up);
     this.row = element("tr", "", ...columns.map((column) => this.head(column, url, onChange)));
@@ -25,20 +21,15 @@ export class Sorting {
   }
 
   head(column, url, onChange) {
-    const cell = element("th", `c-${column.key}${column.number ? " number" : ""}`);
-    if (column.fixed) {
-      cell.append(column.title);
-      return cell;
-    }
-    const sorter = button("", column.title, () => {
+    const sort = () => {
       this.ascending = this.key === column.key ? !this.ascending : Boolean(column.up);
       this.key = column.key;
       url.update({ sort: this.key, dir: this.ascending ? "up" : "down" });
       this.mark();
       onChange();
-    });
-    cell.append(sorter);
-    return cell;
+    };
+    const title = column.fixed ? column.title : button("", column.title, sort);
+    return element("th", `c-${column.key}${column.number ? " number" : ""}`, { title: column.hint ?? null }, title);
   }
 
   mark() {
@@ -60,11 +51,10 @@ export class Sorting {
 /** What opens and closes a row for those who have no pointer: its text as a button. A click anywhere in the row does
  * the same, so that it needs no handler of its own. */
 export function opener(text, isOpen) {
-  const node = button("row-opener", text, () => null);
-  return setAttributes(node, { "aria-expanded": String(isOpen) });
+  return button("row-opener", text, () => null, { "aria-expanded": String(isOpen) });
 }
 
 /** A row whose one cell goes through all columns. */
 export function wideRow(className, columns, ...content) {
-  return element("tr", className, setAttributes(element("td", "", ...content), { colspan: columns }));
+  return element("tr", className, element("td", "", { colspan: columns }, ...content));
 }

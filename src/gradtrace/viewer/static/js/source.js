@@ -7,6 +7,16 @@ class SourceError extends Error {
   }
 }
 
+/** What was asked for, or null where it is not there. */
+export async function orNull(answer) {
+  try {
+    return await answer;
+  } catch (error) {
+    if (error.status === 404) return null;
+    throw error;
+  }
+}
+
 /** The viewer's server. The browser's cache and our ETags see to it that nothing is sent twice. */
 export class ServerSource {
   constructor() {

@@ -1,6 +1,6 @@
 // Below the selected token: what the policy writes from before it and from after it, by answer, and "resample from here".
 
-import { append, button, element, filledBar, setAttributes } from "../dom.js";
+import { button, element, filledBar, menuOf, setAttributes } from "../dom.js";
 import { fixed, plural } from "../format.js";
 
 const AMOUNTS = [8, 32, 128];
@@ -18,9 +18,12 @@ export class Continuations {
     this.bar = element("progress");
     this.stop = button("", "Cancel", () => counterfactual.cancel().catch(on.fail));
     this.start = button("resample", "Resample from here", () => this.resample().catch(on.fail));
-    this.amount = setAttributes(element("select"), { "aria-label": "Continuations on either side" });
-    for (const each of AMOUNTS) this.amount.append(element("option", "", String(each)));
-    this.amount.value = String(AMOUNTS[1]);
+    const amounts = AMOUNTS.map(String);
+    this.amount = menuOf(
+      "Continuations on either side",
+      amounts.map((each) => [each, each]),
+    );
+    this.amount.value = amounts[1];
     this.controls = element("span", "resample-controls", this.start, " k = ", this.amount, this.bar, this.stop);
     const title = element("h3", "", "What would have followed", this.controls);
     this.node = element("section", "following", title, this.remark, this.sides);
@@ -75,12 +78,9 @@ export class Continuations {
 
 /** @param {import("./counterfactual.js").Side} side */
 function sideOf(title, side) {
-  const node = element("div", "side-of");
-  if (!side) return append(node, element("h4", "", title), element("p", "say", "not measured"));
+  if (!side) return element("div", "side-of", element("h4", "", title), element("p", "say", "not measured"));
   const value = element("b", "", `V ${fixed(side.value, 3)} ± ${fixed(side.stderr, 3)}`);
-  append(node, element("h4", "", `From ${title}: `, value));
-  for (const answer of side.answers) node.append(answerLine(answer));
-  return node;
+  return element("div", "side-of", element("h4", "", `From ${title}: `, value), ...side.answers.map(answerLine));
 }
 
 /** @param {import("./counterfactual.js").Answer} answer */

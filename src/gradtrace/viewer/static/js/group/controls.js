@@ -4,28 +4,27 @@ import { CREDIT_HINT, CREDIT_NAMES } from "../channels.js";
 import { segmentedControl } from "../controls.js";
 import { stepIsLikelier } from "../meaning.js";
 import { ORDERS } from "./sheet.js";
-import { UNITS } from "./units.js";
 
 export const VIEWS = { side: "side by side", stack: "stacked", one: "one", read: "reading" };
 export const SCALES = ["response", "group", "step"];
 /** Two questions about a token: what its step does in training, and what a step that makes it likelier would do. */
 export const QUESTIONS = { training: "training on a token does", likelier: "making it likelier would do" };
 
-/** now: {view, scale, by, credit, asks, order}; on: a function for each of them that is told the new value. */
-export function groupControls(group, now, on) {
+/** now: {view, scale, by, credit, asks, order, units}; choose(name, value) is told a new value of one of them. */
+export function groupControls(group, now, choose) {
   const has = (credit) => group.credits.includes(credit);
   const whyNot = (credit) =>
     `this group has no ${CREDIT_NAMES[credit]} credit (trainer.influence_trace.credit, .loss_term_prompts)`;
   const credits = ["loss_term", has("tail") ? "tail" : "position"]; // one of the two comes with the backward pass
   const make = (name, label, options, hint = "") =>
-    segmentedControl({ label, value: now[name], options, onChange: on[name], hint });
+    segmentedControl({ label, value: now[name], options, onChange: (value) => choose(name, value), hint });
   const controls = {
     view: make("view", "View", VIEWS),
     scale: make("scale", "Colour scale, 99th pct. of", SCALES),
     by: make(
       "by",
       "By",
-      UNITS.filter((value) => value !== "turn" || group.hasTurns),
+      now.units,
       "Influence and ΔV of a sentence, a line or a turn are the sums over its tokens; entropy and log-prob are the means.",
     ),
     credit: make(

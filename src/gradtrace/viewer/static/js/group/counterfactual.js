@@ -1,5 +1,7 @@
 // Counterfactual values of a group: V and ΔV of its tokens, what follows before and after one, and live resampling.
 
+import { orNull } from "../source.js";
+
 const POLL = 300;
 const CHANNELS = ["delta_v", "delta_v_stderr", "value", "value_stderr"];
 
@@ -21,13 +23,8 @@ export class Counterfactual {
 
   /** Read what is stored. A report, or an older server, has nothing. */
   async load() {
-    let answer;
-    try {
-      answer = await this.source.json(`${this.path}/counterfactual`);
-    } catch (error) {
-      if (error.status === 404) return this;
-      throw error;
-    }
+    const answer = await orNull(this.source.json(`${this.path}/counterfactual`));
+    if (answer === null) return this;
     this.run = answer.run;
     this.canResample = answer.resample;
     this.measured = answer.measured;
@@ -59,13 +56,8 @@ export class Counterfactual {
 
   /** @returns {Promise<{before: Side, after: Side}>} What the policy writes from before a token, and from after it. */
   async ofToken(response, position) {
-    if (!this.measured) return { before: null, after: null };
-    try {
-      return await this.source.json(`${this.path}/counterfactual/${response}/${position}`);
-    } catch (error) {
-      if (error.status === 404) return { before: null, after: null };
-      throw error;
-    }
+    const path = `${this.path}/counterfactual/${response}/${position}`;
+    return (this.measured && (await orNull(this.source.json(path)))) ?? { before: null, after: null };
   }
 
   /** Sample k continuations from before and after a token. `onState` hears how far it is; resolves to its last state. */

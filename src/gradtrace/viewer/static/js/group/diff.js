@@ -1,6 +1,6 @@
 // Two responses side by side: what they share at the beginning once, then each from the first difference on.
 
-import { button, element, setAttributes } from "../dom.js";
+import { button, element, menuOf } from "../dom.js";
 import { plural } from "../format.js";
 import { visibleText } from "../token_text.js";
 
@@ -43,21 +43,11 @@ export class DiffPanel {
   constructor(group, pair, onChange) {
     this.group = group;
     this.onChange = onChange;
-    this.menus = ["Compare", "with"].map((label) => this.menu(label));
+    const names = [["", "–"], ...group.responses.map(({ index, name }) => [index, name])];
+    this.menus = ["Compare", "with"].map((label) => menuOf(`${label} response`, names, () => this.choose()));
     this.chooser = element("div", "control diff-chooser", "Compare", this.menus[0], "with", this.menus[1]);
-    this.node = setAttributes(element("section", "diff"), { "aria-label": "Two responses compared" });
+    this.node = element("section", "diff", { "aria-label": "Two responses compared" });
     this.show(pair);
-  }
-
-  menu(label) {
-    const menu = setAttributes(element("select"), { "aria-label": `${label} response` });
-    for (const [value, text] of [["", "–"], ...this.group.responses.map(({ index, name }) => [String(index), name])]) {
-      const option = element("option", "", text);
-      option.value = value;
-      menu.append(option);
-    }
-    menu.addEventListener("change", () => this.choose());
-    return menu;
   }
 
   /** One response alone is compared with the first accepted one that differs from it, or the first other one. */

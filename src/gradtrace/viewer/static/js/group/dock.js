@@ -1,6 +1,6 @@
 // The dock at the bottom: the selected token, its effect on every response, and how its score adds up from them.
 
-import { acceptedMark, append, button, element, setAttributes } from "../dom.js";
+import { acceptedMark, append, button, element } from "../dom.js";
 import { numberStyle } from "../format.js";
 import { visibleText } from "../token_text.js";
 import { tokenBytes, tokenMetrics } from "./metrics.js";
@@ -11,9 +11,8 @@ const BAR_TOP = 34;
 export class Dock {
   constructor({ onClose, onJump }) {
     this.onJump = onJump;
-    this.node = setAttributes(element("aside", "dock"), { "aria-label": "The selected token" });
-    this.node.hidden = true;
-    this.close = setAttributes(button("icon", "×", onClose), { "aria-label": "Close", title: "Close (esc)" });
+    this.node = element("aside", "dock", { "aria-label": "The selected token", hidden: true });
+    this.close = button("icon", "×", onClose, { "aria-label": "Close", title: "Close (esc)" });
   }
 
   get height() {
@@ -52,12 +51,12 @@ export class Dock {
         .filter((each) => each.accepted === accepted)
         .map((each) => ({ each, column: members.findIndex((member) => member.response === each.index) }))
         .filter(({ column }) => column >= 0);
-      const side = element("div", "side", element("em", "", accepted ? "on the accepted" : "on the rejected"));
-      side.style.setProperty("--count", String(Math.max(1, shown.length)));
-      for (const { each, column } of shown) {
-        side.append(this.barColumn(each, values[column], { zero, range, style, own: each.index === response.index }));
-      }
-      bars.append(side);
+      const columns = shown.map(({ each, column }) =>
+        this.barColumn(each, values[column], { zero, range, style, own: each.index === response.index }),
+      );
+      const title = element("em", "", accepted ? "on the accepted" : "on the rejected");
+      const wide = { "--count": String(Math.max(1, shown.length)) };
+      bars.append(element("div", "side", { style: wide }, title, ...columns));
     }
     const outside = members.filter((member) => member.response === null).length;
     const note = outside
@@ -68,18 +67,17 @@ export class Dock {
   }
 
   barColumn(response, value, { zero, range, style, own }) {
-    const column = button(`bar-column${own ? " own" : ""}`, "", () => this.onJump(response.index));
     const height = Number.isFinite(value) ? Math.max(1, (Math.abs(value) / range) * BAR_AREA) : 0;
-    const axis = element("i", "axis");
-    const bar = element("i", `value-bar ${value < 0 ? "n4" : "p4"}`);
-    const text = element("span", "value", style.signed(value));
-    axis.style.top = `${zero}px`;
-    bar.style.height = `${height}px`;
-    bar.style.top = `${value < 0 ? zero + 1 : zero - height}px`;
-    text.style.top = `${value < 0 ? zero + height + 1 : zero - height - 14}px`;
-    const name = element("span", "name", acceptedMark(response.accepted), response.name);
-    const words = `${response.name}${own ? ", its own response" : ""}: ${style.signed(value)}. Go there.`;
-    return setAttributes(append(column, axis, bar, text, name), { title: words });
+    const at = (top, more = {}) => ({ style: { top: `${top}px`, ...more } });
+    const bar = at(value < 0 ? zero + 1 : zero - height, { height: `${height}px` });
+    const title = `${response.name}${own ? ", its own response" : ""}: ${style.signed(value)}. Go there.`;
+    return append(
+      button(`bar-column${own ? " own" : ""}`, "", () => this.onJump(response.index), { title }),
+      element("i", "axis", at(zero)),
+      element("i", `value-bar ${value < 0 ? "n4" : "p4"}`, bar),
+      element("span", "value", at(value < 0 ? zero + height + 1 : zero - height - 14), style.signed(value)),
+      element("span", "name", acceptedMark(response.accepted), response.name),
+    );
   }
 }
 
@@ -100,11 +98,8 @@ function tokenPart(group, token, context) {
   const chip = element("span", "token-chip", visibleText(group.entry(token), group.piece(token)));
   const list = element("dl");
   for (const { name, text, share, tone } of tokenMetrics(group, token, context)) {
-    const bar = element("span", "mini");
-    if (tone && share > 0) {
-      bar.style.width = `max(2px, ${100 * Math.min(1, share)}%)`;
-      bar.style.background = `var(--${tone})`;
-    }
+    const style = { width: `max(2px, ${100 * Math.min(1, share)}%)`, background: `var(--${tone})` };
+    const bar = element("span", "mini", tone && share > 0 ? { style } : null);
     list.append(element("dt", "", name), element("dd", "", bar), element("dd", "", text));
   }
   return element("div", "", element("div", "who", chip, names), list);

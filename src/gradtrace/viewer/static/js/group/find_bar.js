@@ -2,9 +2,9 @@
 // are not drawn yet.
 
 import { searchBox } from "../controls.js";
-import { element, setAttributes } from "../dom.js";
+import { element } from "../dom.js";
 import { plural } from "../format.js";
-import { placeOf } from "../scales.js";
+import { placeOf, startsOf } from "../scales.js";
 
 export class FindBar {
   /** on: {change(needle), jump(response, position)} */
@@ -14,7 +14,7 @@ export class FindBar {
     this.hits = [];
     this.at = -1;
     this.box = searchBox("Find in responses", "Find in responses", needle, (value) => this.find(value));
-    this.count = setAttributes(element("span"), { "aria-live": "polite" });
+    this.count = element("span", "", { "aria-live": "polite" });
     this.box.addEventListener("keydown", (event) => {
       if (event.key === "Enter") this.step(event.shiftKey ? -1 : 1);
     });
@@ -64,16 +64,8 @@ function findInResponse(response, wanted) {
 /** The response in lower case, and where each token begins in it. Made once per response. */
 function searchable(response) {
   if (!response.searchable) {
-    const starts = new Uint32Array(response.pieces.length);
-    const parts = [];
-    let length = 0;
-    for (const [position, piece] of response.pieces.entries()) {
-      starts[position] = length;
-      const lower = piece.text.toLowerCase();
-      parts.push(lower);
-      length += lower.length;
-    }
-    response.searchable = { text: parts.join(""), starts };
+    const parts = response.pieces.map(({ text }) => text.toLowerCase());
+    response.searchable = { text: parts.join(""), starts: startsOf(parts.map((part) => part.length)) };
   }
   return response.searchable;
 }

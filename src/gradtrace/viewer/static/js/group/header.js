@@ -1,7 +1,7 @@
 // The head of the group page: the prompt, the facts, and why something is missing.
 
 import { button, element, emptyState, fact, linkTo, passDots } from "../dom.js";
-import { fixed, MISSING, numberStyle } from "../format.js";
+import { fixed, numberStyle } from "../format.js";
 import { meanOf } from "../scales.js";
 import { rawText } from "../token_text.js";
 import { promptBody } from "./prompt.js";
@@ -29,23 +29,21 @@ export function promptSection(group, credit, historyHref) {
 
 function factsOf(group, credit) {
   const facts = element("div", "facts");
+  const add = (value, label) => facts.append(fact(value, label));
   const { responses } = group;
   const accepted = responses.filter((response) => response.accepted).length;
   const passed = element("span", "", `${accepted}/${responses.length}\u2002`, passDots(accepted, responses.length));
-  if (group.mixed) facts.append(fact(passed, "accepted"));
-  else if (responses.length) facts.append(fact(fixed(responses[0].reward, 2), `reward of all ${responses.length}`));
+  if (group.mixed) add(passed, "accepted");
+  else if (responses.length) add(fixed(responses[0].reward, 2), `reward of all ${responses.length}`);
   const answer = rawText(group.expected.filter((entry) => !entry.special));
   if (answer && answer.length <= LONGEST_ANSWER && !group.isChain)
-    facts.append(fact(element("span", "mono", answer), "expected answer"));
+    add(element("span", "mono", answer), "expected answer");
   const entropy = group.values("entropy");
-  if (entropy) facts.append(fact(fixed(meanOf(entropy), 3), "mean entropy, nats"));
+  if (entropy) add(fixed(meanOf(entropy), 3), "mean entropy, nats");
   const influence = group.values("influence", credit);
   const size = influence ? meanOf(influence.map(Math.abs)) * influence.filter(Number.isFinite).length : NaN;
-  if (group.credits.length)
-    facts.append(
-      fact(Number.isFinite(size) ? numberStyle(size).plain(size) : MISSING, "Σ |influence|, response tokens"),
-    );
-  facts.append(fact(fixed(meanOf(responses.map((response) => response.length)), 1).replace(/\.0$/, ""), "mean length"));
+  if (group.credits.length) add(numberStyle(size).plain(size), "Σ |influence|, response tokens");
+  add(fixed(meanOf(responses.map((response) => response.length)), 1).replace(/\.0$/, ""), "mean length");
   return facts;
 }
 

@@ -2,7 +2,7 @@
 
 import { CHANNELS, CREDIT_NAMES, MEANINGS, rampOf, WHY_MISSING } from "../channels.js";
 import { LIKELIER } from "../meaning.js";
-import { append, button, element, setAttributes } from "../dom.js";
+import { append, button, element, menuOf } from "../dom.js";
 import { numberStyle } from "../format.js";
 
 /** The colours of a channel from low to high, with what stands at both ends and in the middle. */
@@ -14,16 +14,11 @@ export function rampParts(channel, low, middle, high) {
 /** Head of one slot: a menu of the channels, the unit, the colour ramp with its ends. */
 export class LegendHead {
   constructor(slot, onChannel) {
-    this.menu = setAttributes(element("select"), { "aria-label": `What column ${slot + 1} shows` });
-    for (const [value, { title }] of Object.entries(CHANNELS)) {
-      const option = element("option", "", title);
-      option.value = value;
-      this.menu.append(option);
-    }
-    this.menu.addEventListener("change", () => onChannel(this.menu.value));
+    const titles = Object.entries(CHANNELS).map(([value, { title }]) => [value, title]);
+    this.menu = menuOf(`What column ${slot + 1} shows`, titles, () => onChannel(this.menu.value));
     this.target = element("span", "target");
     this.unit = element("span", "unit");
-    this.ramp = setAttributes(element("div", "ramp"), { role: "img" });
+    this.ramp = element("div", "ramp", { role: "img" });
     const title = element("div", "", element("h2", "", this.menu, this.target), this.unit);
     this.node = element("div", `legend slot-${slot}`, title, this.ramp);
   }

@@ -1,45 +1,37 @@
 // The cell to the left of a response: reward, advantage, length, Σ influence, and what is special about it.
 
-import { element } from "../dom.js";
+import { append, element } from "../dom.js";
 import { fixed, MISSING, signed } from "../format.js";
 import { SELECTION_REMARKS } from "./header.js";
 import { sumOver } from "./model.js";
 import { valueCurve } from "./value_curve.js";
 
 export function metaHead(group) {
-  const head = element("div", "meta-head");
-  if (!group.isChain) return element("div", "meta-head", element("span", "", "Response"));
-  for (const name of ["Response", "Reward", "Advantage", "Tokens", ""]) head.append(element("span", "", name));
-  if (group.credits.length) head.append(element("span", "wide", "Σ influence: its tokens, its prompt positions"));
-  return head;
+  const names = group.isChain ? ["Response", "Reward", "Advantage", "Tokens", ""] : ["Response"];
+  const sums = group.isChain && group.credits.length ? "Σ influence: its tokens, its prompt positions" : null;
+  const heads = names.map((name) => element("span", "", name));
+  return element("div", "meta-head", ...heads, sums && element("span", "wide", sums));
 }
 
 export function fillMetaCell(row) {
   const { group, response } = row;
   const numbers = element("div", "numbers", row.name);
-  const values = [
-    ["reward", rewardText(response.reward)],
-    ["advantage", response.advantage === null ? MISSING : signed(response.advantage, 2)],
-    ["tokens", String(response.length)],
-  ];
-  for (const [name, text] of values) {
-    if (!group.isChain) numbers.append(element("span", "key", name));
-    numbers.append(element("span", "", text));
-  }
+  const add = (name, text, title = null) => {
+    const value = element("span", "", text);
+    append(numbers, group.isChain ? null : element("span", "key", { title }, name), value);
+    return value;
+  };
+  add("reward", rewardText(response.reward));
+  add("advantage", response.advantage === null ? MISSING : signed(response.advantage, 2));
+  add("tokens", String(response.length));
   if (!group.isChain) {
-    for (const [name, value] of Object.entries(response.reward_parts)) {
-      const key = element("span", "key", name);
-      key.title = "a part of the reward, before its weight in the sum";
-      numbers.append(key, element("span", "", rewardText(value)));
-    }
+    for (const [name, value] of Object.entries(response.reward_parts))
+      add(name, rewardText(value), "a part of the reward, before its weight in the sum");
   }
   if (!group.isChain && group.credits.length) {
-    row.sumCells = [element("span"), element("span")];
     const hint =
       "Σ influence over the tokens of this response; below it the part that falls on positions of the prompt";
-    const [key, promptKey] = [element("span", "key", "Σ influence"), element("span", "key", "Σ at prompt")];
-    key.title = promptKey.title = hint;
-    numbers.append(key, row.sumCells[0], promptKey, row.sumCells[1]);
+    row.sumCells = ["Σ influence", "Σ at prompt"].map((name) => add(name, "", hint));
   }
   row.meta.replaceChildren(numbers, row.remarks);
   row.node.setAttribute("aria-label", describe(response, group));
@@ -51,8 +43,10 @@ const rewardText = (value) => (value === null ? MISSING : fixed(value, Number.is
 export function showCurve(row, onPick) {
   const { group, response } = row;
   row.meta.querySelector(".value-curve")?.remove();
-  const curve = valueCurve(group, response, (position) => onPick(response.start + position));
-  if (curve) row.meta.append(curve);
+  append(
+    row.meta,
+    valueCurve(group, response, (position) => onPick(response.start + position)),
+  );
 }
 
 function describe(response, group) {

@@ -1,6 +1,7 @@
 // A prompt group, decoded: structure from JSON, one float32 channel after the other from a single binary answer.
 
 import { LIKELIER } from "../meaning.js";
+import { startsOf } from "../scales.js";
 import { piecesOf, rawText, readVocabulary } from "../token_text.js";
 
 /** Responses of at most this many tokens of at most two characters each are drawn as aligned cells. */
@@ -15,14 +16,12 @@ export class Group {
     this.expected = structure.expected.map((index) => this.vocabulary[index]);
     this.pairwise = structure.pairwise;
     this.meta = structure.meta;
-    let start = 0;
+    const starts = startsOf(structure.responses.map(({ length }) => length));
     this.responses = structure.responses.map((response, index) => {
-      const end = start + response.length;
-      const decoded = { ...response, index, name: `r${index}`, start, end };
-      start = end;
-      return decoded;
+      const [start, end] = [starts[index], starts[index] + response.length];
+      return { ...response, index, name: `r${index}`, start, end };
     });
-    this.size = start;
+    this.size = this.responses.at(-1)?.end ?? 0;
     this.channels = new Map(
       structure.channels.map((name, index) => [name, floats.subarray(index * this.size, (index + 1) * this.size)]),
     );

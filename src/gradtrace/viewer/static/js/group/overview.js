@@ -1,7 +1,7 @@
 // The group in miniature: one line per response, one tick per token. Click to jump.
 
 import { classNameOf, rampOf } from "../channels.js";
-import { cssColours, element, fitCanvas, setAttributes } from "../dom.js";
+import { cssColours, element, fitCanvas } from "../dom.js";
 
 const LINE = 9;
 const THICKNESS = 7;
@@ -12,14 +12,9 @@ export class Overview {
   constructor(group, onJump) {
     this.group = group;
     this.lines = [];
-    this.canvases = [0, 1].map((slot) => {
-      const canvas = setAttributes(element("canvas", `slot-${slot}`), {
-        role: "img",
-        "aria-label": "Overview of the group; the same colours as below",
-      });
-      canvas.addEventListener("click", (event) => this.jump(event, onJump));
-      return canvas;
-    });
+    const words = { role: "img", "aria-label": "Overview of the group; the same colours as below" };
+    const onclick = (event) => this.jump(event, onJump);
+    this.canvases = [0, 1].map((slot) => element("canvas", `slot-${slot}`, { ...words, onclick }));
     const caption = element("div", "caption", "Overview: one line per response, one tick per token. Click to jump.");
     this.node = element("div", "overview", caption, ...this.canvases);
   }

@@ -1,5 +1,18 @@
 // The effect of each token on each response: blocks [tokens, members], loaded when somebody asks.
 
+import { orNull } from "../source.js";
+
+/** What `load` gives for a key, asked for once; an error is forgotten, so that the next one asks again. */
+async function once(memory, key, load) {
+  if (!memory.has(key)) memory.set(key, load());
+  try {
+    return await memory.get(key);
+  } catch (error) {
+    memory.delete(key);
+    throw error;
+  }
+}
+
 export class PairwiseInfluence {
   /** path: of the group; members: what the columns of a block stand for. */
   constructor(source, path, group) {
@@ -37,33 +50,15 @@ export class PairwiseInfluence {
   }
 
   /** The whole block of a response: the next token under the arrow keys then needs no request. */
-  async block(response) {
-    if (!this.blocks.has(response)) {
-      this.blocks.set(response, this.source.floats(`${this.path}/pairwise/${response}`));
-    }
-    try {
-      return await this.blocks.get(response);
-    } catch (error) {
-      this.blocks.delete(response);
-      if (error.status === 404) return null;
-      throw error;
-    }
+  block(response) {
+    return orNull(once(this.blocks, response, () => this.source.floats(`${this.path}/pairwise/${response}`)));
   }
 
   /** float32[tokens of the group]: what every token does to one response. */
-  async onResponse(target) {
-    if (!this.columns.has(target)) {
-      this.columns.set(
-        target,
-        this.source.isLive ? this.source.floats(`${this.path}/pairwise/on/${target}`) : this.assemble(target),
-      );
-    }
-    try {
-      return await this.columns.get(target);
-    } catch (error) {
-      this.columns.delete(target);
-      throw error;
-    }
+  onResponse(target) {
+    return once(this.columns, target, () =>
+      this.source.isLive ? this.source.floats(`${this.path}/pairwise/on/${target}`) : this.assemble(target),
+    );
   }
 
   /** The same from the blocks: a report holds no second copy. */

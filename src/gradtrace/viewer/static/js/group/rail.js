@@ -5,7 +5,7 @@ import { button, element, setAttributes } from "../dom.js";
 
 export class Rail {
   constructor(group, onJump) {
-    this.node = setAttributes(element("nav", "rail"), { "aria-label": "Responses of this group" });
+    this.node = element("nav", "rail", { "aria-label": "Responses of this group" });
     this.cells = group.responses.map((response) => {
       const cell = button("", response.name, () => onJump(response.index));
       return Object.assign(cell, { response });

@@ -2,7 +2,7 @@
 // of 16 × 4,096 tokens opens as fast as a small one.
 
 import { CHANNELS, classNameOf } from "../channels.js";
-import { acceptedMark, button, element, setAttributes } from "../dom.js";
+import { acceptedMark, append, button, element, setAttributes } from "../dom.js";
 import { richText } from "../rich_text.js";
 import { drawingClass, drawnText, rawText } from "../token_text.js";
 import { chat } from "./turns.js";
@@ -15,18 +15,19 @@ export class ResponseRow {
     this.flags = new Map();
     this.meta = element("div", "meta");
     this.remarks = element("div", "remarks");
-    this.sums = [];
     this.slots = [0, 1].map((slot) => {
-      const tokens = setAttributes(element("div", `tokens slot-${slot}`), { tabindex: 0, role: "group" });
+      const tokens = element("div", `tokens slot-${slot}`, { tabindex: 0, role: "group" });
       return Object.assign(tokens, { row: this, slotIndex: slot });
     });
     this.reading = element("div", "reading");
     const side = !group.mixed ? "plain" : response.accepted ? "accepted" : "rejected";
     this.node = element("section", `row ${side}`, this.meta, ...this.slots, this.reading);
-    this.name = button("response-id", "", () => onTarget(response.index));
-    if (group.mixed) this.name.append(acceptedMark(response.accepted));
-    this.name.append(response.name);
-    this.name.title = `Show what every token of the group does to ${response.name}`;
+    this.name = append(
+      button("response-id", null, () => onTarget(response.index)),
+      { title: `Show what every token of the group does to ${response.name}` },
+      group.mixed ? acceptedMark(response.accepted) : null,
+      response.name,
+    );
   }
 
   get isBuilt() {

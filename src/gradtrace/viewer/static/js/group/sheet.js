@@ -90,7 +90,7 @@ export class Sheet {
     }
     const names = twins.map((twin) => this.group.responses[twin].name).join(", ");
     const toggle = () => this.on.spread(index, row.twinsButton.getAttribute("aria-expanded") !== "true");
-    row.twinsButton = setAttributes(button("twins", `×${twins.length}`, toggle), {
+    row.twinsButton = button("twins", `×${twins.length}`, toggle, {
       "aria-expanded": "false",
       title: `The same text: ${names}. Show each of them, or only the first.`,
     });
@@ -261,9 +261,9 @@ function expectedRow(group) {
   const cells = (slot) => {
     const line = element("div", `tokens slot-${slot}`);
     for (const [position, entry] of group.expected.entries()) {
-      const cell = element("span", entry.special ? "t x" : "t", entry.text ?? visibleText(entry));
-      if (position % 4 === 0 && !entry.special) cell.dataset.place = position;
-      line.append(cell);
+      const place = position % 4 === 0 && !entry.special ? position : null;
+      const text = entry.text ?? visibleText(entry);
+      line.append(element("span", entry.special ? "t x" : "t", { "data-place": place }, text));
     }
     return line;
   };

@@ -1,6 +1,6 @@
 // Responses of several turns: who wrote which part, as in a chat, and a strip with a number for every turn.
 
-import { button, element, setAttributes } from "../dom.js";
+import { button, element } from "../dom.js";
 import { numberStyle } from "../format.js";
 
 const PREVIEW = 40;
@@ -22,8 +22,8 @@ export function chat(response, spans) {
     const text = response.pieces.slice(segment.start, segment.end).map((piece) => piece.text);
     const whole = text.join("");
     const shown = whole.length > PREVIEW ? `${whole.slice(0, PREVIEW - 1)}…` : whole;
-    const summary = element("summary", "", element("span", "author", authorOf(segment)), " ", shown);
-    summary.title = "The policy did not write this: no loss, no scores. Click to see its tokens.";
+    const title = "The policy did not write this: no loss, no scores. Click to see its tokens.";
+    const summary = element("summary", "", { title }, element("span", "author", authorOf(segment)), " ", shown);
     return element("details", `segment ${segment.role}`, summary, ...own);
   });
 }
@@ -60,14 +60,13 @@ export function showTurns(row, credit, onPick) {
   const everyone = group.responses.filter(({ segments }) => segments).map((each) => turnSums(group, each, credit));
   const top = Math.max(0, ...everyone.flat().map(({ influence }) => Math.abs(influence) || 0));
   const style = numberStyle(top);
-  const strip = setAttributes(element("div", "turns"), { role: "group", "aria-label": `Turns of ${response.name}` });
+  const strip = element("div", "turns", { role: "group", "aria-label": `Turns of ${response.name}` });
   for (const { turn, start, influence, delta } of turnSums(group, response, credit)) {
     const parts = [`turn ${turn + 1}`];
     if (Number.isFinite(influence)) parts.push(`Σ ${style.signed(influence)}`);
     if (Number.isFinite(delta)) parts.push(`ΔV ${numberStyle(1).signed(delta)}`);
-    const cell = button(tint(influence, top), parts.join(" "), () => onPick(response.index, start));
-    cell.title = "What the policy wrote in this turn: influence and ΔV, summed over its tokens.";
-    strip.append(cell);
+    const title = "What the policy wrote in this turn: influence and ΔV, summed over its tokens.";
+    strip.append(button(tint(influence, top), parts.join(" "), () => onPick(response.index, start), { title }));
   }
   row.meta.append(strip);
 }

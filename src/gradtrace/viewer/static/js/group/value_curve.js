@@ -1,6 +1,6 @@
 // V along a response as a small line, with a band of two standard errors.
 
-import { setAttributes, svgElement } from "../dom.js";
+import { svgElement } from "../dom.js";
 import { fixed } from "../format.js";
 
 const WIDTH = 200;
@@ -21,20 +21,21 @@ export function valueCurve(group, response, onPick) {
   const corner = ({ place, value }) => `${fixed2(x(place))},${fixed2(y(value))}`;
   const edge = (sign) => known.map(({ place, value, error }) => corner({ place, value: value + sign * 2 * error }));
   const words = `V from ${fixed(known[0].value, 2)} to ${fixed(known.at(-1).value, 2)} along ${response.name}`;
+  const onclick = (event) => {
+    const box = curve.getBoundingClientRect();
+    const place = Math.ceil(((event.clientX - box.left) / box.width) * values.length) - 1;
+    onPick(clamp(place, 0, values.length - 1));
+  };
   const curve = svgElement(
     "svg",
-    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "value-curve", role: "img", "aria-label": words },
+    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "value-curve", role: "img", "aria-label": words, onclick },
+    { "data-response": response.index },
     svgElement("title", {}, words),
     svgElement("line", { x1: 0, x2: WIDTH, y1: y(low), y2: y(low), class: "base" }),
     svgElement("polygon", { points: [...edge(1), ...edge(-1).reverse()].join(" "), class: "band" }),
     svgElement("polyline", { points: known.map(corner).join(" "), class: "line" }),
   );
-  curve.addEventListener("click", (event) => {
-    const box = curve.getBoundingClientRect();
-    const place = Math.ceil(((event.clientX - box.left) / box.width) * values.length) - 1;
-    onPick(clamp(place, 0, values.length - 1));
-  });
-  return setAttributes(curve, { "data-response": response.index });
+  return curve;
 }
 
 function clamp(value, low, high) {

@@ -1,6 +1,6 @@
 // The ablation page: one row per combination of settings, and how far their token scores agree.
 
-import { element, fact, setAttributes } from "../dom.js";
+import { element, fact, tableOf } from "../dom.js";
 import { fixed, general, MISSING, plural } from "../format.js";
 import { neighbourIn, Page, pageHead } from "../page.js";
 import { signedClass, signedClassName } from "../scales.js";
@@ -54,7 +54,7 @@ class AblationPage extends Page {
     this.body = element("tbody");
     this.node.append(
       pageHead(`Ablation ${table.name}`, sub, facts),
-      element("table", "ablation-table", element("thead", "", this.sorting.row), this.body),
+      tableOf("ablation-table", this.sorting.row, this.body),
       this.meanings(),
       this.agreementSection(),
     );
@@ -101,21 +101,22 @@ class AblationPage extends Page {
   }
 
   row(cell, index, best) {
-    const number = element("td", "number", String(index + 1));
-    const row = element("tr", `opens${this.selected === index ? " current" : ""}`, number);
-    for (const axis of this.axes) row.append(element("td", "mono", String(cell.settings?.[axis] ?? MISSING)));
-    if (cell.status !== "done") {
-      const why = cell.error ? `${cell.status}: ${cell.error}` : String(cell.status);
-      row.append(setAttributes(element("td", "dim reason", why), { colspan: this.columns.length }));
-    } else {
-      for (const { key, unit } of this.columns) {
-        const isBest = best.get(key) === cell[key];
-        row.append(element("td", `number${isBest ? " best" : ""}`, shown(key, cell[key], unit)));
-      }
-    }
-    row.dataset.cell = index;
-    row.addEventListener("click", () => this.select(this.selected === index ? null : index));
-    return row;
+    const isSelected = this.selected === index;
+    const settings = this.axes.map((axis) => element("td", "mono", String(cell.settings?.[axis] ?? MISSING)));
+    const values = this.columns.map(({ key, unit }) => {
+      const isBest = best.get(key) === cell[key];
+      return element("td", `number${isBest ? " best" : ""}`, shown(key, cell[key], unit));
+    });
+    const why = cell.error ? `${cell.status}: ${cell.error}` : String(cell.status);
+    const reason = element("td", "dim reason", { colspan: this.columns.length }, why);
+    return element(
+      "tr",
+      `opens${isSelected ? " current" : ""}`,
+      { "data-cell": index, onclick: () => this.select(isSelected ? null : index) },
+      element("td", "number", String(index + 1)),
+      ...settings,
+      ...(cell.status === "done" ? values : [reason]),
+    );
   }
 
   select(index) {
@@ -141,13 +142,11 @@ class AblationPage extends Page {
     this.places = names.map((name) => place.get(name));
     const numbers = this.places.map((index) => (index === undefined ? "?" : String(index + 1)));
     const heads = numbers.map((number) => element("th", "number", number));
-    const body = element("tbody");
-    this.matrix = element("table", "matrix", element("thead", "", element("tr", "", element("td"), ...heads)), body);
-    matrix.forEach((row, i) => {
-      const line = element("tr", "", setAttributes(element("th", "number", numbers[i]), { title: String(names[i]) }));
-      line.append(...row.map((value, j) => this.matrixCell(value, i, j, names)));
-      body.append(line);
+    const lines = matrix.map((row, i) => {
+      const head = element("th", "number", { title: String(names[i]) }, numbers[i]);
+      return element("tr", "", head, ...row.map((value, j) => this.matrixCell(value, i, j, names)));
     });
+    this.matrix = tableOf("matrix", element("tr", "", element("td"), ...heads), element("tbody", "", ...lines));
     const how = "Point at a cell to read which two combinations it compares; numbers are those of the table.";
     this.pair = element("p", "pair dim", how);
     const what = `Rank correlation (${measure ?? "spearman"}) of all token scores, ${credits}. 1: the same order.`;
@@ -158,12 +157,11 @@ class AblationPage extends Page {
 
   matrixCell(value, i, j, names) {
     const level = Number.isFinite(value) ? signedClass(value, 1) : 0;
-    const cell = element("td", `number ${signedClassName(level)}`, Number.isFinite(value) ? fixed(value, 2) : MISSING);
-    cell.addEventListener("pointerenter", () => {
+    const onpointerenter = () => {
       this.pair.textContent = `${names[i]}  against  ${names[j]}: ${Number.isFinite(value) ? fixed(value, 4) : "not known"}`;
-    });
-    cell.addEventListener("click", () => this.places[i] !== undefined && this.select(this.places[i]));
-    return cell;
+    };
+    const onclick = () => this.places[i] !== undefined && this.select(this.places[i]);
+    return element("td", `number ${signedClassName(level)}`, { onpointerenter, onclick }, fixed(value, 2));
   }
 
   /** Row and column of the selected combination. */

@@ -3,7 +3,7 @@
 
 import { CREDIT_NAMES } from "../channels.js";
 import { searchBox, segmentedControl } from "../controls.js";
-import { acceptedMark, button, element, linkTo, passDots, setAttributes } from "../dom.js";
+import { acceptedMark, button, element, linkTo, passDots, tableOf } from "../dom.js";
 import { count, fixed, numberStyle, plural } from "../format.js";
 import { Page, pageHead } from "../page.js";
 
@@ -43,7 +43,7 @@ class FindPage extends Page {
     super(context, "find", { "/": "find" }, "find-page");
     this.what = this.url.choice("what", Object.keys(WHAT));
     this.query = this.url.get("q") ?? "";
-    this.status = setAttributes(element("div", "find-status"), { "aria-live": "polite" });
+    this.status = element("div", "find-status", { "aria-live": "polite" });
     this.results = element("div");
     this.node.append(pageHead("Find", SAYS[this.what]), this.makeControls(), this.status, this.results);
     this.ticket = 0;
@@ -141,12 +141,11 @@ class FindPage extends Page {
   }
 
   tokenTable(hits, scoreName = "Score") {
-    const body = element("tbody");
-    for (const hit of hits.slice(0, MOST_ROWS)) {
+    const rows = hits.slice(0, MOST_ROWS).map((hit) => {
       const who = hit.response === null ? "prompt" : `r${hit.response}, token ${hit.position}`;
       const score = Number.isFinite(hit.score) ? numberStyle(Math.abs(hit.score), 3).signed(hit.score) : "";
       const match = element("mark", "", oneLine(hit.match));
-      const row = element(
+      return element(
         "tr",
         "",
         element("td", "", `step ${hit.step}`),
@@ -155,9 +154,9 @@ class FindPage extends Page {
         element("td", "number", score ? `${score} ${CREDIT_NAMES[hit.credit] ?? ""}` : ""),
         element("td", "context", oneLine(hit.before), match, oneLine(hit.after)),
       );
-      body.append(row);
-    }
-    return table(["Step", "Group", "Where", scoreName, "Text"], body);
+    });
+    const heads = { Step: "", Group: "", Where: "", [scoreName]: scoreName === "Score" ? "number" : "", Text: "" };
+    return tableOf("fixed", heads, element("tbody", "", ...rows));
   }
 
   /** The first and the last group of every prompt that was drawn in several steps. */
@@ -182,30 +181,27 @@ class FindPage extends Page {
     const words = again.length
       ? `${plural(again.length, "prompt")} drawn in several steps, ${fell.length} passed less often the last time.`
       : "No prompt was drawn in two of these steps, so none can be followed.";
-    const found = fell.length ? table(["Steps", "Drawn", "Passed", "", "Prompt"], body) : null;
+    const heads = { Steps: "", Drawn: "", Passed: "", "": "", Prompt: "" };
+    const found = fell.length ? tableOf("fixed", heads, body) : null;
     return element("div", "", element("p", "dim", words), found);
   }
 
   history() {
-    const node = element("div", "history");
-    for (const hit of this.hits) {
-      const answers = element("ul");
-      for (const { text, times, accepted } of hit.answers)
-        answers.append(element("li", "", acceptedMark(accepted), element("span", "", text), `×${times}`));
-      const more = hit.others ? element("p", "dim", `${plural(hit.others, "other answer")}`) : null;
-      node.append(
-        element(
-          "section",
-          "",
-          element("h2", "", this.place(hit, `Step ${hit.step}`)),
-          element("p", "", passDots(hit.passed, hit.responses), ` ${hit.passed}/${hit.responses}`),
-          element("p", "dim", `mean length ${fixed(hit.length, 1)}, reward ${fixed(hit.reward, 2)}`),
-          answers,
-          more,
-        ),
+    const steps = this.hits.map((hit) => {
+      const answers = hit.answers.map(({ text, times, accepted }) =>
+        element("li", "", acceptedMark(accepted), element("span", "", text), `×${times}`),
       );
-    }
-    return node;
+      return element(
+        "section",
+        "",
+        element("h2", "", this.place(hit, `Step ${hit.step}`)),
+        element("p", "", passDots(hit.passed, hit.responses), ` ${hit.passed}/${hit.responses}`),
+        element("p", "dim", `mean length ${fixed(hit.length, 1)}, reward ${fixed(hit.reward, 2)}`),
+        element("ul", "", ...answers),
+        hit.others ? element("p", "dim", plural(hit.others, "other answer")) : null,
+      );
+    });
+    return element("div", "history", ...steps);
   }
 
   destroy() {
@@ -226,9 +222,4 @@ function isSure(first, last) {
 
 function oneLine(text) {
   return text.replaceAll("\n", "↵");
-}
-
-function table(heads, body) {
-  const cells = heads.map((name) => element(name ? "th" : "td", name === "Score" ? "number" : "", name));
-  return element("table", "fixed", element("thead", "", element("tr", "", ...cells)), body);
 }

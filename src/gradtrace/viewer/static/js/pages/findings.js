@@ -1,6 +1,6 @@
 // The findings page: what the detectors said while the run went on, newest first, with evidence and where to look.
 
-import { element, fact, linkTo, setAttributes } from "../dom.js";
+import { element, fact, linkTo } from "../dom.js";
 import { general, plural } from "../format.js";
 import { Page, pageHead } from "../page.js";
 
@@ -34,14 +34,13 @@ class FindingsPage extends Page {
   /** A sentence, how sure it is, who is named, and the numbers behind it. */
   item(finding) {
     const { step, detector, confidence, sentence, culprits = [], evidence = {} } = finding;
+    const title = "How far beyond its threshold the evidence is; 50% is at the threshold";
     const head = element(
       "div",
       "finding-head",
       this.link(this.isTraced(step) ? "step" : "run", { step }, `Step ${step}`),
       element("b", "", words(detector)),
-      setAttributes(element("span", "sure", `${Math.round(100 * confidence)}% sure`), {
-        title: "How far beyond its threshold the evidence is; 50% is at the threshold",
-      }),
+      element("span", "sure", { title }, `${Math.round(100 * confidence)}% sure`),
     );
     const numbers = element("dl", "finding-evidence");
     for (const [name, value] of Object.entries(evidence))

@@ -45,6 +45,9 @@ const HINTS = {
   esc: "clear",
 };
 
+/** What an address does not say, because it is so without being said. */
+const UNWRITTEN = { by: "token", asks: "training" };
+
 export async function openGroupPage(context) {
   const { source, run } = context;
   const path = `runs/${run.id}/steps/${context.step}/groups/${context.group}`;
@@ -144,15 +147,7 @@ class GroupPage extends Page {
   }
 
   makeControls() {
-    const fail = (change) => (value) => change.call(this, value).catch(this.context.fail);
-    this.controls = groupControls(this.group, this, {
-      view: (value) => this.setView(value),
-      scale: (value) => this.setScale(value),
-      by: (value) => this.setUnit(value),
-      credit: fail(this.setCredit),
-      asks: fail(this.setQuestion),
-      order: (value) => this.setOrder(value),
-    });
+    this.controls = groupControls(this.group, this, (name, value) => this.choose(name, value).catch(this.context.fail));
     const parts = [...Object.values(this.controls), this.diff.chooser, this.finder.node];
     const controls = element("div", "controls strip group-controls", ...parts);
     const fold = element("details", "controls-fold", element("summary", "", "View, colours and search"), controls);
@@ -166,7 +161,7 @@ class GroupPage extends Page {
     document.body.append(this.readout.node, this.dock.node);
     if (this.rail) document.body.append(this.rail.node);
     this.applyOrder();
-    this.sheet.layOut(this.view, this.showsSpaces);
+    this.layOut();
     this.recolour();
     this.sheet.begin();
     this.restore().catch(this.context.fail);
@@ -187,26 +182,30 @@ class GroupPage extends Page {
 
   /* ---------- choices ---------- */
 
+  /** Take a choice: keep it, and show what follows from it. */
+  async choose(name, value) {
+    this.keep(name, value);
+    if (name === "credit") this.keep("asks", "training");
+    const show = {
+      view: () => this.layOut(),
+      scale: () => this.recolour(),
+      by: () => this.recolour(),
+      credit: () => this.changeScore(),
+      asks: () => this.changeScore(),
+      order: () => this.applyOrder(),
+    };
+    await show[name]();
+  }
+
   /** Keep a choice here, on its control and in the address. */
-  keep(name, value, written = value) {
+  keep(name, value) {
     this[name] = value;
     this.controls[name].select(value);
-    this.url.update({ [name]: written });
+    this.url.update({ [name]: value === UNWRITTEN[name] ? null : value });
   }
 
-  setView(view) {
-    this.keep("view", view);
-    this.sheet.layOut(view, this.showsSpaces);
-  }
-
-  setScale(scale) {
-    this.keep("scale", scale);
-    this.recolour();
-  }
-
-  setUnit(by) {
-    this.keep("by", by, by === "token" ? null : by);
-    this.recolour();
+  layOut() {
+    this.sheet.layOut(this.view, this.showsSpaces);
   }
 
   setChannel(slot, channel) {
@@ -215,27 +214,10 @@ class GroupPage extends Page {
     this.recolour();
   }
 
-  async setCredit(credit) {
-    if (!this.group.credits.includes(credit)) return;
-    this.keep("credit", credit);
-    this.keep("asks", "training", null);
-    await this.changeScore();
-  }
-
-  async setQuestion(asks) {
-    this.keep("asks", asks, asks === "likelier" ? asks : null);
-    await this.changeScore();
-  }
-
   async changeScore() {
     this.recolour();
     if (this.order === "influence") this.applyOrder();
     if (this.selection.token !== null) await this.select(this.selection.token);
-  }
-
-  setOrder(order) {
-    this.keep("order", order);
-    this.applyOrder();
   }
 
   applyOrder() {
@@ -256,7 +238,7 @@ class GroupPage extends Page {
   toggleSpaces() {
     this.showsSpaces = !this.showsSpaces;
     this.url.update({ spaces: this.showsSpaces ? "1" : null });
-    this.sheet.layOut(this.view, this.showsSpaces);
+    this.layOut();
   }
 
   recolour() {
@@ -325,17 +307,18 @@ class GroupPage extends Page {
   tokenContext(token) {
     const response = this.group.responses[this.group.responseOfToken[token]];
     const units = unitMetrics(this.by, this.sheet.colourings, token);
-    const context = { response, units, tops: this.tops, credit: this.score };
-    if (this.targetValues) {
-      const shown = this.sheet.colourings.find(({ channel }) => channel === "influence");
-      const text = numberStyle(shown ? largestTop(shown) : 1).signed(this.targetValues[token]);
-      context.targetEffect = { name: `on ${this.group.responses[this.target].name}`, text };
-    }
-    return context;
+    const targetEffects = this.targetValues ? [this.targetEffect(token)] : [];
+    return { response, units, targetEffects, tops: this.tops, credit: this.score };
+  }
+
+  targetEffect(token) {
+    const shown = this.sheet.colourings.find(({ channel }) => channel === "influence");
+    const text = numberStyle(shown ? largestTop(shown) : 1).signed(this.targetValues[token]);
+    return { name: `on ${this.group.responses[this.target].name}`, text };
   }
 
   async select(token) {
-    if (this.view === "read") this.setView(this.defaultView());
+    if (this.view === "read") this.choose("view", this.defaultView());
     const context = this.tokenContext(token);
     this.url.update({ sel: `${context.response.index}.${token - context.response.start}` });
     const words = await this.selection.show(token, context);
@@ -402,15 +385,16 @@ class GroupPage extends Page {
   get actions() {
     const { group } = this;
     if (!this.sheet) return {};
+    const next = (name, values) => this.choose(name, nextOf(values, this[name]));
     return {
       j: () => this.moveRow(1),
       k: () => this.moveRow(-1),
-      v: () => this.setView(nextOf(Object.keys(VIEWS), this.view)),
-      s: () => this.setScale(nextOf(SCALES, this.scale)),
-      b: () => this.setUnit(nextOf(this.units, this.by)),
-      c: () => this.setCredit(nextOf(group.credits, this.credit)),
-      x: () => group.structure.likelier && this.setQuestion(nextOf(Object.keys(QUESTIONS), this.asks)),
-      o: () => this.setOrder(nextOf(ORDERS, this.order)),
+      v: () => next("view", Object.keys(VIEWS)),
+      s: () => next("scale", SCALES),
+      b: () => next("by", this.units),
+      c: () => group.credits.length > 0 && next("credit", group.credits),
+      x: () => group.structure.likelier && next("asks", Object.keys(QUESTIONS)),
+      o: () => next("order", ORDERS),
       w: () => this.toggleSpaces(),
       ArrowRight: () => this.moveToken(1),
       ArrowLeft: () => this.moveToken(-1),

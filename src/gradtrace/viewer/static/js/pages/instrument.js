@@ -1,7 +1,7 @@
 // The page of any instrument that has none of its own: its responses with all their numbers, and their tokens coloured
 // by whatever it stores per token. What the columns mean comes from the instrument's record.
 
-import { element, fact, setAttributes } from "../dom.js";
+import { append, element, fact, tableOf } from "../dom.js";
 import { general, MISSING, numberStyle, plural } from "../format.js";
 import { opensInstrument, Page, pageHead } from "../page.js";
 import { rampParts } from "../group/legend.js";
@@ -20,11 +20,10 @@ class InstrumentPage extends Page {
     this.structure = structure;
     this.channels = new Map(structure.channels.map((channel) => [channel.name, channel]));
     this.colour = this.url.choice("colour", [...this.channels.keys()]) ?? null;
-    const described = structure.channels.map(({ name, heading, signed, unit }) => [
-      name,
-      { title: heading, signed, unit },
-    ]);
-    this.texts = new ResponseTexts(context.source, path, Object.fromEntries(described));
+    const described = Object.fromEntries(
+      structure.channels.map((each) => [each.name, { ...each, title: each.heading }]),
+    );
+    this.texts = new ResponseTexts(context.source, path, described);
     this.numeric = structure.columns.filter(({ name }) => typeof structure.responses[0]?.[name] === "number");
     this.build();
     readTokens(this.node);
@@ -33,12 +32,11 @@ class InstrumentPage extends Page {
   build() {
     const { label, meaning, step, responses, meta, columns } = this.structure;
     const sentence = `${plural(responses.length, "response")}: ${meaning}.`;
-    const facts = element("div", "facts");
-    for (const { name, value, meaning: words } of meta
-      .filter((each) => typeof each.value === "number")
-      .slice(0, MOST_FACTS))
-      facts.append(setAttributes(fact(general(value), name.replaceAll("_", " ")), { title: words || null }));
-    this.node.append(pageHead(`${label}, step ${step}`, sentence, facts));
+    const numbers = meta.filter((each) => typeof each.value === "number").slice(0, MOST_FACTS);
+    const facts = numbers.map(({ name, value, meaning: title }) =>
+      append(fact(general(value), name.replaceAll("_", " ")), { title: title || null }),
+    );
+    this.node.append(pageHead(`${label}, step ${step}`, sentence, element("div", "facts", ...facts)));
     if (this.structure.report) this.node.append(blameReport(this.structure.report));
     this.sorting = new Sorting(
       this.url,
@@ -46,13 +44,16 @@ class InstrumentPage extends Page {
         { key: "prompt", title: "Prompt", fixed: true },
         { key: "text", title: "Response", fixed: true },
         { key: "reward", title: "Reward", number: true },
-        ...columns.map(({ name, heading }) => ({ key: name, title: heading, number: this.isNumeric(name) })),
+        ...columns.map(({ name, heading, meaning: words, unit }) => ({
+          key: name,
+          title: heading,
+          number: this.isNumeric(name),
+          hint: unit ? `${words} [${unit}]` : words,
+        })),
       ],
       this.numeric[0]?.name ?? "reward",
       () => this.draw(),
     );
-    for (const [index, { meaning: words, unit }] of columns.entries())
-      this.sorting.row.children[index + 3].setAttribute("title", unit ? `${words} [${unit}]` : words);
     this.legend = element("div", "instrument-legend");
     this.list = new ResponseList({
       url: this.url,
@@ -62,11 +63,8 @@ class InstrumentPage extends Page {
       cells: (row) => this.cells(row),
       opened: (_, whole) => [whole.promptNode(), whole.map(this.colour, this.channels.get(this.colour)?.top)],
     });
-    this.node.append(
-      this.controls(),
-      this.legend,
-      element("table", "fixed responses", element("thead", "", this.sorting.row), this.list.node),
-    );
+    const list = tableOf("fixed responses", this.sorting.row, this.list.node);
+    this.node.append(this.controls(), this.legend, list);
     this.draw();
   }
 
@@ -77,11 +75,8 @@ class InstrumentPage extends Page {
   controls() {
     if (this.channels.size < 2) return element("div");
     const options = Object.fromEntries(this.structure.channels.map(({ name, heading }) => [name, heading]));
-    return element(
-      "div",
-      "controls",
-      this.choiceOf("Colour", "colour", options, () => this.draw()),
-    );
+    const colours = this.choiceOf("Colour", "colour", options, () => this.draw());
+    return element("div", "controls", colours);
   }
 
   draw() {

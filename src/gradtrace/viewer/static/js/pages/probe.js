@@ -1,7 +1,7 @@
 // The entropy page: what the update was predicted to do to entropy, what it did, and which tokens did it.
 
 import { nextOf } from "../controls.js";
-import { acceptedMark, button, divergingBar, element, fact, setAttributes, whenNear } from "../dom.js";
+import { acceptedMark, button, divergingBar, element, fact, whenNear } from "../dom.js";
 import { count, fixed, MISSING, numberStyle, plural, sharedStart, signed } from "../format.js";
 import { rampParts } from "../group/legend.js";
 import { neighbourIn, opensInstrument, Page, pageHead } from "../page.js";
@@ -61,19 +61,16 @@ class ProbePage extends Page {
 
   facts() {
     const { meta } = this;
-    const estimate = (name) => {
+    const estimates = Object.entries(ESTIMATES).map(([name, label]) => {
       const value = meta[`delta_h_${name}`];
       const error = meta[`delta_h_${name}_stderr`];
       if (!Number.isFinite(value)) return null;
       const style = numberStyle(Math.max(Math.abs(value), error ?? 0), 2);
-      return style.signed(value) + (Number.isFinite(error) ? ` ± ${style.plain(error)}` : "");
-    };
-    const facts = element("div", "facts");
-    for (const [name, label] of Object.entries(ESTIMATES))
-      if (estimate(name)) facts.append(fact(estimate(name), label));
-    if (Number.isFinite(meta.ess))
-      facts.append(fact(`${fixed(meta.ess, 1)} of ${this.structure.evaluation.length}`, "effective sample size"));
-    return facts;
+      return fact(style.signed(value) + (Number.isFinite(error) ? ` ± ${style.plain(error)}` : ""), label);
+    });
+    const sample = `${fixed(meta.ess, 1)} of ${this.structure.evaluation.length}`;
+    const effective = Number.isFinite(meta.ess) ? fact(sample, "effective sample size") : null;
+    return element("div", "facts", ...estimates, effective);
   }
 
   /** The sweep over step sizes if there is one, else all steps of the run. */
@@ -195,9 +192,9 @@ class ProbePage extends Page {
 
   rowNode(row, topShare) {
     const group = this.structure.groups[row.group];
-    const meta = element("div", "probe-meta");
     const mark = row.accepted === null || this.batch === "evaluation" ? null : acceptedMark(row.accepted);
-    meta.append(element("b", "", mark, ` response ${row.response}`));
+    const onclick = () => this.select(row.response === this.selected ? null : row.response);
+    const meta = element("div", "probe-meta", { onclick }, element("b", "", mark, ` response ${row.response}`));
     const line = (name, text) => meta.append(element("span", "key", name), element("span", "number", text));
     if (row.reward !== null) line("reward", fixed(row.reward, 2));
     if (this.batch === "update") {
@@ -211,10 +208,9 @@ class ProbePage extends Page {
       line("entropy", fixed(row.entropy, 3));
     }
     const maps = this.channels.map(() => element("div", "map", element("p", "dim", row.text)));
-    const node = element("section", "probe-row", meta, element("div", "prompt-line mono", group.text), ...maps);
-    setAttributes(node, { "data-response": row.response, "data-maps": this.channels.length });
-    meta.addEventListener("click", () => this.select(row.response === this.selected ? null : row.response));
-    return Object.assign(node, { probeRow: row, maps });
+    const prompt = element("div", "prompt-line mono", group.text);
+    const data = { "data-response": row.response, "data-maps": this.channels.length };
+    return Object.assign(element("section", "probe-row", data, meta, prompt, ...maps), { probeRow: row, maps });
   }
 
   async fill(node) {

@@ -2,7 +2,7 @@
 
 import { ChartGrid } from "../chart_grid.js";
 import { nextOf, searchBox } from "../controls.js";
-import { append, button, element, emptyState, fact, linkTo, setAttributes, svgElement } from "../dom.js";
+import { append, button, element, emptyState, fact, linkTo, svgElement } from "../dom.js";
 import { fixed, general, MISSING, signed } from "../format.js";
 import { Page } from "../page.js";
 import { meanOf } from "../scales.js";
@@ -156,15 +156,9 @@ class RunPage extends Page {
           : this.run.isLive && step === this.run.lastStep
             ? "trace being written"
             : "not traced";
-      const line = element(
-        "tr",
-        "opens",
-        element("td", "", link),
-        ...columns.map(([, value]) => element("td", "number", value(row))),
-        element("td", "dim", remark),
-      );
-      line.addEventListener("click", () => this.openStep(step));
-      body.append(line);
+      const cells = columns.map(([, value]) => element("td", "number", value(row)));
+      const onclick = () => this.openStep(step);
+      body.append(element("tr", "opens", { onclick }, element("td", "", link), ...cells, element("td", "dim", remark)));
     }
     const caption = element("caption", "visually-hidden", "The last steps of this run");
     this.table.replaceChildren(caption, element("thead", "", head), body);
@@ -194,16 +188,14 @@ class RunPage extends Page {
 
   metricToggle(name) {
     const isShown = this.added.includes(name);
-    const toggle = button(isShown ? "metric on" : "metric", name, () => {
+    const toggle = () => {
       this.url.update({ chart: isShown ? this.added.filter((each) => each !== name) : [...this.added, name] });
       this.makeCharts();
       this.draw();
       this.showPicker();
-    });
-    const last = this.run.series(name).at(-1);
-    return setAttributes(append(toggle, element("span", "dim", last ? general(last.value) : MISSING)), {
-      "aria-pressed": String(isShown),
-    });
+    };
+    const node = button(isShown ? "metric on" : "metric", name, toggle, { "aria-pressed": String(isShown) });
+    return append(node, element("span", "dim", general(this.run.series(name).at(-1)?.value)));
   }
 
   get actions() {

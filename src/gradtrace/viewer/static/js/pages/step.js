@@ -1,9 +1,8 @@
 // The step page: the prompt groups of one step as a table to sort and filter.
 
-import { pathThrough, svgDot, svgLine } from "../axes.js";
 import { CREDIT_NAMES } from "../channels.js";
 import { creditControl, searchBox } from "../controls.js";
-import { append, element, fact, filledBar, linkTo, passDots, setAttributes, svgElement } from "../dom.js";
+import { element, fact, filledBar, linkTo, passDots, svgDot, svgElement, svgLine, svgPath, tableOf } from "../dom.js";
 import { fixed, MISSING, numberStyle, plural, sharedStart } from "../format.js";
 import { groupFilter } from "../group_filter.js";
 import { question, scoreSentence } from "../meaning.js";
@@ -113,15 +112,16 @@ class StepPage extends Page {
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const x = (step) => 4 + ((step - first) / (last - first)) * (width - 8);
     const y = (value) => height - 5 - ((value - low) / (high - low || 1)) * (height - 12);
-    const line = pathThrough(points.map((point) => [x(point.step), y(point.value)]));
-    const curve = svgElement("path", { d: line, class: "line run-0" });
-    const drawing = svgElement("svg", { width, height, "aria-hidden": "true" }, curve);
-    const here = points.find((point) => point.step === this.table.step);
-    if (here)
-      drawing.append(
-        svgLine(x(here.step), 2, x(here.step), height, "crosshair"),
-        svgDot(x(here.step), y(here.value), 3.5, "dot run-0"),
-      );
+    const curve = svgPath(
+      points.map((point) => [x(point.step), y(point.value)]),
+      "line run-0",
+    );
+    const here = points.filter((point) => point.step === this.table.step);
+    const marks = here.flatMap(({ step, value }) => [
+      svgLine(x(step), 2, x(step), height, "crosshair"),
+      svgDot(x(step), y(value), 3.5, "dot run-0"),
+    ]);
+    const drawing = svgElement("svg", { width, height, "aria-hidden": "true" }, curve, ...marks);
     return element("div", "spark wide-only", "reward", drawing);
   }
 
@@ -162,18 +162,16 @@ class StepPage extends Page {
       },
     );
     this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.search.blur());
-    this.count = setAttributes(element("span"), { "aria-live": "polite" });
+    this.count = element("span", "", { "aria-live": "polite" });
     const show = this.choiceOf("Show", "show", SHOW, () => this.fill());
-    const controls = element("div", "controls strip step-controls", this.search, show);
-    if (this.table.credits.length > 1) {
-      controls.append(creditControl(this.credit, this.table.credits, (value) => this.setCredit(value)));
-    }
-    return append(controls, element("span", "tail", this.table.credits.length ? this.sizeKey() : null, this.count));
+    const credits = creditControl(this.credit, this.table.credits, (value) => this.setCredit(value));
+    const tail = element("span", "tail", this.table.credits.length ? this.sizeKey() : null, this.count);
+    return element("div", "controls strip step-controls", this.search, show, credits, tail);
   }
 
   sizeKey() {
-    const name = element("span", "hint", "Σ |influence|:");
-    name.title = scoreSentence(this.table.meta, this.credit);
+    const title = scoreSentence(this.table.meta, this.credit);
+    const name = element("span", "hint", { title }, "Σ |influence|:");
     const parts = [element("span", "swatch p3"), "positive part", element("span", "swatch n3"), "negative part"];
     return element("span", "", name, ...parts);
   }
@@ -187,8 +185,7 @@ class StepPage extends Page {
 
   makeTable() {
     this.body = element("tbody");
-    const head = element("thead", "", this.sorting.row);
-    return element("table", `fixed steps${this.isProse ? " prose" : ""}`, head, this.body);
+    return tableOf(`fixed steps${this.isProse ? " prose" : ""}`, this.sorting.row, this.body);
   }
 
   influence(group) {
@@ -246,25 +243,22 @@ class StepPage extends Page {
 
   row(group, index, tops) {
     const link = linkTo(this.context.href("group", { group: group.group }), "", String(group.group));
-    const prompt = element("td", "c-prompt prompt-cell", `${this.cut ? "…" : ""}${group.prompt.slice(this.cut)}`);
-    prompt.title = group.prompt;
+    const prompt = `${this.cut ? "…" : ""}${group.prompt.slice(this.cut)}`;
     const passed = element("span", "dim", `\u2002${group.passed}/${group.responses}`);
-    const accepted = element("td", "c-accepted", passDots(group.passed, group.responses), passed);
     const isThere = !this.context.groups || this.context.groups.includes(group.group);
-    const row = element(
+    const onclick = () => this.context.go("group", { group: group.group });
+    return element(
       "tr",
       `${isThere ? "opens" : "absent"}${group.status === "scored" || !this.table.has_influence ? "" : " skipped"}${index === this.current ? " current" : ""}`,
+      isThere ? { onclick } : { title: "This group is not part of the report" },
       element("td", "c-group dim", isThere ? link : String(group.group)),
-      prompt,
-      accepted,
+      element("td", "c-prompt prompt-cell", { title: group.prompt }, prompt),
+      element("td", "c-accepted", passDots(group.passed, group.responses), passed),
       this.pictureCell(group),
       this.entropyCell(group, tops.entropy),
       this.sizeCell(group, tops.size),
       element("td", "c-length number", fixed(group.length, 1)),
     );
-    if (isThere) row.addEventListener("click", () => this.context.go("group", { group: group.group }));
-    else row.title = "This group is not part of the report";
-    return row;
   }
 
   pictureCell(group) {
@@ -273,8 +267,7 @@ class StepPage extends Page {
     const why = isLeftOut
       ? "skipped: TracIn left no contrast"
       : (WHY_SKIPPED[group.status] ?? (this.table.has_influence ? "not traced" : ""));
-    if (!this.pictures || group.status !== "scored")
-      return setAttributes(element("td", "c-map reason", why), { title: why || null });
+    if (!this.pictures || group.status !== "scored") return element("td", "c-map reason", { title: why || null }, why);
     if (!this.influence(group))
       return element("td", "c-map reason", `${CREDIT_NAMES[group.credit] ?? "no"} credit only`);
     const values = this.pictures.subarray(start, start + columns * group.responses);
@@ -283,12 +276,11 @@ class StepPage extends Page {
   }
 
   entropyCell(group, top) {
-    const cell = element("td", "c-entropy");
-    if (group.entropy === undefined) return append(cell, MISSING);
+    if (group.entropy === undefined) return element("td", "c-entropy", MISSING);
     const bar = filledBar("", group.entropy / top);
     bar.style.background = `var(--${group.status === "scored" || !this.table.has_influence ? "e3" : "line2"})`;
     const number = element("b", "", fixed(group.entropy, 3));
-    return append(cell, element("div", "with-bar", number, element("span", "", bar)));
+    return element("td", "c-entropy", element("div", "with-bar", number, element("span", "", bar)));
   }
 
   sizeCell(group, top) {
@@ -298,13 +290,10 @@ class StepPage extends Page {
     const bars = Object.entries(parts).map(([name, value]) => filledBar(name, (0.99 * value) / top));
     const size = sums.positive + sums.negative;
     const number = element("b", "", numberStyle(top, 4).plain(size));
-    const line = element("div", "with-bar", number, element("span", "", ...bars));
-    if (this.table.credits.length > 1) {
-      const best = element("small", "dim", CREDIT_NAMES[group.credit]);
-      best.title = `The best credit that this group has is ${CREDIT_NAMES[group.credit]}: its page shows it.`;
-      line.append(best);
-    }
-    return element("td", "c-size", line);
+    const name = CREDIT_NAMES[group.credit];
+    const title = `The best credit that this group has is ${name}: its page shows it.`;
+    const best = this.table.credits.length > 1 ? element("small", "dim", { title }, name) : null;
+    return element("td", "c-size", element("div", "with-bar", number, element("span", "", ...bars), best));
   }
 
   retheme() {

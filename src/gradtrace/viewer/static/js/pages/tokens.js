@@ -1,11 +1,11 @@
 // The tokens page: a leaderboard of distinct tokens beside entropy × influence; brushing one filters the other.
 
 import { creditControl, searchBox } from "../controls.js";
-import { button, divergingBar, element, filledBar, linkTo, setAttributes } from "../dom.js";
+import { button, divergingBar, element, filledBar, linkTo, tableOf } from "../dom.js";
 import { count, fixed, MISSING, numberStyle } from "../format.js";
 import { scoreSentence } from "../meaning.js";
 import { Page, pageHead } from "../page.js";
-import { placeOf } from "../scales.js";
+import { placeOf, startsOf } from "../scales.js";
 import { Scatter } from "../scatter.js";
 import { Sorting, wideRow } from "../sorting.js";
 import { occurrencesOf, tokenStatistics } from "../token_statistics.js";
@@ -39,12 +39,7 @@ export async function openTokensPage(context) {
 
 function readPoints(structure, floats) {
   const size = floats.length / 3;
-  const starts = [];
-  let start = 0;
-  for (const response of structure.responses) {
-    starts.push(start);
-    start += response.length;
-  }
+  const starts = startsOf(structure.responses.map(({ length }) => length));
   const isAccepted = Uint8Array.from(
     { length: size },
     (_, at) => structure.responses[placeOf(starts, at * structure.stride)].accepted,
@@ -95,13 +90,12 @@ class TokensPage extends Page {
     if (!this.hasInfluence) this.node.append(element("p", "strip notice", WITHOUT_INFLUENCE));
     this.node.append(this.makeControls());
     this.body = element("tbody");
-    const table = element("div", "", element("table", "", element("thead", "", this.sorting.row), this.body));
+    const table = element("div", "", tableOf("", this.sorting.row, this.body));
     this.line = element("div", "brush-line");
     this.fields = element("div", "brush-fields");
     this.scatter = new Scatter(this.points, (brush) => this.setBrush(brush));
-    this.node.append(
-      element("div", "tokens-page", table, element("div", "scatter", this.line, this.scatter.node, this.fields)),
-    );
+    const plot = element("div", "scatter", this.line, this.scatter.node, this.fields);
+    this.node.append(element("div", "tokens-page", table, plot));
   }
 
   makeControls() {
@@ -111,20 +105,13 @@ class TokensPage extends Page {
       this.list();
     });
     const least = this.choiceOf("Seen at least", "min", LEAST_SEEN, () => this.list());
-    const controls = element("div", "controls strip", box, least);
-    if (this.structure.credits.length > 1) {
-      controls.append(
-        creditControl(this.credit, this.structure.credits, (credit) => {
-          this.url.update({ credit, brush: null });
-          this.context.go("tokens", { credit, q: this.query, sort: this.sorting.key, min: this.min });
-        }),
-      );
-    }
-    controls.append(
-      element("span", "grow"),
-      element("span", "dim wide-only", "Drag on the plot to restrict the table. Click a token to see where it stands."),
-    );
-    return controls;
+    const credits = creditControl(this.credit, this.structure.credits, (credit) => {
+      this.url.update({ credit, brush: null });
+      this.context.go("tokens", { credit, q: this.query, sort: this.sorting.key, min: this.min });
+    });
+    const how = "Drag on the plot to restrict the table. Click a token to see where it stands.";
+    const parts = [credits, element("span", "grow"), element("span", "dim wide-only", how)];
+    return element("div", "controls strip", box, least, ...parts);
   }
 
   mounted() {
@@ -185,15 +172,14 @@ class TokensPage extends Page {
 
   rowsOf(entry, tops) {
     const isOpen = this.opened === this.vocabulary[entry.index].id;
-    const chip = setAttributes(
-      button("link-button", element("span", "token-chip", this.texts[entry.index]), () => this.toggle(entry.index)),
-      { "aria-expanded": String(isOpen) },
-    );
+    const text = element("span", "token-chip", this.texts[entry.index]);
+    const chip = button("link-button", text, () => this.toggle(entry.index), { "aria-expanded": String(isOpen) });
     const entropyBar = element("span", "", filledBar("e4", entry.entropy / tops.entropy));
     const entropy = element("div", "with-bar", element("b", "", fixed(entry.entropy, 2)), entropyBar);
     const row = element(
       "tr",
       "opens",
+      { onclick: (event) => !event.target.closest("button") && this.toggle(entry.index) },
       element("td", "c-text", chip),
       element("td", "c-count number", count(entry.count)),
       element("td", "c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)),
@@ -201,9 +187,6 @@ class TokensPage extends Page {
       element("td", "c-entropy", Number.isFinite(entry.entropy) ? entropy : MISSING),
       element("td", "c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING),
     );
-    row.addEventListener("click", (event) => {
-      if (!(/** @type {Element} */ (event.target).closest("button"))) this.toggle(entry.index);
-    });
     return isOpen ? [row, this.occurrenceRow(entry.index)] : [row];
   }
 
@@ -250,14 +233,15 @@ class TokensPage extends Page {
       influence: [vertical.low, vertical.high],
     };
     const field = (axis, end, label) => {
-      const input = setAttributes(element("input"), { type: "number", step: "any", "aria-label": `${axis} ${label}` });
-      input.value = String(Number(shown[axis][end].toPrecision(3)));
-      input.addEventListener("change", () => {
+      const onchange = () => {
         const next = { entropy: [...shown.entropy], influence: [...shown.influence] };
         next[axis][end] = Number(input.value);
         input.blur();
         this.setBrush(next);
-      });
+      };
+      const value = Number(shown[axis][end].toPrecision(3));
+      const words = { "aria-label": `${axis} ${label}` };
+      const input = element("input", "", { type: "number", step: "any", value, ...words, onchange });
       return input;
     };
     const range = (axis) => [axis, field(axis, 0, "from"), "to", field(axis, 1, "to")];

@@ -1,7 +1,7 @@
 // The TracIn page: a histogram of scores, the responses behind each bar, the validation set, and curves over training.
 
 import { nextOf } from "../controls.js";
-import { button, divergingBar, element, linkTo } from "../dom.js";
+import { button, divergingBar, element, linkTo, tableOf } from "../dom.js";
 import { fixed, numberStyle, plural, signed } from "../format.js";
 import { neighbourIn, opensInstrument, Page, pageHead } from "../page.js";
 import { tracinCharts } from "../run_charts.js";
@@ -13,13 +13,13 @@ import { ValidationSet } from "../scores/validation_set.js";
 
 const SHOWN = ["all", "kept", "dropped"];
 const ORDERS_OF_SCORES = { low: "lowest first", high: "highest first" };
-const HEADS = [
-  ["c-prompt", "Prompt"],
-  ["c-text", "Response"],
-  ["number c-reward", "Reward"],
-  ["number c-score", "Score"],
-  ["c-fate", "What happened"],
-];
+const HEADS = {
+  Prompt: "c-prompt",
+  Response: "c-text",
+  Reward: "number c-reward",
+  Score: "number c-score",
+  "What happened": "c-fate",
+};
 
 const HINTS = { "← →": "bar", "j k": "response", "↵": "open it", f: "kept or dropped", "[ ]": "step" };
 
@@ -65,28 +65,17 @@ class TracinPage extends Page {
       url: this.url,
       groups: structure.groups,
       texts: this.texts,
-      width: HEADS.length,
+      width: Object.keys(HEADS).length,
       cells: (row) => this.cells(row),
       opened: (row, whole) => this.opened(row, whole),
     });
     this.caption = element("div", "list-caption");
-    const heads = element("tr", "", ...HEADS.map(([name, text]) => element("th", name, text)));
-    const table = element("table", "fixed responses", element("thead", "", heads), this.list.node);
-    this.node.append(
-      element(
-        "div",
-        "score-columns",
-        element(
-          "section",
-          "score-left",
-          histogramHead(),
-          this.histogram?.node ?? element("p", "notice", "No response has a score other than zero in this step."),
-          this.zeroButton(),
-          layerNorms(meta),
-        ),
-        element("section", "", this.listControls(), this.caption, table),
-      ),
-    );
+    const table = tableOf("fixed responses", HEADS, this.list.node);
+    const bars =
+      this.histogram?.node ?? element("p", "notice", "No response has a score other than zero in this step.");
+    const left = element("section", "score-left", histogramHead(), bars, this.zeroButton(), layerNorms(meta));
+    const right = element("section", "", this.listControls(), this.caption, table);
+    this.node.append(element("div", "score-columns", left, right));
     this.charts = this.stepCharts("tracin", structure.step, tracinCharts(this.run));
     this.node.append(element("h2", "section-title", "Over training"), this.charts.node);
     const onOpen = (val) => this.url.update({ val });
@@ -98,8 +87,8 @@ class TracinPage extends Page {
     const line = element("p", "zero-line-words");
     if (this.zeros.length) {
       const toggle = () => this.choose(this.bar === "zero" ? null : "zero");
-      const choose = button("link-button", `${plural(this.zeros.length, "response")} with score 0`, toggle);
-      choose.dataset.bar = "zero";
+      const words = `${plural(this.zeros.length, "response")} with score 0`;
+      const choose = button("link-button", words, toggle, { "data-bar": "zero" });
       line.append(choose, " (a group whose rewards are all equal has no gradient). ");
     }
     if (strange) line.append(`${plural(strange, "score")} not finite.`);

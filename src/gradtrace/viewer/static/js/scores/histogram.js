@@ -1,7 +1,7 @@
 // Scores as bars: kept below, dropped on top of them, zero always an edge, so that a bar has one sign.
 
-import { axisText, Frame, roundStep, svgLine, ticksInside } from "../axes.js";
-import { element, setAttributes, svgElement } from "../dom.js";
+import { Frame, roundStep, ticksInside } from "../axes.js";
+import { append, axisText, element, svgElement, svgLine } from "../dom.js";
 import { numberStyle, plural } from "../format.js";
 import { quantile } from "../scales.js";
 
@@ -37,7 +37,7 @@ export class Histogram {
   constructor(bins, onSelect) {
     this.bins = bins;
     this.onSelect = onSelect;
-    this.svg = setAttributes(svgElement("svg"), { role: "group", "aria-label": "Histogram of scores" });
+    this.svg = svgElement("svg", { role: "group", "aria-label": "Histogram of scores" });
     this.node = element("div", "histogram", this.svg);
     this.top = Math.max(1, ...bins.map((bin) => bin.members.length));
     this.style = numberStyle(Math.max(...bins.map((bin) => Math.max(Math.abs(bin.low), Math.abs(bin.high))), 0), 2);
@@ -53,13 +53,14 @@ export class Histogram {
 
   draw(selected) {
     const width = this.node.clientWidth || 560;
-    this.svg.replaceChildren(hatches());
-    setAttributes(this.svg, { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT });
     const frame = new Frame(width, HEIGHT, MARGIN);
     const unit = (frame.right - frame.left) / this.bins.length;
     const y = (count) => frame.y(count / this.top);
-    this.svg.append(...frame.rows(ticksInside(0, this.top, 4, true), (count) => count / this.top, String));
-    this.svg.append(
+    this.svg.replaceChildren(hatches());
+    append(
+      this.svg,
+      { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT },
+      ...frame.rows(ticksInside(0, this.top, 4, true), (count) => count / this.top, String),
       ...this.bins.map((bin, index) => this.bar(bin, index, frame.left + index * unit, unit, y, selected)),
     );
     this.drawEdges(unit);
@@ -68,36 +69,28 @@ export class Histogram {
   bar(bin, index, x, unit, y, selected) {
     const sign = bin.low >= 0 ? "p4" : "n4";
     const words = `${this.words(index)}: ${plural(bin.kept, "response")} kept, ${bin.dropped} dropped`;
-    const group = svgElement("g", {
-      class: `score-bar ${sign}${selected === index ? " chosen" : ""}`,
-      role: "button",
-      tabindex: bin.members.length ? 0 : -1,
-      "aria-label": words,
-      "aria-pressed": String(selected === index),
-      "data-bar": index,
-    });
-    const box = (left, width, top, bottom, more) =>
-      svgElement("rect", { x: left, y: top, width, height: bottom - top, ...more });
-    const [floor, middle, ceiling] = [y(0), y(bin.kept), y(bin.kept + bin.dropped)];
-    group.append(
-      svgElement("title", {}, words),
-      box(x, unit, MARGIN.top - 14, HEIGHT - MARGIN.bottom, { class: "touch" }),
-      box(x + 1, Math.max(1, unit - 2), middle, floor, { class: "kept" }),
-      box(x + 1, Math.max(1, unit - 2), ceiling, middle, { class: "dropped", fill: `url(#hatch-${sign})` }),
-    );
-    if (selected === index)
-      group.append(
-        axisText(x + unit / 2, y(bin.members.length) - 5, String(bin.members.length), "middle", "bar-count"),
-      );
-    const choose = () => bin.members.length && this.onSelect(selected === index ? null : index);
-    group.addEventListener("click", choose);
-    group.addEventListener("keydown", (event) => {
+    const isChosen = selected === index;
+    const count = bin.members.length;
+    const choose = () => count && this.onSelect(isChosen ? null : index);
+    const onkeydown = (event) => {
       if (event.key !== "Enter" && event.key !== " ") return;
       event.preventDefault();
       event.stopPropagation();
       choose();
-    });
-    return group;
+    };
+    const box = (left, width, top, bottom, more) =>
+      svgElement("rect", { x: left, y: top, width, height: bottom - top, ...more });
+    const [floor, middle, ceiling] = [y(0), y(bin.kept), y(bin.kept + bin.dropped)];
+    return svgElement(
+      "g",
+      { class: `score-bar ${sign}${isChosen ? " chosen" : ""}`, role: "button", "data-bar": index },
+      { tabindex: count ? 0 : -1, "aria-label": words, "aria-pressed": String(isChosen), onclick: choose, onkeydown },
+      svgElement("title", words),
+      box(x, unit, MARGIN.top - 14, HEIGHT - MARGIN.bottom, { class: "touch" }),
+      box(x + 1, Math.max(1, unit - 2), middle, floor, { class: "kept" }),
+      box(x + 1, Math.max(1, unit - 2), ceiling, middle, { class: "dropped", fill: `url(#hatch-${sign})` }),
+      isChosen ? axisText(x + unit / 2, y(count) - 5, String(count), "middle", "bar-count") : null,
+    );
   }
 
   /** Numbers under some edges, zero always among them. */

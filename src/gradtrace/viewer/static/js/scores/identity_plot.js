@@ -1,7 +1,7 @@
 // Predicted against measured, with the line on which they agree. Logarithmic where the values span decades.
 
-import { axisText, Frame, LinearScale, LogScale, svgDot, svgLine } from "../axes.js";
-import { element, setAttributes, svgElement } from "../dom.js";
+import { Frame, LinearScale, LogScale } from "../axes.js";
+import { append, axisText, element, svgDot, svgElement, svgLine } from "../dom.js";
 import { numberStyle } from "../format.js";
 
 const HEIGHT = 250;
@@ -16,7 +16,7 @@ export class IdentityPlot {
     this.heading = heading;
     this.note = note;
     this.points = points.filter(({ predicted, measured }) => Number.isFinite(predicted) && Number.isFinite(measured));
-    this.svg = setAttributes(svgElement("svg"), { role: "img", "aria-label": label });
+    this.svg = svgElement("svg", { role: "img", "aria-label": label });
     this.node = element("div", "identity-plot", this.svg);
     const values = this.points.flatMap(({ predicted, measured }) => [predicted, measured]);
     const sizes = values.map(Math.abs).filter((size) => size > 0);
@@ -34,7 +34,7 @@ export class IdentityPlot {
   draw() {
     const width = this.node.clientWidth || 480;
     this.svg.replaceChildren();
-    setAttributes(this.svg, { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT });
+    append(this.svg, { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT });
     if (!this.scale) return;
     const side = Math.min(width - MARGIN.left - MARGIN.right, 2.2 * (HEIGHT - MARGIN.top - MARGIN.bottom));
     const frame = new Frame(MARGIN.left + side + MARGIN.right, HEIGHT, MARGIN);
@@ -55,7 +55,7 @@ export class IdentityPlot {
   }
 
   mark({ predicted, measured, error, label, ring, words }, x, y) {
-    const group = svgElement("g", { class: "identity-mark" }, svgElement("title", {}, words));
+    const group = svgElement("g", { class: "identity-mark" }, svgElement("title", words));
     if (error > 0) {
       const [low, high] = [this.clip(measured, -error), this.clip(measured, error)];
       group.append(svgLine(x(predicted), y(low), x(predicted), y(high), "error-bar"));

@@ -1,6 +1,6 @@
 // A table of responses, of which one can be open with its whole text.
 
-import { acceptedMark, element, setAttributes } from "../dom.js";
+import { acceptedMark, element } from "../dom.js";
 import { count, fixed, sharedStart } from "../format.js";
 import { neighbourIn } from "../page.js";
 import { opener, wideRow } from "../sorting.js";
@@ -48,16 +48,15 @@ export class ResponseList {
   row(row) {
     const isOpen = row.response === this.selected;
     const mark = row.accepted === null ? null : acceptedMark(row.accepted);
-    const node = element(
+    return element(
       "tr",
       `opens${isOpen ? " current" : ""}`,
+      { "data-response": row.response, onclick: () => this.select(isOpen ? null : row.response) },
       element("td", "c-prompt mono", this.groups[row.group].text),
       element("td", "c-text mono", mark, " ", opener(row.text, isOpen)),
       element("td", "number", fixed(row.reward, 2)),
       ...this.cells(row),
     );
-    node.addEventListener("click", () => this.select(isOpen ? null : row.response));
-    return setAttributes(node, { "data-response": row.response });
   }
 
   openRow(row) {

@@ -1,6 +1,6 @@
 // A response as coloured tokens, outside of the group page: fetched when it is opened, any channel, one or two maps.
 
-import { element, readoutItem, setAttributes } from "../dom.js";
+import { element, readoutItem } from "../dom.js";
 import { numberStyle } from "../format.js";
 import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "../scales.js";
 import { appendTokens, drawingClass, drawnText, piecesOf, readVocabulary, visibleText } from "../token_text.js";
@@ -54,7 +54,7 @@ class ResponseText {
 
   /** The tokens coloured by a channel; without one, plain. */
   map(channel, top) {
-    const node = setAttributes(element("div", "tokens"), {
+    const node = element("div", "tokens", {
       role: "group",
       "aria-label": channel ? `tokens coloured by ${this.described[channel].title}` : "tokens",
       "data-channel": channel,
@@ -83,7 +83,7 @@ class ResponseText {
       if (!column || value === null) continue;
       const style = numberStyle(Math.abs(value));
       const text = `${column.signed ? style.signed(value) : style.plain(value)} ${column.unit}`;
-      parts.push(readoutItem(column.title, text));
+      parts.push(readoutItem({ name: column.title, text }));
     }
     return parts;
   }
@@ -96,8 +96,7 @@ function colourOf({ signed, ramp = "e" }, value, top) {
 
 /** The readout at the foot of the window, for every token under `root`. */
 export function readTokens(root) {
-  const node = setAttributes(element("div", "readout"), { role: "tooltip" });
-  node.hidden = true;
+  const node = element("div", "readout", { role: "tooltip", hidden: true });
   root.append(node);
   let hovered = null;
   root.addEventListener("pointerover", (event) => {

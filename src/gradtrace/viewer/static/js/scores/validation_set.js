@@ -1,6 +1,6 @@
 // The prompts whose gradient every score refers to, with their responses.
 
-import { element, passDots } from "../dom.js";
+import { append, element, passDots, tableOf } from "../dom.js";
 import { fixed } from "../format.js";
 import { meanOf } from "../scales.js";
 import { opener, wideRow } from "../sorting.js";
@@ -22,11 +22,10 @@ export class ValidationSet {
       return section;
     }
     this.byGroup = Map.groupBy(validation, (row) => row.group);
-    const heads = ["Prompt", "Best reward", "Mean reward"];
-    const head = element("tr", "", ...heads.map((name, index) => element("th", index === 2 ? "number" : "", name)));
+    const heads = { Prompt: "", "Best reward": "", "Mean reward": "number" };
     section.append(
       element("p", "dim", "Their gradient is what every score refers to. Click one to read its responses."),
-      element("table", "fixed validation-table", element("thead", "", head), this.body),
+      tableOf("fixed validation-table", heads, this.body),
     );
     this.draw();
     return section;
@@ -39,21 +38,20 @@ export class ValidationSet {
       const best = Math.max(...rewards);
       const isOpen = this.openGroup === index;
       const passed = best > Math.min(...rewards, 0) ? rewards.filter((reward) => reward === best).length : 0;
+      const onclick = () => {
+        this.openGroup = isOpen ? null : index;
+        this.onOpen(this.openGroup);
+        this.draw();
+      };
       const node = element(
         "tr",
         `opens${isOpen ? " current" : ""}`,
+        { "data-validation": index, onclick },
         element("td", "mono", opener(this.groups[index].text, isOpen)),
         element("td", "", passDots(passed, rewards.length), ` ${fixed(best, 2)}`),
         element("td", "number", fixed(meanOf(rewards), 2)),
       );
-      node.dataset.validation = index;
-      node.addEventListener("click", () => {
-        this.openGroup = isOpen ? null : index;
-        this.onOpen(this.openGroup);
-        this.draw();
-      });
-      this.body.append(node);
-      if (isOpen) this.body.append(validationRow(rows));
+      append(this.body, node, isOpen ? validationRow(rows) : null);
     }
   }
 }
