@@ -28,15 +28,15 @@ def lora(model: Any, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def assert_decoders_agree(model: Any, prompts: list[list[int]], rows: int) -> LlamaDecoder:
+def assert_decoders_agree(model: Any, prompts: list[list[int]], rows: int, steps: int = 9) -> LlamaDecoder:
     """Logits of both decoders through steps and departures."""
     row_prompts = torch.arange(rows) % len(prompts)
     rectangle = Prompts(prompts, CPU)
-    fast = LlamaDecoder(model, rectangle, row_prompts, 12)
-    plain = ModelDecoder(model, rectangle, row_prompts, 12)
+    fast = LlamaDecoder(model, rectangle, row_prompts, steps + 3)
+    plain = ModelDecoder(model, rectangle, row_prompts, steps + 3)
     torch.testing.assert_close(fast.first_logits, plain.first_logits)
     generator = torch.Generator().manual_seed(0)
-    for step in range(9):
+    for step in range(steps):
         if step in (3, 4, 7):  # the last row fills the first hole; then a row in the middle leaves
             rows -= 1
             kept = torch.arange(rows)
@@ -83,6 +83,11 @@ def test_packed_weights_are_those_of_the_moment(llama_like: Any, prompts: list[l
 
 def test_logits_equal_without_padding(llama_like: Any) -> None:
     assert_decoders_agree(llama_like, [[3, 7, 4], [5, 1, 2]], 6)
+
+
+def test_logits_equal_while_the_cache_grows(llama_like: Any, prompts: list[list[int]]) -> None:
+    decoder = assert_decoders_agree(llama_like, prompts, 8, steps=50)
+    assert {cache.shape[1] for cache in decoder.cache} == {5}  # it grew, without the three rows that had left
 
 
 def test_lora_adapters_are_part_of_the_weights(llama_like: Any, prompts: list[list[int]], order: str) -> None:

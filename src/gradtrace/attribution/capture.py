@@ -8,10 +8,15 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.layout import Layout, chosen_rows
 from gradtrace.attribution.modules import Block, Site
+
+LIKE_WIDTHS = 8
+"""Sides whose widths round up to the same multiple of it are filled up to one width and taken together: another few
+columns of zeros cost less than another round of small operations."""
 
 
 @dataclass(eq=False)
@@ -38,7 +43,13 @@ def side_by_side(parts: Sequence[Part]) -> Part:
     first = parts[0]
     if len(parts) == 1:
         return Part(first.u[None], first.v[None], first.positions)
-    return Part(torch.stack([p.u for p in parts]), torch.stack([p.v for p in parts]), first.positions)
+    return Part(_stacked([p.u for p in parts]), _stacked([p.v for p in parts]), first.positions)
+
+
+def _stacked(sides: list[Tensor]) -> Tensor:
+    """[M, rows, k] of sides [rows, k_m]; narrow ones are filled up with zeros, which change no product."""
+    widest = max(side.shape[1] for side in sides)
+    return torch.stack([side if side.shape[1] == widest else pad(side, (0, widest - side.shape[1])) for side in sides])
 
 
 @dataclass(eq=False)
@@ -128,9 +139,11 @@ class Capture:
         self.parts.setdefault(block, []).append(Part(u, v, positions))
 
     def kind(self, block: Block) -> tuple[object, ...]:
-        """Modules of one kind can be taken together."""
-        calls = tuple((part.u.shape, part.v.shape, id(part.positions)) for part in self.parts[block])
-        return (block.scored, block.preconditioner is None, *calls)
+        """Modules of one kind can be taken together: their factors have as many rows, and about the same width."""
+        calls = tuple((len(part.u), id(part.positions)) for part in self.parts[block])
+        if block.preconditioner is not None:
+            return (block.scored, block.k_out, block.k_in, *calls)
+        return (block.scored, -(-block.k_out // LIKE_WIDTHS), -(-block.k_in // LIKE_WIDTHS), None, *calls)
 
     def take(self, blocks: Sequence[Block]) -> list[Part]:
         """The calls of modules of one kind, side by side; they are not kept any longer."""

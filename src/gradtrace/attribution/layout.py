@@ -79,13 +79,14 @@ class Layout:
             )
         row, column = wanted.nonzero(as_tuple=True)
         token_response = per_position[row, column]
-        stranger = per_position[row, column - 1] != token_response
-        if bool(stranger.any()):
-            which = int(token_response[stranger][0])
-            raise AttributionError(
-                f"response {which} starts with a response token in a packed row: the position before it belongs"
-                " to another response. Mark its prompt's positions with its id too"
-            )
+        if row_response is None:
+            stranger = per_position[row, column - 1] != token_response
+            if bool(stranger.any()):
+                which = int(token_response[stranger][0])
+                raise AttributionError(
+                    f"response {which} starts with a response token in a packed row: the position before it belongs"
+                    " to another response. Mark its prompt's positions with its id too"
+                )
         order = torch.argsort(token_response, stable=True)
         flat = per_position.reshape(-1)
         if isinstance(scale, Tensor):
@@ -140,7 +141,10 @@ class Layout:
         """`rows_of` as an index; the layers of a pass ask for the same one."""
         key = (*responses, device)
         if key not in self._indices:
-            self._indices[key] = chosen_rows(self.rows_of(responses), device)
+            rows = [self._rows[response] for response in responses]
+            in_turn = range(rows[0], rows[0] + len(rows)) if rows else range(0)
+            follows = rows == list(in_turn)  # a slice copies nothing
+            self._indices[key] = slice(in_turn.start, in_turn.stop) if follows else torch.tensor(rows, device=device)
         return self._indices[key]
 
     @cached_property

@@ -21,7 +21,7 @@ from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.geometry import Geometry, Source
 from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.modules import Block
+from gradtrace.attribution.modules import Block, by_block
 from gradtrace.attribution.scopes import Scope, ScopeBatch
 from gradtrace.attribution.store import Store
 from gradtrace.attribution.tangent import Method, directional_derivative
@@ -75,7 +75,7 @@ class LossTerms:
 
     def add(self, scope: Scope, blocks: Sequence[Block], parts: Tensor) -> None:
         """What the members that a pass holds bring to the directions of some modules: [M, m, k_out, k_in]."""
-        self._pending.setdefault(id(scope), {}).update(zip(blocks, parts, strict=True))
+        self._pending.setdefault(id(scope), {}).update(by_block(blocks, parts))
 
     def commit(self) -> None:
         """The backward pass went well: what it brought counts."""

@@ -7,6 +7,7 @@ input embedding among them, and their gradients belong to the same block.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,6 +83,12 @@ class Block:
         elif rows is not None and columns is not None:
             direction = rows.to(direction)[:, None] * direction * columns.to(direction)
         return direction.T if self.sites[0].kind == "conv1d" else direction
+
+
+def by_block(blocks: Sequence[Block], gradients: Tensor) -> dict[Block, Tensor]:
+    """Each block's part of [M, .., k_out, k_in], without the zeros that narrower ones were filled up with."""
+    found = zip(blocks, gradients, strict=True)
+    return {block: part[..., : block.k_out, : block.k_in] for block, part in found}
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """One captured pass: which scopes it holds whole, and what becomes of every module's factors.
 
 Scopes that the pass holds whole are scored inside it, and nothing of them is kept; of the others, each module keeps
-what `score` will need. Small modules of one shape wait for each other and are scored together: alone, they are mostly
+what `score` will need. Small modules of like shape wait for each other and are scored together: alone, they are mostly
 overhead.
 """
 
@@ -21,7 +21,7 @@ from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.ledger import Role
 from gradtrace.attribution.loss_terms import LossTerms
 from gradtrace.attribution.memory import MAX_WAITING_ELEMENTS
-from gradtrace.attribution.modules import Block, Site
+from gradtrace.attribution.modules import Block, Site, by_block
 from gradtrace.attribution.phases import Phases
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of
 from gradtrace.attribution.solvers import TokenRows
@@ -168,11 +168,13 @@ class OnePass:
         """[M, len(members), k_out, k_in]: gradients of targets that this pass, or one before it, holds."""
         if self.role == "step":
             assert self.labels is not None
-            found = torch.stack([self.to.store.gradients(block, members) for block in blocks])
+            found = calls[0].u.new_zeros(len(blocks), len(members), calls[0].u.shape[-1], calls[0].v.shape[-1])
+            for block, own in by_block(blocks, found).items():
+                own.copy_(self.to.store.gradients(block, members))
             for block in blocks:
                 for response in members:
                     self.to.store.targets[block].pop(response, None)
-            return turned(found.to(calls[0].u), members, self.labels)
+            return turned(found, members, self.labels)
         return scaled(self.capture.gradients(calls, members), list(self._signed(members).values()))
 
     def _keep(self, blocks: list[Block], calls: list[Part]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ class Phases:
         self.seconds: dict[str, float] = {}
         """timing_s/influence_NAME → seconds."""
 
-    @contextmanager
-    def __call__(self, name: str, tensor: Tensor) -> Iterator[None]:
+    def __call__(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
         """Adds up the time of what happens inside; `tensor` says on which device."""
-        if not self.enabled:
-            yield
-            return
+        return self._timed(name, tensor) if self.enabled else nullcontext()
+
+    @contextmanager
+    def _timed(self, name: str, tensor: Tensor) -> Iterator[None]:
         started = time.perf_counter()
         yield
         if tensor.is_cuda:

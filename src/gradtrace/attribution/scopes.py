@@ -13,7 +13,7 @@ from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.contrast import contrast
 from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.modules import Block
+from gradtrace.attribution.modules import Block, by_block
 from gradtrace.attribution.solvers import (
     Curvature,
     Damping,
@@ -100,22 +100,24 @@ class ScopeBatch:
     def __post_init__(self) -> None:
         self.width = max(sum(counts.values()) for counts in self.tokens)
         self.contrast = torch.stack([scope.contrast for scope in self.scopes])
-        scopes = zip(self.scopes, self.tokens, strict=True)
-        owner = self._owner = torch.stack([self._owners(*scope) for scope in scopes])
+        owner = self._owner = self._owners()
         self._weight_of_owner = torch.gather(self.contrast, 1, owner[:, :, None].expand(-1, -1, self.contrast.shape[2]))
 
-    def _owners(self, scope: Scope, counts: Mapping[int, int]) -> Tensor:
-        """long[T]: the place in its scope of each token's response; 0 for padding."""
-        places = [scope.members.index(response) for response in counts]
-        numbers = list(counts.values())
-        return torch.tensor([*places, 0]).repeat_interleave(torch.tensor([*numbers, self.width - sum(numbers)]))
+    def _owners(self) -> Tensor:
+        """long[S, T]: the place in its scope of each token's response; 0 for padding."""
+        places: list[int] = []
+        numbers: list[int] = []
+        for scope, counts in zip(self.scopes, self.tokens, strict=True):
+            places += [*(scope.members.index(response) for response in counts), 0]
+            numbers += [*counts.values(), self.width - sum(counts.values())]
+        return torch.tensor(places).repeat_interleave(torch.tensor(numbers)).view(len(self.scopes), -1)
 
     @property
     def members(self) -> list[int]:
         return [response for scope in self.scopes for response in scope.members]
 
     def add(self, blocks: list[Block], gradients: Tensor, rows: TokenRows, ranks: Ranks) -> None:
-        """The part of M modules of one shape. `gradients`: [M, S, n, k_out, k_in] of all members, reduced; `rows`:
+        """The part of M modules of one kind. `gradients`: [M, S, n, k_out, k_in] of all members, reduced; `rows`:
         their tokens as M·S scopes. Modules are solved side by side, each with a curvature of its own."""
         config = self.config
         modules = (len(blocks), len(self.scopes))
@@ -127,7 +129,7 @@ class ScopeBatch:
             self._add_scores(curvature, weights_of_modules, modules)
         if self.directed:
             wanted = weights_of_modules if config.exclude_self_response else weights_of_modules[:, :1]
-            self.directions |= zip(blocks, curvature.directions(wanted).unflatten(0, modules), strict=True)
+            self.directions |= by_block(blocks, curvature.directions(wanted).unflatten(0, modules))
         # Of the sum, not of every entry: one pass, and no wait for the device until the end.
         finite = torch.isfinite(gradients.sum((3, 4)))
         self.finite |= {block.name: found for block, found in zip(blocks, finite, strict=True)}
@@ -139,7 +141,8 @@ class ScopeBatch:
     def _curvature(self, blocks: list[Block], gradients: Tensor, rows: TokenRows, ranks: Ranks) -> Curvature:
         config = self.config
         if config.hessian_mode == "inverse":
-            damping = Damping(config.reg_lambda, config.reg_rule, config.reg_scale)
+            dims = torch.tensor([block.dim for block in blocks]).repeat_interleave(len(self.scopes))
+            damping = Damping(config.reg_lambda, config.reg_rule, config.reg_scale, dims)
             return make_curvature(
                 gradients,
                 rows,

@@ -49,13 +49,15 @@ class Damping:
     rule: str = "per_row"
     """Else `per_row`: scale · trace / number of products in the sum; `per_dimension`: 0.1 · trace / D."""
     scale: float = 1.0
+    dims: Tensor | None = None
+    """long[S]: the D of each scope, where gradients may be filled up with zeros; None: as many as they have."""
 
     def of(self, trace: Tensor, rows: Tensor, dim: int) -> Tensor:
         """λ [S], for sums of `rows` [S] outer products. Never 0: an all-zero module solves to zero."""
         if self.given > 0:
             damping = torch.full_like(trace, self.given)
         elif self.rule == "per_dimension":
-            damping = 0.1 * trace / dim
+            damping = 0.1 * trace / (dim if self.dims is None else self.dims.to(trace))
         else:
             damping = self.scale * trace / rows.to(trace).clamp(min=1)
         return damping.clamp(min=1e-32)
@@ -91,6 +93,11 @@ class TokenRows:
             u, v, x = v, u, x.transpose(2, 3)
         scopes, columns, first, second = x.shape
         scores = u.new_empty(scopes, u.shape[1], columns)
+        if first <= columns:  # a token's gradient is no larger than its products with one side
+            for rows in self._chunks(first * second):
+                outer = u[:, rows].mT.contiguous()[:, :, None] * v[:, rows].mT.contiguous()[:, None]
+                scores[:, rows] = torch.bmm(x.flatten(2), outer.flatten(1, 2)).mT
+            return self._to_tokens(scores)
         flat = x.permute(0, 2, 1, 3).reshape(scopes, first, columns * second)
         for rows in self._chunks(columns * second):
             left = torch.bmm(u[:, rows], flat).view(scopes, -1, columns, second)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtrace.attribution.capture import Capture, Part
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.modules import Block
+from gradtrace.attribution.modules import Block, by_block
 from gradtrace.attribution.solvers import TokenRows
 
 
@@ -39,14 +39,14 @@ class Store:
         where = torch.device("cpu") if self.config.grad_offload_to_cpu else some.device
         if target and responses:
             gradients = scaled(capture.gradients(calls, responses), list(factors.values())).to(where)
-            for block, own in zip(blocks, gradients, strict=True):
+            for block, own in by_block(blocks, gradients).items():
                 self.targets[block] |= zip(responses, own, strict=True)
         if step:
             for response in responses:
                 flat = capture.layout.tokens_of(response, self.config.max_tokens_per_response)[None]
                 sides = (side[:, 0].to(where) for side in capture.tokens(calls, flat))
                 for block, u, v in zip(blocks, *sides, strict=True):
-                    self.tokens[block][response] = TokenFactors(u, v)
+                    self.tokens[block][response] = TokenFactors(u[..., : block.k_out], v[..., : block.k_in])
 
     def gradients(self, block: Block, members: list[int]) -> Tensor:
         """[len(members), k_out, k_in]; zero for those of other ranks, and where the module had no gradient."""

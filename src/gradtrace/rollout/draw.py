@@ -70,11 +70,10 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
 
 def _draw_from(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """One index per row in proportion to exp(logits) [B, C], and its normalised log-prob."""
-    log_probs = logits.log_softmax(-1)
-    probabilities = log_probs.exp()
+    probabilities = logits.softmax(-1)
     search = _invert if probabilities.shape[1] < 4 * BLOCK else _invert_by_blocks
     choice = search(probabilities, uniforms)
-    return choice, _at(log_probs, choice)
+    return choice, _at(probabilities, choice).log()
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
