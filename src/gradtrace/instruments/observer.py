@@ -1,19 +1,23 @@
-"""Where instruments hook into a training step. The loop knows this interface and no instrument."""
+"""Where instruments hook into a training step, and what they write. The loop knows this interface and no instrument."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.metrics import GENERATED
 from gradtrace.policy.microbatch import MicroBatch
 from gradtrace.trace.writer import TraceWriter
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,3 +172,28 @@ def _inside(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+@dataclass(eq=False)
+class TraceRecord:
+    """An instrument's trace of a run on disk, the same in every host: its files, what every one of them says, and what
+    could not be traced. Subclasses say what a file holds."""
+
+    label: ClassVar[str]
+    """The instrument in messages."""
+    config: Any
+    """Its section of the configuration."""
+    writer: TraceWriter
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Goes into every file."""
+    truth: Truth = no_truth
+    report: Callable[[str], None] = logger.warning
+    errors: int = field(default=0, init=False)
+    """Steps that could not be traced."""
+    _told: set[str] = field(default_factory=set, init=False)
+
+    def tell_once(self, about: str, sentence: str) -> None:
+        """Report a sentence, unless one `about` the same was reported in this run."""
+        if about not in self._told:
+            self._told.add(about)
+            self.report(f"{self.label}: {sentence}")

@@ -14,10 +14,10 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.instrument import BlameInstrument
-from gradtrace.instruments.blame.record import BlameRecord
+from gradtrace.instruments.blame.shares import BlameRecord
 from gradtrace.instruments.columns import Truth
+from gradtrace.instruments.entropy_probe.columns import ProbeRecord
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
-from gradtrace.instruments.entropy_probe.record import ProbeRecord
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.host import asked_by

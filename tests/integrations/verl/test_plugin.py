@@ -152,7 +152,7 @@ def test_losses_and_their_gradients_are_ours(verl: Any, name: str) -> None:
     config = harness.actor_config()
     tokens = int(found["mask"].sum())
     config.global_batch_info.update(dp_size=1, batch_num_tokens=tokens, global_batch_size=4, loss_scale_factor=None)
-    token = losses._extras.set(losses.Extras(found["entropies"], found["ref_log_probs"], {}))
+    token = losses._extras.set(({name: found[name] for name in ("entropies", "ref_log_probs")}, {}))
     value, metrics = get_policy_loss_fn(f"gradtrace_{name}")(
         old_log_prob=found["old_log_probs"],
         log_prob=theirs,
@@ -209,7 +209,7 @@ def test_a_loss_with_a_trace_on_verls_own_engine_is_an_error(verl: Any) -> None:
 def test_selection_weighs_tokens_as_verls_aggregation_does(verl: Any, mode: str) -> None:
     from verl.trainer.ppo.core_algos import agg_loss
 
-    from gradtrace.integrations.verl.aggregation import batch_weights
+    from gradtrace.integrations.verl.rank.losses import batch_weights
 
     batch = harness.rollout()
     values, mask = torch.rand(batch.responses.shape), batch.response_mask

@@ -11,8 +11,8 @@ import torch
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import EntropyProbeConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.record import ProbeRecord
-from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder, without_prompts
+from gradtrace.instruments.entropy_probe.columns import ProbeRecord
+from gradtrace.integrations.verl.driver.recorder import ProbeRecorder, without_prompts
 from gradtrace.integrations.verl.parts import ProbePart
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.schema import ENTROPY_PROBE

@@ -118,8 +118,8 @@ def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    from gradtrace.integrations.verl.aggregation import batch_weights
     from gradtrace.integrations.verl.driver.tracin import RankedScores
+    from gradtrace.integrations.verl.rank.losses import batch_weights
     from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, RankScorer
 
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -19,8 +19,7 @@ from torch import Tensor
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.response_gradients import ResponseGradients
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.blame.record import BlameRecord
-from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.blame.shares import BlameRecord, StepBlame
 from gradtrace.instruments.blame.sharing import Sharing, UsualNorms
 from gradtrace.instruments.entropy_probe.model_host import ModelProbeHost
 from gradtrace.instruments.observer import Backward, OptimizerStep, WritingObserver

@@ -1,4 +1,5 @@
-"""A probe as columns of the trace kind `entropy_probe`: the update's responses, then the evaluation's."""
+"""A probe as columns of the trace kind `entropy_probe` (the update's responses, then the evaluation's), and the probes
+of a run on disk, in every host."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import response_columns, token_column, turn_columns, with_gaps
 from gradtrace.instruments.entropy_probe.estimates import Measured, Tokens, covariance_change
 from gradtrace.instruments.entropy_probe.probe import Prediction, Shares
+from gradtrace.instruments.observer import TraceRecord
 from gradtrace.trace.schema import ProbeBatch, ragged
 
 
@@ -118,4 +121,39 @@ class Probed:
             "entropy_change_measured": joined(
                 np.zeros(u_tokens), of_e(self.after.entropies - prediction.base.entropies)
             ),
+        }
+
+
+class ProbeRecord(TraceRecord):
+    """`config` is an `EntropyProbeConfig`."""
+
+    label = "entropy probe"
+
+    def is_due(self, step: int) -> bool:
+        return bool(step % self.config.every == 0)
+
+    def failed(self, step: int, why: Exception | str) -> None:
+        """A failing probe is shown and counted, and costs this step's probe; not the run, unless `on_error=raise`."""
+        message = f"entropy probe: step {step} is not probed: {why}"
+        if self.config.on_error == "raise":
+            raise why if isinstance(why, Exception) else GradtraceError(message)
+        self.errors += 1
+        self.report(message)
+
+    def write(self, batch: RolloutBatch, step: int, probed: Probed | None, seconds: float) -> dict[str, float]:
+        """Write the file of a step that is due; None: it failed. Returns metrics."""
+        try:
+            if probed is not None:
+                self.writer.write(step, probed.columns(batch), self.meta | probed.meta(batch))
+        except Exception as error:
+            self.failed(step, error)
+            probed = None
+        metrics = {"entropy_probe/errors": float(self.errors)}
+        if probed is None:
+            return metrics
+        return {
+            **metrics,
+            **probed.metrics(),
+            "entropy_probe/write_errors": float(self.writer.stats.failed),
+            "timing_s/entropy_probe": seconds,
         }

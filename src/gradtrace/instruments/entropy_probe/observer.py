@@ -21,10 +21,9 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.columns import Probed
+from gradtrace.instruments.entropy_probe.columns import Probed, ProbeRecord
 from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch
 from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Shares
-from gradtrace.instruments.entropy_probe.record import ProbeRecord
 from gradtrace.instruments.observer import Backward, OptimizerStep, WritingObserver
 from gradtrace.metrics import GENERATED, Timer
 from gradtrace.policy.optimizer import Optimizer

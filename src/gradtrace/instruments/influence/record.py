@@ -1,4 +1,5 @@
-"""The influence trace of a run on disk: from the scores of a step to its file and its metrics."""
+"""The influence trace of a run on disk: from the scores of a step to its file and its metrics, and why a step has no
+rows, in words."""
 
 from __future__ import annotations
 
@@ -11,10 +12,9 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.instruments.influence.columns import describe, influence_columns
-from gradtrace.instruments.influence.empty import why_empty
 from gradtrace.instruments.influence.join import combined
 from gradtrace.instruments.influence.plan import StepPlan
-from gradtrace.instruments.record import TraceRecord
+from gradtrace.instruments.observer import TraceRecord
 from gradtrace.trace.schema import GroupStatus
 
 LARGEST = ("influence_trace/debug_modules",)
@@ -77,3 +77,54 @@ class InfluenceRecord(TraceRecord):
             "debug_write_errors": self.writer.stats.failed,
         }
         return metrics | {f"influence_trace/{name}": float(value) for name, value in counts.items()}
+
+
+def why_empty(batch: RolloutBatch, status: Tensor) -> tuple[str, str]:
+    """The cause of a trace without rows (a name to count it by) and a sentence about it, with what to do."""
+    if bool((status == int(GroupStatus.NON_FINITE)).any()):
+        return "non_finite", (
+            "the gradients were not finite, so that the optimizer made no step either: lower actor.optim.lr, and look "
+            "at the rewards and advantages of this step"
+        )
+    if bool((status == int(GroupStatus.NOT_CAPTURED)).any()):
+        return "not_captured", (
+            "the hooks saw none of the tokens of the groups with mixed rewards: `gradtrace doctor --model` shows which "
+            "layers can be traced, and debug_backward_captures how often they fired"
+        )
+    return _no_contrast(batch)
+
+
+def _no_contrast(batch: RolloutBatch) -> tuple[str, str]:
+    """No group holds accepted and rejected responses: for which reason."""
+    sizes = torch.bincount(batch.group)
+    if int(sizes.max()) == 1:
+        return (
+            "one_response",
+            "every prompt has one response, and there is nothing to compare it with: raise rollout.n",
+        )
+    if batch.kept is not None and not bool(batch.kept.all()):
+        return "selection", (
+            "selection left no group with accepted and rejected responses: keep more of the batch (trainer.tracin.…)"
+        )
+    if _all_siblings_equal(batch):
+        return "no_diversity", (
+            "all responses to a prompt are the same: raise rollout.temperature, or the policy has lost its entropy"
+        )
+    rewards = batch.need("rewards")
+    low, high = float(rewards.min()), float(rewards.max())
+    if low == high:
+        cause, judged = "all_wrong", "wrong: the task is too hard for it"
+        if high > 0:
+            cause, judged = "all_right", "right: the task is too easy for this policy"
+        return cause, (
+            f"all {len(batch)} responses have the reward {high:g}, as if all were {judged}, or the reward is constant"
+        )
+    return "constant_groups", (
+        f"in each of the {len(sizes)} groups all responses have the same reward (from {low:g} to {high:g} over the "
+        "groups): prompts are too easy or too hard; raise rollout.n, or turn algorithm.dynamic_sampling.enable on"
+    )
+
+
+def _all_siblings_equal(batch: RolloutBatch) -> bool:
+    texts = [tuple(response) for response in batch.response_ids]
+    return len(set(zip(batch.group.tolist(), texts, strict=True))) == len(set(batch.group.tolist()))

@@ -29,7 +29,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config import BlameConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.instrument import BlameInstrument
-from gradtrace.instruments.blame.record import BlameRecord
+from gradtrace.instruments.blame.shares import BlameRecord
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.host import asked_by
@@ -381,7 +381,8 @@ class TraceSession:
             with observer.around_optimizer_step(rollout.update):
                 pass  # scores are made on entering; TRL makes the step itself
             metrics = observer.after_update(rollout.batch, self.step)
-            metrics |= batch_metrics(rollout.batch) | _entropy(rollout.batch)
+            entropies = rollout.batch.need("entropies")[rollout.batch.response_mask]
+            metrics |= batch_metrics(rollout.batch) | {"actor/entropy": float(entropies.mean())}
             self._batch = rollout.batch
             self._line |= metrics | {"trl/global_step": float(self.trainer.state.global_step)}
         self._still_traced()
@@ -407,7 +408,3 @@ class TraceSession:
             self._batch = None
             self._files.log(self.step, self._line)
         self._line = {}
-
-
-def _entropy(batch: RolloutBatch) -> dict[str, float]:
-    return {"actor/entropy": float(batch.need("entropies")[batch.response_mask].mean())}

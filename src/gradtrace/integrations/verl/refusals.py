@@ -56,8 +56,9 @@ def check_engine(engine: Any) -> None:
         )
 
 
-def check_hooks(engine: Any, section: str) -> None:
-    """Right in verl, but not what hooks in its backward pass can read. `section`: of ours, that needs them."""
+def check_hooks(engine: Any, section: str, more: dict[str, bool] | None = None) -> None:
+    """Right in verl, but not what hooks in its backward pass can read. `section`: of ours, that needs them; `more`:
+    further problems, and whether they are there."""
     settings = engine.engine_config
     problems = {
         "actor.strategy=fsdp (FSDP1) flattens parameters, so that layers cannot be told apart; use fsdp2": (
@@ -71,7 +72,7 @@ def check_hooks(engine: Any, section: str) -> None:
         ),
         "actor.qat.enable trains on quantised weights, whose gradients are estimates": engine._qat_enabled,
     }
-    for problem, found in problems.items():
+    for problem, found in {**problems, **(more or {})}.items():
         if found:
             raise GradtraceError(f"gradtrace.{section}: {problem}.")
 

@@ -15,10 +15,12 @@ from verl.workers.engine.base import EngineRegistry
 
 
 def apply() -> None:
+    offload = fsdp_engine.CPUOffloadPolicy
     replacements: list[tuple[Any, str, Any]] = [
         (verl.utils.distributed, "initialize_global_process_group_ray", process_group_with_gloo),
         (verl.workers.engine_workers, "initialize_global_process_group_ray", process_group_with_gloo),
-        (fsdp_engine, "CPUOffloadPolicy", offload_without_pinning(fsdp_engine.CPUOffloadPolicy)),
+        # Memory can be pinned for an accelerator only; verl always asks for it.
+        (fsdp_engine, "CPUOffloadPolicy", lambda pin_memory=True: offload(pin_memory=False)),
         (verl.utils.model, "load_valuehead_model", value_model_with_sdpa),
     ]
     for module, name, replacement in replacements:
@@ -39,11 +41,6 @@ def process_group_with_gloo(timeout_second: float | None = None, backend: str | 
             timeout=None if timeout_second is None else timedelta(seconds=timeout_second),
             init_method=os.environ.get("DIST_INIT_METHOD"),
         )
-
-
-def offload_without_pinning(policy: Any) -> Any:
-    """Memory can be pinned for an accelerator only; verl always asks for it."""
-    return lambda pin_memory=True: policy(pin_memory=False)
 
 
 def value_model_with_sdpa(

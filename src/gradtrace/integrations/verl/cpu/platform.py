@@ -18,29 +18,18 @@ from gradtrace.integrations.verl.cpu import PLATFORM
 def device_module() -> types.ModuleType:
     """`torch.cpu` with the functions of `torch.cuda` that verl calls."""
     module = types.ModuleType("gradtrace_cpu_device")
-    for name in dir(torch.cpu):
-        if not name.startswith("__"):
-            setattr(module, name, getattr(torch.cpu, name))
-
-    def nothing(*args: Any, **options: Any) -> None:
-        return None
-
-    def zero(*args: Any, **options: Any) -> int:
-        return 0
-
-    for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
-        setattr(module, name, nothing)
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(module, name, zero)
+    nothing = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+    zero = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    extra: dict[str, Any] = {
-        "mem_get_info": lambda *args: (memory, memory),
-        "get_rng_state": lambda *args: torch.get_rng_state(),
-        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
-        "get_device_name": lambda *args: "cpu",
-    }
-    for name, function in extra.items():
-        setattr(module, name, function)
+    vars(module).update({name: value for name, value in vars(torch.cpu).items() if not name.startswith("__")})
+    vars(module).update(dict.fromkeys(nothing, lambda *args, **options: None))
+    vars(module).update(
+        dict.fromkeys(zero, lambda *args, **options: 0),
+        mem_get_info=lambda *args: (memory, memory),
+        get_rng_state=lambda *args: torch.get_rng_state(),
+        set_rng_state=lambda state, *args: torch.set_rng_state(state),
+        get_device_name=lambda *args: "cpu",
+    )
     return module
 
 

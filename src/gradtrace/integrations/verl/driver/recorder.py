@@ -6,30 +6,32 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.blame.record import BlameRecord
+from gradtrace.instruments.blame.shares import BlameRecord
 from gradtrace.instruments.columns import Truth
-from gradtrace.instruments.entropy_probe.record import ProbeRecord
+from gradtrace.instruments.entropy_probe.columns import ProbeRecord
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.mismatch import NOTABLE, sampler_gap
-from gradtrace.integrations.verl.driver.probe_record import ProbeRecorder
 from gradtrace.integrations.verl.options import VerlOptions
 from gradtrace.integrations.verl.parts import (
     BlamePart,
+    ProbePart,
     clear_rank_files,
     join_parts,
     joined_blame,
+    joined_probe,
     read_rank_files,
 )
-from gradtrace.integrations.verl.told import BlameInputs, MismatchInputs, StepLabels
+from gradtrace.integrations.verl.told import BlameInputs, MismatchInputs, ProbeInputs, StepLabels
+from gradtrace.policy.rollouts import keep_groups
 from gradtrace.trace import lock
 from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
@@ -38,19 +40,26 @@ from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.instruments import open_writer
 
+if TYPE_CHECKING:
+    from gradtrace.integrations.verl.driver.probe_sampling import EvaluationSampler
+
 PENDING = "pending_metrics.json"
 
 
 @dataclass(eq=False)
-class BlameRecorder:
+class PartsRecorder:
     """What the driver tells the ranks before an update, and the file that it makes of their parts after it."""
 
-    on_disk: BlameRecord
+    on_disk: Any
     parts_dir: Path
     ranks: int
 
     def __post_init__(self) -> None:
         clear_rank_files(self.parts_dir)
+
+
+class BlameRecorder(PartsRecorder):
+    on_disk: BlameRecord
 
     def inputs(self, step: int, mini_batch: Tensor) -> BlameInputs:
         """`mini_batch`: long[R], −1 for rows that do not train."""
@@ -63,6 +72,51 @@ class BlameRecorder:
             self.on_disk.failed(GradtraceError(f"step {step}: {part.failure}"))
         blame = None if part.failure else joined_blame(part, batch, mini_batch)
         return self.on_disk.write(batch, step, blame, part.largest_norm, part.seconds)
+
+
+class ProbeRecorder(PartsRecorder):
+    """The driver's side of a probe: `sample` after the rollout, `inputs` before the update, `record` after it."""
+
+    on_disk: ProbeRecord
+    sampler: EvaluationSampler
+    """Set when the replicas are there."""
+    evaluation: RolloutBatch | None = None
+
+    def sample(self, step: int) -> None:
+        self.evaluation = None
+        if self.on_disk.is_due(step):
+            try:
+                self.evaluation = self.sampler.sample(step)
+            except Exception as error:  # whatever a rollout engine says; a dead one is the watch's business
+                self.on_disk.failed(step, f"E could not be sampled: {type(error).__name__}: {error}")
+
+    def inputs(self, update: RolloutBatch, step: int) -> ProbeInputs | None:
+        """What the ranks are told: E without the prompts of this rollout. None if this step is not probed."""
+        if self.evaluation is None:
+            return None
+        self.evaluation = without_prompts(self.evaluation, update.prompts)
+        if len(self.evaluation.prompts) < 2:
+            self.evaluation = None
+            why = "all held-out prompts (data.val_files) are in the rollout as well, or had no answer"
+            self.on_disk.failed(step, why)
+            return None
+        prompts = [self.evaluation.prompts[group] for group in self.evaluation.group.tolist()]
+        return ProbeInputs(step, prompts, self.evaluation.response_ids, str(self.parts_dir))
+
+    def record(self, batch: RolloutBatch, rows: Tensor, step: int) -> dict[str, float]:
+        """Join the ranks' parts after the update, and write the file. `rows`: long[r], U, ascending. Returns
+        metrics."""
+        if not self.on_disk.is_due(step):
+            return {}
+        evaluation, self.evaluation = self.evaluation, None
+        probed, seconds = None, 0.0
+        if evaluation is not None:
+            part = ProbePart.joined(self.parts_dir, step, self.ranks)
+            if part.failure:
+                self.on_disk.failed(step, part.failure)
+            else:
+                probed, seconds = joined_probe(part, evaluation, rows), part.seconds
+        return self.on_disk.write(batch, step, probed, seconds)
 
 
 @dataclass(eq=False)
@@ -253,3 +307,12 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0:
             found[name] = float(value)
     return found
+
+
+def without_prompts(batch: RolloutBatch, prompts: list[list[int]]) -> RolloutBatch:
+    """The batch with only those sequences that have tokens and whose prompt is not among `prompts`; groups are numbered
+    anew."""
+    others = {tuple(prompt) for prompt in prompts}
+    apart = torch.tensor([tuple(prompt) not in others for prompt in batch.prompts])
+    kept = batch.select(apart[batch.group] & (batch.response_lengths > 0))
+    return keep_groups(kept, kept.group.unique())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,10 +32,6 @@ def read_status(run_dir: Path) -> Status:
     return Status(**json.loads(path.read_text())) if path.is_file() else Status()
 
 
-def clear_status(run_dir: Path) -> None:
-    (run_dir / FILE).unlink(missing_ok=True)
-
-
 def describe(status: Status) -> str:
     """One line for the user: who, where, when."""
     # Rewards are computed while responses still come in: it is the worker that tells which of the two it was.
@@ -47,8 +42,3 @@ def describe(status: Status) -> str:
     what = "failed" if status.error and not status.dead_worker else "died"
     why = f": {status.error}" if status.error and not status.dead_worker else ""
     return f"{who}{where} {what} in phase {phase} of step {status.step}{why}"
-
-
-def end_process(code: int = 17) -> None:
-    """End it at once: a driver whose worker is gone would wait for it, or train on a batch with holes."""
-    os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from gradtrace.integrations.verl.driver.probe_sampling import (
     check_token_terms,
 )
 from gradtrace.integrations.verl.driver.recorder import Recorder
-from gradtrace.integrations.verl.driver.tracin_setup import TracinDriver, Training
+from gradtrace.integrations.verl.driver.tracin import TracinDriver, Training
 from gradtrace.integrations.verl.driver.watch import Watch, process_id
 from gradtrace.integrations.verl.launch.checkpoints import plain_tensors_only
 from gradtrace.integrations.verl.options import read_options
@@ -142,9 +143,6 @@ class TracedTrainer(PPOTrainer):
                 self.recorder.report,
             )
         self.status = status.Status(step=self.global_steps, workers={})
-        self._announce(ranks)
-
-    def _announce(self, ranks: int) -> None:
         what = ", ".join(enabled_kinds(self.options)) or "metrics only"
         print(
             f"gradtrace is active: {what}; on ranks 0 to {ranks - 1} of {ranks}; files in {self.options.run_dir}",
@@ -194,7 +192,7 @@ class TracedTrainer(PPOTrainer):
         self.status.error = type(error).__name__
         self._phase(self.status.phase)
         print(f"gradtrace: {status.describe(self.status)}", flush=True)
-        status.end_process()
+        os._exit(17)  # at once: a driver whose worker is gone would wait for it, or train on a batch with holes
 
     def _phase(self, name: str) -> None:
         if self.recorder is not None:

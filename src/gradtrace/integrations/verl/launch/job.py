@@ -20,7 +20,7 @@ from gradtrace.errors import GradtraceError, install
 from gradtrace.instruments.tracin.validation import validation_pool
 from gradtrace.integrations.verl.cpu.fork_server import fork_server
 from gradtrace.integrations.verl.cpu.forked_worker import ADDRESS, PYTHON
-from gradtrace.integrations.verl.driver.status import clear_status, describe, read_status
+from gradtrace.integrations.verl.driver.status import FILE, describe, read_status
 from gradtrace.integrations.verl.launch.checkpoints import export_policy, latest_step
 from gradtrace.integrations.verl.launch.data import write_prompts
 from gradtrace.integrations.verl.launch.translate import TRACIN_PROMPTS, Translation, translate
@@ -145,7 +145,7 @@ def run_with_restarts(
     report = report or display.message
     failures = 0
     while True:
-        clear_status(run_dir)
+        (run_dir / FILE).unlink(missing_ok=True)
         try:
             code = run_once(translation, run_dir, display)
         except KeyboardInterrupt:

@@ -20,10 +20,9 @@ from gradtrace.attribution.loss_terms import SharedTerms
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.host import asked_by
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
-from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.parts import write_part
 from gradtrace.integrations.verl.rank.full_precision import full_precision
-from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
+from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense, micro_batch_weights
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import layout_of, plain, rows_of
 from gradtrace.integrations.verl.rank.shared import SharedSequences

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,17 +31,11 @@ VERL_LOSSES_WITH_PLAIN_GRADIENT = ("vanilla", "gspo", "cispo")
 """verl's losses whose gradient at ratio 1 is −A∇ℓ for every token."""
 
 
-@dataclass(frozen=True, eq=False)
-class Extras:
-    """Inputs that verl does not hand to a policy loss."""
-
-    entropies: Tensor | None
-    ref_log_probs: Tensor | None
-    options: dict[str, Any]
-
-
 token_kl: Any = core_algos.kl_penalty
-_extras: contextvars.ContextVar[Extras | None] = contextvars.ContextVar("gradtrace_loss_extras", default=None)
+_extras: contextvars.ContextVar[tuple[dict[str, Any], dict[str, Any]]] = contextvars.ContextVar(
+    "gradtrace_loss_extras", default=({"entropies": None, "ref_log_probs": None}, {})
+)
+"""Columns of the micro-batch that verl does not hand to a policy loss, and the options of ours."""
 advantage_options: dict[str, Any] = {}
 """Options of the driver's estimator, which the trainer sets."""
 
@@ -100,28 +92,25 @@ class GradtraceLoss:
                 "plugin: pass VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl to all nodes, e.g. with "
                 "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl"
             )
-        with self.extras(model_output, data):
+        token = _extras.set((self.extras_of(model_output, data), self.options))
+        try:
             return ppo_loss(self.actor, model_output, data, dp_group)
+        finally:
+            _extras.reset(token)
 
     def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, model_output: Any, data: Any) -> Tensor:
         """[b, T]: every token's own term of the policy loss, before aggregation, zero outside the mask."""
         mode = self.actor.policy_loss.get("loss_mode", "vanilla")
         options = dict(self.options)
         if mode == "vanilla":
-            mode, options = "ppo", vanilla_options(self.actor)
+            clip = {"clip_low": self.actor.clip_ratio_low, "clip_high": self.actor.clip_ratio_high}
+            mode, options = "ppo", {**clip, "dual_clip": self.actor.clip_ratio_c}
         name = mode.removeprefix(PREFIX)
         if not knows_token_terms(name):
             raise GradtraceError(f"loss-term credit does not know the token terms of loss_mode={mode}")
         mask = dense(data, "response_mask", log_probs).bool()
-        extras = self.extras_of(model_output, data)
-        inputs = LossInputs(
-            log_probs,
-            old_log_probs,
-            dense(data, "advantages", log_probs),
-            mask,
-            ref_log_probs=extras.ref_log_probs,
-            entropies=extras.entropies,
-        )
+        advantages, extras = dense(data, "advantages", log_probs), self.extras_of(model_output, data)
+        inputs = LossInputs(log_probs, old_log_probs, advantages, mask, **extras)
         return torch.where(mask, policy_loss(name, **options)(inputs).loss, 0.0)
 
     def token_losses(self, model_output: Any, data: Any) -> Tensor:
@@ -132,29 +121,19 @@ class GradtraceLoss:
         if "rollout_is_weights" in data:
             values = values * dense(data, "rollout_is_weights", log_probs)
         if self.actor.entropy_coeff:
-            values = values - self.actor.entropy_coeff * extras.entropies
+            values = values - self.actor.entropy_coeff * extras["entropies"]
         if self.actor.use_kl_loss and self.actor.kl_loss_coef:
-            kl = token_kl(log_probs, extras.ref_log_probs, self.actor.kl_loss_type)
+            kl = token_kl(log_probs, extras["ref_log_probs"], self.actor.kl_loss_type)
             values = values + self.actor.kl_loss_coef * kl
         return torch.where(dense(data, "response_mask", log_probs).bool(), values, 0.0)
 
-    def extras_of(self, model_output: Any, data: Any) -> Extras:
+    def extras_of(self, model_output: Any, data: Any) -> dict[str, Any]:
         entropies = model_output.get("entropy", None)
         reference = data.get("ref_log_prob", None)
-        return Extras(
-            entropies=None if entropies is None else no_padding_2_padding(entropies, data),
-            ref_log_probs=None if reference is None else reference.to_padded_tensor(0.0),
-            options=self.options,
-        )
-
-    @contextmanager
-    def extras(self, model_output: Any, data: Any) -> Iterator[None]:
-        """Inside, our policy losses find what verl does not hand to them."""
-        token = _extras.set(self.extras_of(model_output, data))
-        try:
-            yield
-        finally:
-            _extras.reset(token)
+        return {
+            "entropies": None if entropies is None else no_padding_2_padding(entropies, data),
+            "ref_log_probs": None if reference is None else reference.to_padded_tensor(0.0),
+        }
 
 
 def knows_token_terms(mode: str) -> bool:
@@ -162,20 +141,53 @@ def knows_token_terms(mode: str) -> bool:
     return mode == "vanilla" or mode.removeprefix(PREFIX) in policy_loss_names()
 
 
-def vanilla_options(actor: Any) -> dict[str, Any]:
-    """verl's loss `vanilla` is our `ppo` with these."""
-    return {
-        "clip_low": actor.clip_ratio_low,
-        "clip_high": actor.clip_ratio_high,
-        "dual_clip": actor.clip_ratio_c,
-    }
-
-
 def dense(data: Any, name: str, like: Tensor) -> Tensor:
     """A nested column [b, j] as wide as `like` [b, T], zero outside."""
     values = data[name]
     values = values.to_padded_tensor(0.0) if values.is_nested else values
     return torch.nn.functional.pad(values, (0, like.shape[1] - values.shape[1])).to(like.device)
+
+
+# ---------------------------------------------------------------- how actor.loss_agg_mode weighs tokens
+
+
+def batch_weights(mask: Tensor, actor: Any) -> Tensor:
+    """float[R, T]: the weight of every token in the loss of a whole batch with this mask."""
+    lengths = mask.sum(1)
+    tokens, sequences, longest = int(lengths.sum()), int((lengths > 0).sum()), int(lengths.max())
+    return mask * _response_weights(actor, lengths, tokens, sequences, longest).float()[:, None]
+
+
+def micro_batch_weights(micro_batch: Any, actor: Any) -> Tensor:
+    """float[b]: what verl multiplies the token losses of each response of a micro-batch by."""
+    mask = micro_batch["response_mask"]
+    lengths = torch.stack([part.sum() for part in mask.unbind()]).cpu()
+    tokens, sequences, ranks = (
+        float(micro_batch[name]) for name in ("batch_num_tokens", "global_batch_size", "dp_size")
+    )
+    longest = int(mask.offsets().diff().max())
+    return (ranks * _response_weights(actor, lengths, tokens, sequences, longest)).float()
+
+
+def _response_weights(actor: Any, lengths: Tensor, tokens: float, sequences: float, longest: int) -> Tensor:
+    """float64[b], from the lengths of responses and from what their whole mini-batch holds."""
+    one, tokens, sequences = torch.ones_like(lengths, dtype=torch.float64), max(tokens, 1), max(sequences, 1)
+    weights = {
+        "token-mean": one / tokens,
+        "token-sum": one,
+        "seq-mean-token-mean": one / sequences / (lengths + 1e-8),
+        "seq-mean-token-sum": one / sequences,
+        "seq-mean-token-sum-norm": one / sequences / (actor.loss_scale_factor or longest),
+    }
+    mode = actor.loss_agg_mode
+    if mode not in weights:
+        raise GradtraceError(
+            f"actor.loss_agg_mode={mode}: how it weighs tokens is not known to gradtrace. Valid: {', '.join(weights)}."
+        )
+    return weights[mode]
+
+
+# ---------------------------------------------------------------- what verl calls
 
 
 def verl_policy_loss(name: str) -> Any:
@@ -190,9 +202,8 @@ def verl_policy_loss(name: str) -> Any:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        extras = _extras.get() or Extras(None, None, {})
-        function = policy_loss(name, **extras.options)
-        columns = {"entropies": extras.entropies, "ref_log_probs": extras.ref_log_probs}
+        columns, options = _extras.get()
+        function = policy_loss(name, **options)
         if missing := [column for column in columns if column in function.needs and columns[column] is None]:
             raise GradtraceError(
                 f"actor.policy_loss.loss_mode={name} needs {' and '.join(missing)}. Run it with gradtrace's trainer "

@@ -16,9 +16,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.instruments.host import Gradient
 from gradtrace.instruments.mismatch import share_metrics, slopes
-from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.parts import write_rank_file
-from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense
+from gradtrace.integrations.verl.rank.losses import GradtraceLoss, dense, micro_batch_weights
 from gradtrace.integrations.verl.told import SAMPLED, MismatchInputs
 
 

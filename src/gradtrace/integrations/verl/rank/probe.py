@@ -1,7 +1,7 @@
 """The entropy probe on the ranks of a verl job: ΔH of a training step's first optimizer step, predicted and measured.
 
 E comes from the driver and is dealt to the ranks; of U each rank has the responses it trains on. Each rank writes what
-it knows to a part file, which the driver joins (`probe_record`).
+it knows to a part file, which the driver joins (`recorder`).
 """
 
 from __future__ import annotations

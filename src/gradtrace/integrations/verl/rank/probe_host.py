@@ -25,10 +25,9 @@ from gradtrace.attribution.collectives import Ranks, forget_gathered, local
 from gradtrace.instruments.entropy_probe.passes import Pass, Progress, TokenBatch
 from gradtrace.instruments.host import Gradient
 from gradtrace.instruments.padding_row import padded_embeddings, padding_row_stays
-from gradtrace.integrations.verl.aggregation import micro_batch_weights
 from gradtrace.integrations.verl.dealing import PADDING, deal
 from gradtrace.integrations.verl.rank.full_precision import full_precision
-from gradtrace.integrations.verl.rank.losses import GradtraceLoss
+from gradtrace.integrations.verl.rank.losses import GradtraceLoss, micro_batch_weights
 from gradtrace.integrations.verl.rank.sequences import PASS_SETTINGS, plain, rows_of, sequences
 from gradtrace.integrations.verl.rank.shared import Values, token_values
 from gradtrace.integrations.verl.told import ProbeInputs

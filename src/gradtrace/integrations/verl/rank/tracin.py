@@ -80,7 +80,12 @@ class RankScorer:
     """A `TracinHost` over verl's engine; every method is called by all ranks together."""
 
     def __init__(self, engine: Any) -> None:
-        check_selection(engine)
+        fused = engine.engine_config.use_fused_kernels
+        problems = {
+            "use_fused_kernels=true hides the output layer from the hooks; use false": fused,
+            "a model that sees images is not supported": hasattr(engine.model_config.hf_config, "vision_config"),
+        }
+        check_hooks(engine, "tracin", problems)
         self.engine = engine
         with asked_by("gradtrace.tracin"):
             self.counted = countable(engine.module, "linear", VALUE_HEADS)
@@ -192,17 +197,3 @@ def count_real_responses(engine: Any, data: Any) -> None:
     count = count.to(torch.device(engine.device_mesh.device_type))
     dist.all_reduce(count, group=engine.get_data_parallel_group())
     tu.assign_non_tensor(data, global_batch_size=max(1, int(count)))
-
-
-def check_selection(engine: Any) -> None:
-    """Settings that would give wrong scores are refused."""
-    check_hooks(engine, "tracin")
-    problems = {
-        "use_fused_kernels=true hides the output layer from the hooks; use false": (
-            engine.engine_config.use_fused_kernels
-        ),
-        "a model that sees images is not supported": hasattr(engine.model_config.hf_config, "vision_config"),
-    }
-    for problem, found in problems.items():
-        if found:
-            raise GradtraceError(f"gradtrace.tracin: {problem}.")
