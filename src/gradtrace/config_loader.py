@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -169,16 +168,13 @@ def with_overrides(recipe: DictConfig, overrides: list[str]) -> DictConfig:
         key, value = word.key_or_group, word.value()
         try:
             # One word for a list of words: module_name_filter=mlp.
-            if OmegaConf.is_list(OmegaConf.select(config, key)) and is_single(value):
+            single = isinstance(value, bool | int | float | str) and "${" not in str(value)
+            if single and OmegaConf.is_list(OmegaConf.select(config, key)):
                 value = [value]
             OmegaConf.update(config, key, value, merge=True, force_add=True)
         except OmegaConfBaseException as error:
             raise in_words(error, key) from None
     return config
-
-
-def is_single(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str) and "${" not in str(value)
 
 
 def finished(composed: DictConfig, recipe: DictConfig, keys: dict[str, str]) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -47,15 +47,8 @@ class Labels:
         return len(self.accepted)
 
     def same_as(self, other: Labels) -> bool:
-        def equal(a: Tensor | None, b: Tensor | None) -> bool:
-            return (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
-
-        return (
-            equal(self.accepted, other.accepted)
-            and equal(self.group, other.group)
-            and equal(self.advantages, other.advantages)
-            and equal(self.sign, other.sign)
-        )
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
     def sign_of(self, response: int) -> float:
         return 1.0 if self.sign is None else float(self.sign[response])

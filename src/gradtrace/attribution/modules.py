@@ -91,15 +91,11 @@ def by_block(blocks: Sequence[Block], gradients: Tensor) -> dict[Block, Tensor]:
     return {block: part[..., : block.k_out, : block.k_in] for block, part in found}
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D (GPT-2): a linear layer that stores its weight transposed. By name: torch only here."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
 def linear_kind(module: nn.Module) -> SiteKind | None:
     if isinstance(module, nn.Linear):
         return "linear"
-    return "conv1d" if is_conv1d(module) else None
+    # transformers' Conv1D (GPT-2): a linear layer that stores its weight transposed. By name: torch only here.
+    return "conv1d" if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def out_in(module: nn.Module, kind: SiteKind) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -225,7 +225,3 @@ class Shards:
             for values, before, _ in self._parts:
                 values.copy_(before)
         forget_gathered(self.model)
-
-
-def norm(tensors: Iterable[Tensor]) -> float:
-    return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())

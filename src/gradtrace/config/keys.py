@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from gradtrace.errors import GradtraceError
+
+T = TypeVar("T")
 
 
 def schema_keys(cls: type, prefix: str = "") -> Iterator[str]:
@@ -45,6 +47,19 @@ def closest(word: str, valid: Sequence[str]) -> str:
         return whole + last
 
     return max(sorted(valid), key=similarity)
+
+
+def typed(schema: type[T], *parts: Any, prefix: str = "") -> T:
+    """The settings in `parts`, each on top of the ones before it and all on the defaults of `schema`, checked."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), *parts))
+    except OmegaConfBaseException as error:
+        raise GradtraceError(f"{prefix}{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
+    check_fields(found, prefix)
+    return found
 
 
 def check_fields(node: Any, prefix: str = "") -> None:

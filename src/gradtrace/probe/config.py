@@ -8,11 +8,10 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from gradtrace.attribution.config import choice, number
 from gradtrace.config import Config
-from gradtrace.config.keys import check_fields, check_key, closest, schema_keys
+from gradtrace.config.keys import check_key, closest, schema_keys, typed
 from gradtrace.errors import GradtraceError
 
 
@@ -72,12 +71,7 @@ def load_probe_config(file: Path | None, overrides: list[str]) -> tuple[ProbeCon
                 f"'{word}' is not an override of the probe or of its run. Did you mean '{closest(key, known)}=…'?"
             )
         (words if key in own else run).append(word)
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(ProbeConfig), content, OmegaConf.from_dotlist(words))
-        config: Any = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise GradtraceError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
-    check_fields(config)
+    config = typed(ProbeConfig, content, OmegaConf.from_dotlist(words))
     config.eta = sorted({*config.eta, 1.0})
     return config, run
 

@@ -57,8 +57,6 @@ def check_batch(batch: RolloutBatch, name: str, vocabulary: int) -> None:
 def check_reach(policy: Policy, prompt: list[int]) -> set[str]:
     """A pass over one token: the loss must reach the trainable parameters. Returns those that it does not reach."""
     trainable = policy.trainable()
-    if not trainable:
-        raise GradtraceError("every parameter of the model is frozen (requires_grad=False): no update can move it")
     one = torch.ones(1, 1, dtype=torch.bool)
     batch = RolloutBatch(
         [prompt], torch.zeros(1, dtype=torch.long), torch.tensor([prompt[:1]]), one, one[0], one.float()

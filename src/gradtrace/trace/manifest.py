@@ -8,8 +8,7 @@ name (`step_000007.r1.npz`), the line switches over, and then the old file goes.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from gradtrace.trace.atomic import DamagedError, unseal
 
@@ -29,17 +28,11 @@ class Entry:
     time: float
     """Seconds since 1970, when the file was written."""
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def step_file(step: int, revision: int = 0) -> str:
-    return f"steps/step_{step:06d}{f'.r{revision}' if revision else ''}.npz"
-
-
-def revision_of(file: str) -> int:
-    match = _FILE.fullmatch(file)
-    return int(match[2] or 0) if match else 0
+def next_file(step: int, old: Entry | None) -> str:
+    """The name of a step's file that replaces the `old` one."""
+    match = _FILE.fullmatch(old.file) if old else None
+    return f"steps/step_{step:06d}.r{int(match[2] or 0) + 1}.npz" if match else f"steps/step_{step:06d}.npz"
 
 
 def parse_line(line: bytes) -> Entry:

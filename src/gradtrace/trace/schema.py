@@ -154,7 +154,9 @@ def check_values(lengths: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -
         raise SchemaError("length", "does not agree with token_offsets")
     for name in lengths:
         if level := COLUMNS[name].points_at:
-            _check_index(name, arrays[name], lengths[COUNTED_BY[level]])
+            index, size = arrays[name], lengths[COUNTED_BY[level]]
+            if len(index) and (index.min() < 0 or index.max() >= size):
+                raise SchemaError(name, f"points outside the {size} entries of this file")
     if any(name in lengths for name in PAIRWISE):
         for name in PAIRWISE:
             if name not in lengths:
@@ -163,8 +165,3 @@ def check_values(lengths: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -
         blocks = arrays["length"].astype(np.int64) * np.diff(arrays["pairwise_member_offsets"])
         if not np.array_equal(np.diff(arrays["pairwise_offsets"]), blocks):
             raise SchemaError("pairwise_offsets", "a block is not length × number of members")
-
-
-def _check_index(name: str, index: np.ndarray, size: int) -> None:
-    if len(index) and (index.min() < 0 or index.max() >= size):
-        raise SchemaError(name, f"points outside the {size} entries of this file")

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -219,7 +219,7 @@ class _StepStore:
         old = self.entries.get(step)
         entry = manifest.Entry(
             step=step,
-            file=manifest.step_file(step, manifest.revision_of(old.file) + 1 if old else 0),
+            file=manifest.next_file(step, old),
             bytes=len(data),
             sha256=hashlib.sha256(data).hexdigest(),
             groups=len(columns["group_id"]),
@@ -230,7 +230,7 @@ class _StepStore:
         path = self.folder / entry.file
         atomic_write(path, data, self.fsync)
         try:
-            self.lines.append(entry.record())
+            self.lines.append(asdict(entry))
         except BaseException:
             if not self.lines.torn:  # no line points at it, and a full disk needs the space
                 with contextlib.suppress(OSError):

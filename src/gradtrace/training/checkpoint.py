@@ -57,7 +57,8 @@ class Checkpoints:
             atomic_write(self.folder / LATEST, f"{target.name}\n".encode(), fsync=True)
         except (OSError, SafetensorError) as error:
             raise self._cannot_save(target, error) from error
-        self._forget_old()
+        for old in self._all()[: -self.keep_last] if self.keep_last else ():
+            shutil.rmtree(old, ignore_errors=True)
         return target
 
     def latest(self) -> Path | None:
@@ -99,11 +100,6 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         return sorted(self.folder.glob("step_*"))
-
-    def _forget_old(self) -> None:
-        if self.keep_last:
-            for folder in self._all()[: -self.keep_last]:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _cannot_save(self, target: Path, error: Exception) -> GradtraceError:
         previous = None

@@ -24,16 +24,9 @@ Detector = Callable[[Moment], Finding | None]
 DETECTORS: dict[str, Detector] = {
     name: importlib.import_module(f"gradtrace.instruments.findings.{name}").detect
     for name in (
-        *("gradient_spike", "entropy", "length_drift", "reward_parts", "constant_groups", "repetition"),
-        *(
-            "kl_runaway",
-            "dominating_prompt",
-            "clip_saturation",
-            "mismatch",
-            "validation_falls",
-            "reward_jump",
-        ),
-        *("end_token", "critic_diverges", "reward_hacking"),
+        *("gradient_spike", "entropy", "length_drift", "reward_parts", "constant_groups", "repetition", "kl_runaway"),
+        *("dominating_prompt", "clip_saturation", "mismatch", "validation_falls", "reward_jump", "end_token"),
+        *("critic_diverges", "reward_hacking"),
     )
 }
 

@@ -56,16 +56,11 @@ class StepPlan:
 
 def group_status(batch: RolloutBatch, max_prompts: int, threshold: float | None = None) -> Tensor:
     """long[G]: which groups will be traced, and why the others will not."""
-    contrast = has_contrast(batch, threshold)
+    good = accepted(batch.need("rewards"), batch.group, threshold)
+    kept = torch.ones_like(good) if batch.kept is None else batch.kept
+    sides = [torch.bincount(batch.group[side & kept], minlength=len(batch.prompts)) for side in (good, ~good)]
+    contrast = (sides[0] > 0) & (sides[1] > 0)  # of the kept ones, after a selection
     status = torch.where(contrast, int(GroupStatus.SCORED), int(GroupStatus.CONSTANT_REWARD))
     if max_prompts:
         status[contrast.nonzero().squeeze(-1)[max_prompts:]] = int(GroupStatus.OVER_PROMPT_CAP)
     return status
-
-
-def has_contrast(batch: RolloutBatch, threshold: float | None = None) -> Tensor:
-    """bool[G]: groups with an accepted and a rejected response; with both among the kept ones, after a selection."""
-    good = accepted(batch.need("rewards"), batch.group, threshold)
-    kept = torch.ones_like(good) if batch.kept is None else batch.kept
-    sides = [torch.bincount(batch.group[side & kept], minlength=len(batch.prompts)) for side in (good, ~good)]
-    return (sides[0] > 0) & (sides[1] > 0)

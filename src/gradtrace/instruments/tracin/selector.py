@@ -9,6 +9,7 @@ response. Needs torch and a model; our trainer is not involved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, GhostProduct, directional_derivative
-from gradtrace.attribution.tangent import norm
 from gradtrace.instruments.padding_row import padding_row_is_constant
 
 METHODS = ("auto", "ghost", "tangent")
@@ -138,7 +138,7 @@ class TracInSelector:
     @property
     def norm(self) -> float:
         """Norm of the validation gradient."""
-        return norm(self._gradient.values()) if self._gradient else 0.0
+        return math.sqrt(sum(float(part.double().square().sum()) for part in self._gradient.values()))
 
     # ------------------------------------------------------------ scores
 

@@ -231,7 +231,7 @@ class Verifier:
         trial.keep(list(trial.members)[: size.groups])
         self.effects = planned(trial, size, seed)
 
-    def run(self, budget: float = math.inf, progress: Progress = lambda what, done, total: None) -> Verification:
+    def run(self, budget: float = math.inf, progress: Progress = silent) -> Verification:
         """`budget`: seconds after which no further step begins."""
         begun = time.monotonic()
         with contextlib.ExitStack() as at_the_end:
@@ -248,14 +248,12 @@ class Verifier:
         left_out = []
         for done, (name, config) in enumerate(self.scores.items()):
             progress("scoring", done, len(self.scores))
-            if found and time.monotonic() > deadline and not self._is_kept(name):
+            kept = self.store is not None and self.store.has(f"score_{slug(name)}")
+            if found and time.monotonic() > deadline and not kept:
                 left_out.append(name)
                 continue
             found[name] = self._score(name, config)
         return found | self.trial.baselines(), left_out
-
-    def _is_kept(self, name: str) -> bool:
-        return self.store is not None and self.store.has(f"score_{slug(name)}")
 
     def _score(self, name: str, config: InfluenceConfig) -> Scores:
         if self.store is None:

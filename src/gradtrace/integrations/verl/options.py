@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from gradtrace.attribution.config import number
 from gradtrace.config import (
@@ -18,8 +17,7 @@ from gradtrace.config import (
     InfluenceTraceConfig,
     TracinConfig,
 )
-from gradtrace.config.keys import check_fields, check_key, content_keys, schema_keys
-from gradtrace.errors import GradtraceError
+from gradtrace.config.keys import check_key, content_keys, schema_keys, typed
 from gradtrace.trace.kinds import enabled_kinds
 
 
@@ -64,12 +62,7 @@ def read_options(config: Any) -> VerlOptions:
     content: Any = OmegaConf.to_container(section, resolve=True)
     for key in content_keys(content, free=("policy_loss_options", "advantage_options")):
         check_key(key, list(schema_keys(VerlOptions)), f"+gradtrace.{key}", prefix="gradtrace.")
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(VerlOptions), section)
-        options: VerlOptions = OmegaConf.to_object(merged)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        raise GradtraceError(f"gradtrace.{error.full_key}: {str(error.msg or error).splitlines()[0]}") from None
-    check_fields(options, "gradtrace.")
+    options = typed(VerlOptions, section, prefix="gradtrace.")
     if not options.run_dir:
         options = dataclasses.replace(options, run_dir=str(config.trainer.default_local_dir))
     return options

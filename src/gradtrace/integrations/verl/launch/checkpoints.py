@@ -26,13 +26,6 @@ def latest_step(run_dir: Path) -> int | None:
     return int(tracker.read_text()) if tracker.is_file() and tracker.read_text().strip() else None
 
 
-def latest_folder(run_dir: Path) -> Path:
-    step = latest_step(run_dir)
-    if step is None:
-        raise GradtraceError(f"{run_dir} has no complete checkpoint.")
-    return run_dir / "checkpoints" / f"global_step_{step}" / "actor"
-
-
 def saved_world_size(folder: Path) -> int:
     sizes = {int(m[1]) for f in folder.glob("model_world_size_*_rank_0.pt") if (m := re.search(r"size_(\d+)_", f.name))}
     if len(sizes) != 1:
@@ -113,7 +106,10 @@ def full_model(folder: Path) -> dict[str, Any]:
 
 def export_policy(run_dir: Path) -> Path:
     """The last checkpoint as RUN/policy, a plain transformers folder, adapters merged."""
-    source, target = latest_folder(run_dir), run_dir / "policy"
+    step, target = latest_step(run_dir), run_dir / "policy"
+    if step is None:
+        raise GradtraceError(f"{run_dir} has no complete checkpoint.")
+    source = run_dir / "checkpoints" / f"global_step_{step}" / "actor"
     model = plain_model(source)
     shutil.rmtree(target, ignore_errors=True)
     with atomic_directory(target) as folder:

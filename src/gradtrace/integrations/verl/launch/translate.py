@@ -145,9 +145,10 @@ def refuse(config: Config) -> None:
     for key in leaves():
         value, usual = value_at(config, key), value_at(default, key)
         reason = REFUSED.get(key, "")
+        known = key.startswith((*LAUNCHER, *MAPPED, *(f"trainer.{name}" for name in TRAINER)))
         if key == "algorithm.dynamic_sampling.max_batches" and not config.algorithm.dynamic_sampling.enable:
             continue
-        if value == usual or not (reason or not is_known(key)):
+        if value == usual or (known and not reason):
             continue
         raise GradtraceError(
             f"{key}={value} cannot be carried over to engine=verl: {reason or 'it is not known there'}."
@@ -179,10 +180,6 @@ def check_sizes(config: Config) -> None:
 def leaves() -> Iterator[str]:
     keys = list(schema_keys(Config))
     return (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
-
-
-def is_known(key: str) -> bool:
-    return key.startswith((*LAUNCHER, *MAPPED, *(f"trainer.{name}" for name in TRAINER)))
 
 
 def value_at(config: Config, key: str) -> Any:
