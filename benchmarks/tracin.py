@@ -11,6 +11,7 @@ without; most of it is 64 × 8 validation rollouts and their gradient. `overhead
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +23,16 @@ from torch import Tensor
 from benchmarks.common import Timing, alternate, emit, load_smollm2, machine, parse_arguments, tiny_model
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
-from gradtrace.instruments.columns import no_truth
 from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.tracin.instrument import TracinRecord
 from gradtrace.instruments.tracin.losses import Weighted, pieces, total_losses, validation_losses
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import Sequences
 from gradtrace.policy.policy import Policy
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.schema import TRACIN
+from gradtrace.trace.writer import SilentWriter
 from gradtrace.training.instruments import tracin_instrument
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
@@ -137,7 +140,9 @@ def compare_steps(rounds: int) -> tuple[dict[str, Timing], dict[str, Any]]:
         for name in steps:
             parts = demo_parts(folder)
             selecting = name == "selected"
-            observer = tracin_instrument(parts, None, {}, no_truth, print) if selecting else StepObserver()
+            settings = dataclasses.replace(parts.config.trainer.tracin, write_every=10**9)
+            record = TracinRecord(settings, SilentWriter(TRACIN), report=print)
+            observer = tracin_instrument(parts, record) if selecting else StepObserver()
             trainers[name] = Trainer(parts, RunFiles(Path(folder) / name), observer, SilentDisplay())
         seconds: dict[str, list[float]] = {"selected": [], "vanilla": [], "scoring": [], "sampling": []}
 

@@ -46,9 +46,8 @@ from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config
-from gradtrace.instruments.columns import no_truth
 from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
 from gradtrace.instruments.tracin.losses import with_advantage
 from gradtrace.instruments.tracin.validation import ValidationSet
 from gradtrace.intervals import Interval
@@ -58,6 +57,8 @@ from gradtrace.rollout import SamplingParams
 from gradtrace.tasks.arithmetic import Chain, apply
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.schema import TRACIN
+from gradtrace.trace.writer import SilentWriter
 from gradtrace.training.experience import Experience, flip_rewards
 from gradtrace.training.instruments import tracin_instrument
 from gradtrace.training.loop import Trainer
@@ -198,7 +199,8 @@ def observer_of(arm: str, parts: Parts, seed: int, dropped: list[int]) -> StepOb
     setup = SETUPS[arm]
     if setup.observer == "none":
         return StepObserver()
-    tracin = tracin_instrument(parts, None, {}, no_truth, lambda line: None)
+    record = TracinRecord(parts.config.trainer.tracin, SilentWriter(TRACIN), report=lambda line: None)
+    tracin = tracin_instrument(parts, record)
     if setup.observer == "selection":
         if setup.averaged:
             tracin.__class__ = Averaged

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -15,9 +15,12 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, no_truth
 from gradtrace.metrics import GENERATED
 from gradtrace.policy.microbatch import MicroBatch
+from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
 
 logger = logging.getLogger(__name__)
+
+Record = TypeVar("Record", bound="TraceRecord")
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,6 +182,8 @@ class TraceRecord:
     """An instrument's trace of a run on disk, the same in every host: its files, what every one of them says, and what
     could not be traced. Subclasses say what a file holds."""
 
+    kind: ClassVar[str]
+    """The instrument's name, in the configuration and on disk."""
     label: ClassVar[str]
     """The instrument in messages."""
     config: Any
@@ -197,3 +202,26 @@ class TraceRecord:
         if about not in self._told:
             self._told.add(about)
             self.report(f"{self.label}: {sentence}")
+
+
+@dataclass(eq=False)
+class RunTraces:
+    """Opens the traces of a run."""
+
+    files: RunFiles
+    sections: Any
+    """A configuration with a section under the name of each instrument."""
+    meta: dict[str, Any]
+    truth: Truth
+    report: Callable[[str], None]
+    writers: list[TraceWriter] = field(default_factory=list, init=False)
+    """Those of all traces that were opened."""
+
+    def writer(self, kind: str) -> TraceWriter:
+        section = getattr(self.sections, kind)
+        options = {"fsync": section.fsync, "on_error": section.on_error, "on_report": self.report}
+        self.writers.append(TraceWriter(self.files.traces, kind, **options))
+        return self.writers[-1]
+
+    def record(self, of: type[Record]) -> Record:
+        return of(getattr(self.sections, of.kind), self.writer(of.kind), self.meta, self.truth, self.report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.blame.shares import BlameRecord
-from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.entropy_probe.columns import ProbeRecord
 from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
 from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
@@ -24,8 +22,8 @@ from gradtrace.instruments.host import asked_by
 from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.mismatch import MismatchShare
-from gradtrace.instruments.observer import Observers, StepObserver
-from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.observer import Observers, RunTraces, StepObserver
+from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
 from gradtrace.instruments.tracin.losses import aggregated
 from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.selector import TracInSelector
@@ -35,9 +33,8 @@ from gradtrace.rollout.params import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.kinds import enabled_kinds
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import BLAME, ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN
+from gradtrace.trace.schema import ENTROPY_TRACE
 from gradtrace.trace.token_text import TokenBytes
-from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.parts import Parts
 
 
@@ -45,7 +42,7 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     """The enabled instruments of `parts.config`, as one observer. `report` shows a line to the user."""
     trainer = parts.config.trainer
     meta = {"task": parts.task.name, "temperature": parts.config.rollout.temperature}
-    truth = parts.task.truth
+    traces = RunTraces(files, trainer, meta, parts.task.truth, report)
     observers: list[StepObserver] = []
     if trainer.mismatch_every:  # before those whose hooks listen to the passes of training
         algorithm = parts.config.algorithm
@@ -54,15 +51,13 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
     if enabled_kinds(trainer):
         files.write_token_bytes(TokenBytes.from_tokenizer(parts.task.tokenizer))
     if trainer.tracin.enable:  # first: what it leaves out, the others do not see
-        writer = open_writer(files, TRACIN, trainer.tracin, report)
         with asked_by("trainer.tracin"):
-            observers.append(tracin_instrument(parts, writer, meta, truth, report))
+            observers.append(tracin_instrument(parts, traces.record(TracinRecord)))
     if trainer.entropy_trace.enable:
-        writer = open_writer(files, ENTROPY_TRACE, trainer.entropy_trace, report)
-        observers.append(EntropyTrace(writer, trainer.entropy_trace.write_every, meta, truth))
+        writer = traces.writer(ENTROPY_TRACE)
+        observers.append(EntropyTrace(writer, trainer.entropy_trace.write_every, meta, traces.truth))
     if trainer.influence_trace.enable:
-        writer = open_writer(files, INFLUENCE_TRACE, trainer.influence_trace, report)
-        record = InfluenceRecord(trainer.influence_trace, writer, meta, truth, report)
+        record = traces.record(InfluenceRecord)
         record.say_scope(parts.config.data.train_batch_size, parts.config.actor.mini_batch_size)
         with asked_by("trainer.influence_trace"):
             instrument = InfluenceTraceInstrument(
@@ -75,14 +70,10 @@ def build_observer(parts: Parts, files: RunFiles, report: Callable[[str], None])
             observers.append(instrument)
             check_memory(parts, instrument.tracer, report)
     if trainer.blame.enable:
-        writer = open_writer(files, BLAME, trainer.blame, report)
         with asked_by("trainer.blame"):
-            blame_record = BlameRecord(trainer.blame, writer, meta, truth, report)
-            observers.append(blame_instrument(parts, blame_record))
+            observers.append(blame_instrument(parts, traces.record(BlameRecord)))
     if trainer.entropy_probe.every:
-        writer = open_writer(files, ENTROPY_PROBE, trainer.entropy_probe, report)
-        probe_record = ProbeRecord(trainer.entropy_probe, writer, meta, truth, report)
-        observers.append(entropy_probe(parts, probe_record))
+        observers.append(entropy_probe(parts, traces.record(ProbeRecord)))
     return Observers(observers)
 
 
@@ -154,15 +145,8 @@ def entropy_probe(parts: Parts, record: ProbeRecord) -> EntropyProbeInstrument:
     )
 
 
-def tracin_instrument(
-    parts: Parts,
-    writer: TraceWriter | None,
-    meta: dict[str, Any],
-    truth: Truth,
-    report: Callable[[str], None],
-) -> TracinInstrument:
-    config = parts.config
-    settings = config.trainer.tracin
+def tracin_instrument(parts: Parts, record: TracinRecord) -> TracinInstrument:
+    config, settings = parts.config, record.config
     n = settings.val_n or config.rollout.n
     params = SamplingParams.of(config.rollout, parts.task.stop_token_ids, n=n)
 
@@ -170,9 +154,9 @@ def tracin_instrument(
         batch = rollout(parts.sampler, prompts, params, generator)
         return judge(batch, parts.task.tokenizer, parts.reward)
 
-    pool = validation_pool(config, parts.task, report)
+    pool = validation_pool(config, parts.task, record.report)
     if settings.trains_on_validation and settings.train_on_validation is None:
-        report(
+        record.report(
             "tracin: validation rollouts are trained on, too. Prompts that must stay held out: "
             "trainer.tracin.train_on_validation=false."
         )
@@ -185,11 +169,7 @@ def tracin_instrument(
         parts.optimizer.adamw if settings.preconditioner == "adam" else None,
     )
     weigh = aggregated(config.algorithm.aggregation, config.rollout.max_new_tokens)
-    return TracinInstrument(settings, host, weigh, source, writer, meta, truth, report)
-
-
-def open_writer(files: RunFiles, kind: str, config: Any, report: Callable[[str], None]) -> TraceWriter:
-    return TraceWriter(files.traces, kind, fsync=config.fsync, on_error=config.on_error, on_report=report)
+    return TracinInstrument(record, host, weigh, source)
 
 
 def loss_traits(algorithm: AlgorithmConfig) -> TrainingPass:

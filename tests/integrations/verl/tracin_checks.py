@@ -12,12 +12,14 @@ import torch
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config, ModelConfig
 from gradtrace.instruments.tracin.columns import TracinStep
-from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
 from gradtrace.instruments.tracin.losses import aggregated
 from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.policy.policy import load_policy
+from gradtrace.trace.schema import TRACIN
+from gradtrace.trace.writer import SilentWriter
 from tests.integrations.verl import tracin_ranks
 
 
@@ -40,7 +42,8 @@ def embedded(folder: Path, step: int) -> TracinStep:
     selector = TracInSelector(policy.model, settings.method, settings.parameters)
     host = ModelScorer(policy, selector, config.actor.token_budget, optimizer.adamw)
     weigh = aggregated(list(tracin_ranks.AGGREGATIONS.values())[step - 1], config.rollout.max_new_tokens)
-    instrument = TracinInstrument(settings, host, weigh, source, None)  # type: ignore[arg-type]
+    record = TracinRecord(settings, SilentWriter(TRACIN))
+    instrument = TracinInstrument(record, host, weigh, source)  # type: ignore[arg-type]
     instrument.before_update(batch, step)
     assert host.method == "tangent" and instrument._step is not None
     return instrument._step

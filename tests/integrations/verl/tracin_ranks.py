@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
-from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
 from gradtrace.instruments.tracin.validation import ValidationSet
+from gradtrace.trace.schema import TRACIN
+from gradtrace.trace.writer import SilentWriter
 from tests.integrations.verl import harness
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -144,7 +146,8 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
         )
         knobs, weigh = settings(step), partial(batch_weights, actor=actor)
         scorer_of_ranks = RankedScores(actor, knobs.preconditioner, 1.0, world, ask)
-        tracin = TracinInstrument(knobs, scorer_of_ranks, weigh, Fixed(validation), None)  # type: ignore[arg-type]
+        record = TracinRecord(knobs, SilentWriter(TRACIN))
+        tracin = TracinInstrument(record, scorer_of_ranks, weigh, Fixed(validation))  # type: ignore[arg-type]
         before = state_of(engine)
         tracin.before_update(batch, step)
         after = state_of(engine)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import Truth, group_columns, response_columns, token_column
 from gradtrace.instruments.observer import TraceRecord
+from gradtrace.trace.schema import BLAME
 
 
 @dataclass(eq=False)
@@ -143,6 +144,7 @@ def blame_metrics(batch: RolloutBatch, blame: StepBlame) -> dict[str, float]:
 class BlameRecord(TraceRecord):
     """`config` is a `BlameConfig`."""
 
+    kind = BLAME
     label = "blame"
     last: StepBlame | None = None
     """Of the step that was written last; None if the one after it was not taken."""

@@ -17,7 +17,7 @@ from gradtrace.instruments.columns import response_columns, token_column, turn_c
 from gradtrace.instruments.entropy_probe.estimates import Measured, Tokens, covariance_change
 from gradtrace.instruments.entropy_probe.probe import Prediction, Shares
 from gradtrace.instruments.observer import TraceRecord
-from gradtrace.trace.schema import ProbeBatch, ragged
+from gradtrace.trace.schema import ENTROPY_PROBE, ProbeBatch, ragged
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +127,7 @@ class Probed:
 class ProbeRecord(TraceRecord):
     """`config` is an `EntropyProbeConfig`."""
 
+    kind = ENTROPY_PROBE
     label = "entropy probe"
 
     def is_due(self, step: int) -> bool:

@@ -15,7 +15,7 @@ from gradtrace.instruments.influence.columns import describe, influence_columns
 from gradtrace.instruments.influence.join import combined
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.instruments.observer import TraceRecord
-from gradtrace.trace.schema import GroupStatus
+from gradtrace.trace.schema import INFLUENCE_TRACE, GroupStatus
 
 LARGEST = ("influence_trace/debug_modules",)
 """Metrics that every mini-batch has alike."""
@@ -24,6 +24,7 @@ LARGEST = ("influence_trace/debug_modules",)
 class InfluenceRecord(TraceRecord):
     """`config` is an `InfluenceTraceConfig`."""
 
+    kind = INFLUENCE_TRACE
     label = "influence trace"
 
     def say_scope(self, prompts: int, mini_batch: int) -> None:

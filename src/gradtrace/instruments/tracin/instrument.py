@@ -10,19 +10,16 @@ rewards and are left out. The scores of a batch add up to ⟨∇L_val, ∇L_trai
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
-from gradtrace.instruments.columns import Truth, no_truth
-from gradtrace.instruments.observer import StepObserver
+from gradtrace.instruments.observer import TraceRecord, WritingObserver
 from gradtrace.instruments.tracin.columns import TracinStep, describe, tracin_columns, tracin_metrics
 from gradtrace.instruments.tracin.diagnosis import diagnose, spread_interval
 from gradtrace.instruments.tracin.losses import (
@@ -36,9 +33,7 @@ from gradtrace.instruments.tracin.rules import Selected, select
 from gradtrace.instruments.tracin.scores import Measures
 from gradtrace.instruments.tracin.validation import ValidationSet, ValidationSource, without_prompts
 from gradtrace.policy.rollouts import keep_groups
-from gradtrace.trace.writer import TraceWriter
-
-logger = logging.getLogger(__name__)
+from gradtrace.trace.schema import TRACIN
 
 PREFIX = "tracin/"
 """Our names in a checkpoint begin with this."""
@@ -58,6 +53,12 @@ class Sampled:
     """Validation responses at the end of the training batch: trained on, neither scored nor dropped."""
 
 
+class TracinRecord(TraceRecord):
+    """`config` is a `TracinConfig`."""
+
+    kind = label = TRACIN
+
+
 class Scorer(Protocol):
     """Whoever computes the scores: `ModelScorer` in this process, or a driver that asks its ranks."""
 
@@ -70,25 +71,18 @@ class Scorer(Protocol):
 
 
 @dataclass(eq=False)
-class TracinInstrument(StepObserver):
-    settings: TracinConfig
+class TracinInstrument(WritingObserver):
+    record: TracinRecord
     scorer: Scorer
     weigh: TokenWeights
     """How the run's loss weighs tokens."""
     source: ValidationSource
-    writer: TraceWriter | None
-    """None stores nothing."""
-    meta: dict[str, Any] = field(default_factory=dict)
-    """Goes into every file, beside the meaning of the scores."""
-    truth: Truth = no_truth
-    report: Callable[[str], None] = logger.warning
-    _said: set[str] = field(default_factory=set, init=False)
     _step: TracinStep | None = field(default=None, init=False)
     _sampled: Sampled = field(default_factory=Sampled, init=False)
 
-    def start(self, last_step: int) -> None:
-        if self.writer is not None:
-            self.writer.truncate_after(last_step)
+    def __post_init__(self) -> None:
+        self.settings: TracinConfig = self.record.config
+        self.writer = self.record.writer
 
     def state(self) -> dict[str, Tensor]:
         return {f"{PREFIX}{name}": tensor for name, tensor in self.source.state().items()}
@@ -96,10 +90,6 @@ class TracinInstrument(StepObserver):
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         own = {k.removeprefix(PREFIX): t for k, t in tensors.items() if k.startswith(PREFIX)}
         self.source.load_state(own)
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
 
     # ------------------------------------------------------------ the step
 
@@ -139,7 +129,7 @@ class TracinInstrument(StepObserver):
             scores=torch.zeros(len(batch), dtype=torch.float64),
         )
         if overlap:
-            self._say_once(
+            self.record.tell_once(
                 "overlap",
                 f"step {step}: {overlap} validation prompts are in the training batch too and were left out: a "
                 "response must not be scored against its own prompt. (Shown once; tracin/val_overlap counts them.)",
@@ -162,7 +152,7 @@ class TracinInstrument(StepObserver):
         """Overridden by baselines that choose otherwise."""
         selected = select(result.scores, self.settings.selection, self.settings)
         if selected.fallback:
-            self._say_once("fallback", f"step {step}: {selected.note}. (Shown once; tracin/fallback counts.)")
+            self.record.tell_once("fallback", f"step {step}: {selected.note}. (Shown once; tracin/fallback counts.)")
         return selected
 
     def _apply(self, batch: RolloutBatch, selected: Selected) -> RolloutBatch:
@@ -201,7 +191,7 @@ class TracinInstrument(StepObserver):
             result.measures.cosine,
         )
         for sentence in result.diagnosis:
-            self._say_once(sentence.split(":")[0].lstrip("0123456789 "), f"step {step}: {sentence}")
+            self.record.tell_once(sentence.split(":")[0].lstrip("0123456789 "), f"step {step}: {sentence}")
 
     # ------------------------------------------------------------ what the user sees
 
@@ -210,17 +200,10 @@ class TracinInstrument(StepObserver):
         assert result is not None
         batch, result.trained = self._own(batch), self._sampled.trusted > 0
         metrics = tracin_metrics(result, batch, self.settings.preconditioner)
-        if self.writer is not None:
-            if step % self.settings.write_every == 0:
-                meta = self.meta | describe(self.settings, self.scorer.method) | result.meta()
-                self.writer.write(step, tracin_columns(batch, result, self.truth), meta)
-            metrics["tracin/write_errors"] = float(self.writer.stats.failed)
-        return metrics
+        if step % self.settings.write_every == 0:
+            meta = self.record.meta | describe(self.settings, self.scorer.method) | result.meta()
+            self.writer.write(step, tracin_columns(batch, result, self.record.truth), meta)
+        return metrics | {"tracin/write_errors": float(self.writer.stats.failed)}
 
     def _say(self, step: int, why: str) -> None:
-        self._say_once(why, f"step {step} keeps every response: {why}. (Shown once; tracin/no_signal counts.)")
-
-    def _say_once(self, key: str, line: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self.report(f"tracin: {line}")
+        self.record.tell_once(why, f"step {step} keeps every response: {why}. (Shown once; tracin/no_signal counts.)")

@@ -8,7 +8,6 @@ and the loss's normaliser does not count its tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -20,9 +19,8 @@ from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.columns import Truth
 from gradtrace.instruments.host import asked_by
-from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
 from gradtrace.instruments.tracin.losses import aggregated
 from gradtrace.instruments.tracin.model_scorer import ModelScorer
 from gradtrace.instruments.tracin.scores import adam_geometry
@@ -33,7 +31,6 @@ from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.rollout.sampler import evaluation_mode
 from gradtrace.tasks.base import Prompt
-from gradtrace.trace.writer import TraceWriter
 
 TOKENS_PER_PASS = 16384
 """Tokens in one forward pass of our own, padding counted."""
@@ -41,15 +38,8 @@ AGGREGATION = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "fix
 """How TRL's loss types weigh tokens; the others count every token alike."""
 
 
-def tracin_instrument(
-    trainer: Any,
-    settings: TracinConfig,
-    policy: TrlPolicy,
-    writer: TraceWriter,
-    meta: dict[str, Any],
-    truth: Truth,
-    ranks: Ranks,
-) -> TracinInstrument:
+def tracin_instrument(trainer: Any, record: TracinRecord, policy: TrlPolicy, ranks: Ranks) -> TracinInstrument:
+    settings: TracinConfig = record.config
     if settings.val_files:
         raise GradtraceError("selection.val_files is not read here: give GRPOTrainer an eval_dataset instead.")
     if settings.train_on_validation:
@@ -67,7 +57,6 @@ def tracin_instrument(
         raise GradtraceError(
             "TracIn selection scores completions against validation prompts: give GRPOTrainer one eval_dataset."
         )
-    settings = dataclasses.replace(settings, enable=True)
     optimizer = None
     if settings.preconditioner == "adam":
         # Until its first step the optimizer has nothing to weigh by.
@@ -77,7 +66,7 @@ def tracin_instrument(
     host = ModelScorer(policy, selector, TOKENS_PER_PASS, optimizer, ranks=ranks)
     weigh = aggregated(AGGREGATION.get(trainer.loss_type, "token_mean"), trainer.max_completion_length)
     source = validation_source(trainer, settings, policy, ranks)
-    return TracinInstrument(settings, host, weigh, source, writer, meta, truth)
+    return TracinInstrument(record, host, weigh, source)
 
 
 def validation_source(trainer: Any, settings: TracinConfig, policy: TrlPolicy, ranks: Ranks) -> ValidationSource:

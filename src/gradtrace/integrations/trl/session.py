@@ -12,6 +12,7 @@ first one writes the files.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,7 @@ from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.mismatch import MismatchShare
 from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, StepObserver
+from gradtrace.instruments.tracin.instrument import TracinRecord
 from gradtrace.integrations.trl.batches import (
     ENTROPIES,
     ROW,
@@ -150,10 +152,9 @@ class TraceSession:
                     "TracIn selection under TRL needs whole weights on every process, and FSDP shards them: leave "
                     "`selection` out, train without FSDP, or use gradtrace's verl integration."
                 )
-            writer = self._writer(TRACIN)
-            observers.append(
-                tracin_instrument(trainer, settings.selection, self._policy, writer, meta, settings.truth, self.ranks)
-            )
+            selection = dataclasses.replace(settings.selection, enable=True)
+            tracin_record = TracinRecord(selection, self._writer(TRACIN), meta, settings.truth)
+            observers.append(tracin_instrument(trainer, tracin_record, self._policy, self.ranks))
         if settings.entropy:
             writer = self._writer(ENTROPY_TRACE)
             observers.append(EntropyTrace(writer, settings.write_every, meta, settings.truth))

@@ -20,6 +20,7 @@ from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
 from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.influence.record import InfluenceRecord
 from gradtrace.instruments.mismatch import NOTABLE, sampler_gap
+from gradtrace.instruments.observer import RunTraces
 from gradtrace.integrations.verl.options import VerlOptions
 from gradtrace.integrations.verl.parts import (
     BlamePart,
@@ -37,8 +38,6 @@ from gradtrace.trace.atomic import atomic_write
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.schema import BLAME, ENTROPY_PROBE, ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus
 from gradtrace.trace.token_text import TokenBytes
-from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.instruments import open_writer
 
 if TYPE_CHECKING:
     from gradtrace.integrations.verl.driver.probe_sampling import EvaluationSampler
@@ -160,29 +159,20 @@ class Recorder:
         self.files = RunFiles(options.run_dir, role=lock.DRIVER)
         self.files.place_traces(options.trace_dir)
         self.ranks = ranks
-        self.truth = truth
         self.report = report = self.files.messages.telling(report)
         meta = {"task": options.task, "temperature": temperature}
+        self.traces = traces = RunTraces(self.files, options, meta, truth, report)
         self.entropy: EntropyTrace | None = None
         if options.entropy_trace.enable:
-            writer = open_writer(self.files, ENTROPY_TRACE, options.entropy_trace, report)
+            writer = traces.writer(ENTROPY_TRACE)
             self.entropy = EntropyTrace(writer, options.entropy_trace.write_every, meta, truth)
-        self.more_writers: list[TraceWriter] = []
-        """Writers of instruments that write by themselves."""
-        self.influence: InfluenceRecord | None = None
-        if options.influence_trace.enable:
-            writer = open_writer(self.files, INFLUENCE_TRACE, options.influence_trace, report)
-            self.influence = InfluenceRecord(options.influence_trace, writer, meta, truth, report)
+        self.influence = traces.record(InfluenceRecord) if options.influence_trace.enable else None
         self.probe: ProbeRecorder | None = None
         if options.entropy_probe.every:
-            writer = open_writer(self.files, ENTROPY_PROBE, options.entropy_probe, report)
-            probe_record = ProbeRecord(options.entropy_probe, writer, meta, truth, report)
-            self.probe = ProbeRecorder(probe_record, self._parts_of(ENTROPY_PROBE), ranks)
+            self.probe = ProbeRecorder(traces.record(ProbeRecord), self._parts_of(ENTROPY_PROBE), ranks)
         self.blame: BlameRecorder | None = None
         if options.blame.enable:
-            writer = open_writer(self.files, BLAME, options.blame, report)
-            record = BlameRecord(options.blame, writer, meta, truth, report)
-            self.blame = BlameRecorder(record, self._parts_of(BLAME), ranks)
+            self.blame = BlameRecorder(traces.record(BlameRecord), self._parts_of(BLAME), ranks)
         parts = self.files.traces.absolute() / "mismatch_parts"
         self.mismatch = MismatchRecorder(options.mismatch_every, parts, ranks)
         if self.entropy or self.influence or self.probe or self.blame:
@@ -211,18 +201,13 @@ class Recorder:
         self.files.truncate_after(last_step)
         self._recover_metrics(last_step)
         self.findings.start(last_step)
-        for writer in self._writers():
+        for writer in self.traces.writers:
             writer.truncate_after(last_step)
         if self.influence is not None:
             clear_rank_files(self.parts_dir)
 
-    def _writers(self) -> list[Any]:
-        records = [own.on_disk for own in (self.probe, self.blame) if own is not None]
-        traces = [own for own in (self.entropy, self.influence, *records) if own is not None]
-        return [*(own.writer for own in traces), *self.more_writers]
-
     def close(self, finished: bool = True) -> None:
-        for writer in self._writers():
+        for writer in self.traces.writers:
             writer.close()
         self.files.close(finished)
 
@@ -283,7 +268,7 @@ class Recorder:
     def before_checkpoint(self, step: int, metrics: dict[str, Any]) -> None:
         """verl saves a step before it logs it. Should the run die in between, it goes on after this step, whose
         traces and metrics must then exist."""
-        for writer in self._writers():
+        for writer in self.traces.writers:
             writer.flush()
         line = json.dumps({"step": step, **numbers(metrics)})
         atomic_write(Path(self.options.run_dir) / PENDING, line.encode(), fsync=True)

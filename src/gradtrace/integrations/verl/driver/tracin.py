@@ -17,8 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from gradtrace.algorithms import Algorithm, advantage, advantage_names
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import Truth
-from gradtrace.instruments.tracin.instrument import TracinInstrument
+from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
 from gradtrace.instruments.tracin.losses import Weighted
 from gradtrace.instruments.tracin.scores import Measures
 from gradtrace.instruments.tracin.validation import validation_advantage
@@ -31,9 +30,7 @@ from gradtrace.integrations.verl.rank.losses import PREFIX, batch_weights
 from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, Share, score_on_worker
 from gradtrace.metrics import GENERATED
 from gradtrace.tasks.datasets import stop_token_ids
-from gradtrace.trace.schema import TRACIN
 from gradtrace.trace.token_text import TokenBytes
-from gradtrace.training.instruments import open_writer
 
 Ask = Callable[[list[RankRequest]], list[RankAnswer]]
 """One request for each rank → what each of them answers."""
@@ -125,15 +122,13 @@ class Training:
 
 
 class TracinDriver:
-    def __init__(self, trainer: Any, options: VerlOptions, recorder: Recorder, ranks: int, truth: Truth) -> None:
+    def __init__(self, trainer: Any, options: VerlOptions, recorder: Recorder, ranks: int) -> None:
         config = trainer.config
         rollout, settings = config.actor_rollout_ref.rollout, options.tracin
         self.trainer = trainer
         self.config = config
         self.ranks = ranks
         recorder.files.write_token_bytes(TokenBytes.from_tokenizer(trainer.tokenizer))
-        writer = open_writer(recorder.files, TRACIN, settings, recorder.report)
-        recorder.more_writers.append(writer)
         pool = open_pool(config, list(settings.val_files), trainer.tokenizer, trainer.processor, recorder.report)
         self.source = VerlValidation(
             settings,
@@ -146,14 +141,10 @@ class TracinDriver:
         )
         self.actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self.selection = TracinInstrument(
-            settings,
+            recorder.traces.record(TracinRecord),
             RankedScores(self.actor, settings.preconditioner, rollout.temperature, ranks, self._ask),
             partial(batch_weights, actor=self.actor),
             self.source,
-            writer,
-            {"task": options.task, "temperature": rollout.temperature},
-            truth,
-            recorder.report,
         )
         self._keys: list[str] = []
         self._waited = 0.0

@@ -117,7 +117,7 @@ class TracedTrainer(PPOTrainer):
             lambda text: print(text, flush=True),
         )
         if self.options.tracin.enable:
-            self.tracin = TracinDriver(self, self.options, self.recorder, ranks, truth)
+            self.tracin = TracinDriver(self, self.options, self.recorder, ranks)
         self.recorder.start(self.global_steps)
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         if self.recorder.influence is not None:
