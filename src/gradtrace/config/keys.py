@@ -60,7 +60,7 @@ def check_key(key: str, valid: Sequence[str], where: str, prefix: str = "", more
 
 def closest(word: str, valid: Sequence[str]) -> str:
     """The likeliest key: the last part counts as well, so that a right name in a wrong section is found."""
-    known = KNOWN_ELSEWHERE.get(word.split(".")[-1])
+    known = KNOWN_ELSEWHERE.get(word.split(".")[-1], "")
     if known in valid:
         return known
 
