@@ -15,7 +15,7 @@ import yaml
 from gradtrace import config as schema
 from gradtrace.cli import main
 from gradtrace.config import Config
-from gradtrace.config.keys import schema_keys
+from gradtrace.config.keys import KNOWN_ELSEWHERE, schema_keys
 from gradtrace.config_loader import load_config, recipes, to_yaml
 from gradtrace.errors import GradtraceError
 
@@ -53,10 +53,18 @@ def test_overrides_win_over_the_recipe_and_keep_their_types() -> None:
         ("reg_lambda=1", "trainer.influence_trace.reg_lambda"),
         ("actor.lr=1", "actor.optim.lr"),
         ("trainer.total_step=5", "trainer.total_steps"),
+        ("algorithm.adv_estimator=grpo", "algorithm.advantage"),  # as verl calls it
+        ("trainer.save_freq=5", "trainer.checkpoint.every"),
+        ("learning_rate=1e-5", "actor.optim.lr"),  # as TRL does
+        ("beta=0.1", "algorithm.kl_coef"),
     ],
 )
 def test_unknown_key_names_the_nearest_valid_key_with_its_path(override: str, nearest: str) -> None:
     assert f"'{nearest}'" in error(override)
+
+
+def test_names_of_verl_and_trl_lead_to_keys_that_exist() -> None:
+    assert set(KNOWN_ELSEWHERE.values()) <= set(schema_keys(Config))
 
 
 def test_unknown_key_in_a_recipe_file_is_found_too(tmp_path: Path) -> None:

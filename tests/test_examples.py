@@ -15,7 +15,7 @@ from gradtrace.viewer.payload import group_payload
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize(("name", "steps"), [("plain_pytorch", 20), ("hf_trainer", 8)])
+@pytest.mark.parametrize(("name", "steps"), [("plain_pytorch", 20), ("hf_trainer", 8), ("trl_grpo", 20)])
 def test_the_example_runs_and_its_run_opens(name: str, steps: int, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), str(tmp_path / "run")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -30,7 +30,9 @@ def test_the_example_runs_and_its_run_opens(name: str, steps: int, tmp_path: Pat
     catalog = RunCatalog([run.path], None)
     served = catalog.refresh()[0]
     view = catalog.step_view(served, 1)
-    assert view is not None and group_payload(view, 0, served.vocabulary)["responses"]
+    assert view is not None
+    group = group_payload(view, 0, served.vocabulary)
+    assert group["responses"] and group["credits"][0] == "loss_term"
 
 
 def test_the_plain_loop_fits_on_a_screen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -28,3 +29,32 @@ MADE_BY_THE_BUILD = {"demo_report.html"}
 def test_links_point_at_files_that_exist(page: Path) -> None:
     for target in set(re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())) - MADE_BY_THE_BUILD:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+MEASURED = {
+    "validity": {"single_token_default": ".2f", "single_token_default_smollm2": ".2f"},
+    "trace_overhead": {"overhead_update_default_smollm2": ".2f", "overhead_update_tail_smollm2": ".2f"},
+    "verl_overhead": {"overhead_update": ".2f", "overhead_update_tail": ".2f"},
+    "trainer": {"speedup_trl_smollm2": ".1f", "speedup_trl_smollm2_default": ".1f"},
+    "rollout": {"speedup_generate_smollm2": ".1f"},
+    "peers.kronfluence_scores": {"speedup_kronfluence_smollm2": ".1f"},
+}
+"""Figures of the README: the benchmark, its ratio, and the digits that are shown."""
+
+
+@pytest.mark.parametrize("benchmark", MEASURED)
+def test_the_figures_of_the_readme_are_the_last_ones_measured(benchmark: str) -> None:
+    """A value with its interval, `1.26 [1.20, 1.26]`; zeros before the point may be left out."""
+    shown = re.sub(r"(?<![\d.])0\.", ".", README.read_text())
+    found = json.loads((README.parent / "benchmarks" / "results" / f"{benchmark}.json").read_text())
+    for name, digits in MEASURED[benchmark].items():
+        value, low, high = (
+            format(number, digits).removeprefix("0") for number in (found["ratios"][name], *found["ranges"][name])
+        )
+        assert f"{value} [{low}, {high}]" in shown, f"{name} is {value} [{low}, {high}]"
+
+
+def test_the_coverage_of_the_probes_intervals_is_the_last_one_measured() -> None:
+    found = json.loads((README.parent / "benchmarks" / "results" / "probe_accuracy.json").read_text())["ratios"]
+    shares = [100 * value for name, value in found.items() if name.startswith("coverage_95_")]
+    assert f"held in {min(shares):.0f} to {max(shares):.0f} % of 64 trials" in README.read_text()

@@ -146,7 +146,7 @@ def _metrics_findings(rows: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     if cut and cut.last > OFTEN_CUT:
         yield notable(
             f"{cut.last:.0%} of the responses at the end of the run were cut at the length limit, unfinished: raise "
-            "rollout.max_new_tokens, or use algorithm.overlong.",
+            "rollout.max_new_tokens (TRL: max_completion_length), or use algorithm.overlong.",
         )
     norm = _Series(rows, "actor/grad_norm")
     if norm.has_trend:

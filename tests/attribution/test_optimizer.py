@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTrace, InfluenceTracer
 from gradtrace.attribution.modules import tail_modules
+from gradtrace.attribution.result import Totals
 from tests.attribution.models import (
     FAMILIES,
     Responses,
@@ -472,3 +473,23 @@ def test_small_damping_repeats_the_labels_and_says_so() -> None:
     damped = traced(model, batch, config_of(**inverse | {"reg_lambda": 0.0, "reg_scale": 100.0}), RIDING)
     assert damped.metrics["influence_trace/effective_dof"] < 0.1
     assert damped.metrics["influence_trace/label_r2"] < 0.95 and not damped.warnings
+
+
+@pytest.mark.parametrize(("mode", "said"), [("identity", False), ("optimizer", False), ("inverse", True)])
+def test_totals_that_repeat_the_labels_are_told_where_damping_can_be_changed(mode: str, said: bool) -> None:
+    model, batch = tiny_model(), responses_of(RIDING, groups=4, n=4)
+    trace = traced(model, batch, config_of(hessian_mode=mode, credit="position", reg_scale=100.0), RIDING)
+    assert not trace.warnings
+    weights, lengths = torch.where(batch.accepted, 0.5, -0.5).double(), torch.full((len(batch.accepted),), 5)
+    totals = Totals()
+    totals.add(weights * lengths, weights, lengths, torch.ones_like(weights))
+    totals.judge(trace)
+    assert trace.metrics["influence_trace/label_r2"] > 0.999 and bool(trace.warnings) == said
+
+
+def test_a_projection_that_leaves_next_to_nothing_is_told() -> None:
+    batch = responses_of(RIDING, groups=2, n=4)
+    coarse = traced(tiny_model(), batch, config_of(hessian_mode="identity", projection_dim_factor=8), RIDING)
+    assert len(coarse.warnings) == 1 and "projection_dim_factor=0" in coarse.warnings[0]
+    exact = traced(tiny_model(), batch, config_of(hessian_mode="identity"), RIDING)
+    assert not exact.warnings

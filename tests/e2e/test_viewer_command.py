@@ -96,6 +96,8 @@ def test_another_host_needs_the_token_it_prints(tmp_path: Path) -> None:
     [
         (["view", "--runs-dir", "nothing-here"], "gradtrace view --demo"),
         (["view", "no-such-run"], "no run at no-such-run"),
+        (["view", "."], "no run at .: the folder has no config.yaml"),
+        (["counterfactual", "."], "is no run: it has no config.yaml"),
         (["view", "--demo", "--host", "host.invalid"], "no address of this machine"),
         (["report", "no-such-run"], "no run at no-such-run"),
     ],

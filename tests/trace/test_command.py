@@ -111,9 +111,13 @@ def test_show_takes_the_best_scores_that_a_group_has(tmp_path: Path, capsys: pyt
     columns["credit"] = np.where(columns["group"] == 0, int(Credit.TAIL), int(Credit.LOSS_TERM))
     with TraceWriter(tmp_path, "influence_trace", on_error="raise") as writer:
         writer.write(1, columns)
-    for group, wanted in ((0, "influence_tail:"), (1, "influence_loss_term:")):
+    for group, wanted, credit in (
+        (0, "influence_tail:", "credit tail"),
+        (1, "influence_loss_term:", "credit loss term"),
+    ):
         assert trace("show", tmp_path, "--group", group, "--color", "never") == 0
-        assert wanted in capsys.readouterr().out
+        shown = " ".join(capsys.readouterr().out.split())
+        assert wanted in shown and credit in shown
 
 
 def test_show_works_without_token_texts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

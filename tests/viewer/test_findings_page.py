@@ -73,6 +73,20 @@ def test_the_blame_page_says_who_made_the_gradient_largest_share_first(run_dir: 
         page.close()
 
 
+def test_the_blame_page_fits_on_a_phone(run_dir: Path, browser: Browser) -> None:
+    with serving([run_dir]) as address:
+        watched = Watched(browser.new_page(viewport={"width": 390, "height": 844}), address)
+        page = watched.open("#/blame?step=2")
+        expect(page.locator("tr.opens").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        cut = "cells => cells.filter(cell => cell.offsetWidth && cell.scrollWidth > cell.offsetWidth).length"
+        assert page.locator("tr.opens td.number").evaluate_all(cut) == 0
+        outside = """texts => texts.filter(text => text.getBoundingClientRect().right >
+            text.closest("td").getBoundingClientRect().right).length"""
+        assert page.locator("td.c-text .row-opener").evaluate_all(outside) == 0  # else the cell shows "…" alone
+        page.close()
+
+
 def test_a_report_holds_findings(run_dir: Path) -> None:
     page = make_report([run_dir]).page
     data = json.loads(page.split('id="gradtrace-report">')[1].split("</script>")[0])

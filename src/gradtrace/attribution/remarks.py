@@ -9,12 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.modules import Block
 from gradtrace.attribution.scopes import Scope
 
+FEW_NUMBERS = 10_000
+"""With fewer numbers in a projected gradient scores predict worse: docs/validity.md has what was measured."""
 
-def remarks(experts: str, scopes: Iterable[Scope], captured: Collection[int], ranks: Ranks) -> list[str]:
-    """`experts`: what `fused_experts` says of the model."""
-    return [said for said in (_split_groups(scopes, captured, ranks), experts) if said]
+
+def remarks(about: Iterable[str], scopes: Iterable[Scope], captured: Collection[int], ranks: Ranks) -> list[str]:
+    """`about`: what `fused_experts` and `coarse_projection` say of the model."""
+    return [said for said in (_split_groups(scopes, captured, ranks), *about) if said]
 
 
 def _split_groups(scopes: Iterable[Scope], captured: Collection[int], ranks: Ranks) -> str:
@@ -31,6 +35,18 @@ def _split_groups(scopes: Iterable[Scope], captured: Collection[int], ranks: Ran
     )
     warnings.warn(said, stacklevel=4)
     return said
+
+
+def coarse_projection(blocks: Iterable[Block]) -> str:
+    """The default projection is made for layers of a real size; of a toy's it leaves next to nothing."""
+    kept = sum(block.k_out * block.k_in for block in blocks)
+    whole = sum(block.d_out * block.d_in for block in blocks)
+    if kept == whole or kept >= FEW_NUMBERS:
+        return ""
+    return (
+        f"Projection leaves {kept:,} of the {whole:,} numbers of a gradient, which costs accuracy: "
+        "projection_dim_factor=0 is exact, and affordable for a model of this size"
+    )
 
 
 def fused_experts(model: nn.Module) -> str:

@@ -200,7 +200,7 @@ class Totals:
         if found is None:
             return
         trace.metrics["influence_trace/label_r2"] = found
-        if found > LABELS_ALONE:
+        if found > LABELS_ALONE and trace.config.hessian_mode == "inverse":  # elsewhere it is so, and nothing is wrong
             trace.warnings.append(
                 f"labels and lengths explain {found:.1%} of the responses' total scores: the scores repeat whether a"
                 " response was accepted. With hessian_mode=inverse raise reg_scale, or use hessian_mode=optimizer"

@@ -32,7 +32,7 @@ from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
 from gradtrace.attribution.one_pass import OnePass, Receivers, turned
 from gradtrace.attribution.phases import Phases
-from gradtrace.attribution.remarks import fused_experts, remarks
+from gradtrace.attribution.remarks import coarse_projection, fused_experts, remarks
 from gradtrace.attribution.result import InfluenceTrace, assemble
 from gradtrace.attribution.roles import check_target, target_factors
 from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
@@ -69,7 +69,7 @@ class InfluenceTracer:
         self.config = config or InfluenceConfig()
         self.geometry = Geometry(optimizer if self.config.hessian_mode == "optimizer" else None)
         self.blocks = select_blocks(model, self.config)
-        self._experts = fused_experts(model)
+        self._about_model = (fused_experts(model), coarse_projection(self.blocks))
         self.ranks, self._hooks = Ranks(process_group), FactorHooks(self.blocks, self._receive)
         self._open: OnePass | None = None
         self.reset()
@@ -299,7 +299,7 @@ class InfluenceTracer:
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
         elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
         trace.skipped = dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
-        trace.warnings += remarks(self._experts, self._scopes, self._ledger.counts, self.ranks)
+        trace.warnings += remarks(self._about_model, self._scopes, self._ledger.counts, self.ranks)
         said = self._ledger.meta(self.config, self.geometry, self._loss_terms.sources)
         trace.meta = {**said, "captures": self._hooks.captures()}
         with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)

@@ -95,6 +95,8 @@ class Resampler:
         """`path`: a run, or a checkpoint of one that is to be used. `model`: a transformers folder to use instead."""
         self.run_dir = run_of(path)
         self.run: Run = open_run(self.run_dir)
+        if not (self.run_dir / "config.yaml").is_file():
+            raise GradtraceError(f"{self.run_dir} is no run: it has no config.yaml. Give one, e.g. runs/demo.")
         self.config = at_home(load_config([f"resume={self.run_dir}", *(overrides or [])]), self.run_dir)
         self._fixed = model or (path if path != self.run_dir else None)
         self._loaded: Loaded | None = None

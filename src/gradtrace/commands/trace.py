@@ -42,15 +42,49 @@ from gradtrace.trace.show import best_column, score_columns, show_group
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.units import UNITS
 
+SHOW = """One group of a step in the terminal: its prompt, its responses, every token with its score.
+
+  gradtrace trace show runs/demo                            a scored group of the latest step, tokens coloured
+  gradtrace trace show runs/demo --step 20 --group 3 --by entropy
+  gradtrace trace show runs/gsm8k --by sentence             a number for every sentence (line, turn)
+  gradtrace trace show runs/demo --color never | less       a line per token, with all its numbers
+
+A score is positive where a step along the token's gradient helps the accepted responses against the rejected ones.
+"""
+
+EXPORT = """All tokens of a run as one table, a row per token, for pandas, polars or a spreadsheet.
+
+  gradtrace trace export runs/demo tokens.parquet           of the influence trace, all steps
+  gradtrace trace export runs/demo late.csv --kind entropy_trace --steps 100:
+"""
+
+IMPORT = """Make a run of rollouts that another program sampled, so that the viewer and every command here read them.
+
+  gradtrace trace import rollouts.jsonl runs/mine --tokenizer models/mine
+  gradtrace trace import rollout_data_dir runs/theirs --tokenizer Qwen/Qwen2.5-0.5B --prompts train.parquet      verl
+  gradtrace trace import out/completions runs/theirs --tokenizer Qwen/Qwen2.5-0.5B --reward-columns correct      TRL
+
+A line of a JSONL file is one response; those to the same prompt are a group:
+
+  {"prompt": "What is 2+2?", "response": "4", "reward": 1}
+  {"prompt": "What is 2+2?", "response": "5", "reward": 0}
+
+It may say more: step, group, advantage, answer, finished, and token by token prompt_ids, response_ids, log_probs
+(docs/import.md). Then `gradtrace attribute RUN --model MODEL` scores every token, `gradtrace view RUN` shows it.
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ls | show | export | import", required=True)
+    raw = argparse.RawDescriptionHelpFormatter
     listing = actions.add_parser("ls", help="what a run has: a line per step")
     listing.add_argument("run_dir", metavar="RUN")
     listing.add_argument("--kind", choices=list(schema.KINDS), help="this trace only")
     listing.add_argument("--verify", action="store_true", help="read every step and check it")
 
-    showing = actions.add_parser("show", help="one group, every token with its score")
+    showing = actions.add_parser(
+        "show", help="one group, every token with its score", description=SHOW, formatter_class=raw
+    )
     showing.add_argument("run_dir", metavar="RUN")
     showing.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
     showing.add_argument("--step", type=int, help="default: the latest")
@@ -62,13 +96,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     showing.add_argument("--color", choices=["auto", "always", "never"], default="auto")
 
-    exporting = actions.add_parser("export", help="all tokens as one table")
+    exporting = actions.add_parser("export", help="all tokens as one table", description=EXPORT, formatter_class=raw)
     exporting.add_argument("run_dir", metavar="RUN")
     exporting.add_argument("target", metavar="FILE", help="its name ends in .parquet or .csv")
     exporting.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
     exporting.add_argument("--steps", default=":", help="FIRST:LAST, both included, or one number; default: all")
 
-    _add_import(actions.add_parser("import", help="make a run of rollouts of other programs, or of older traces"))
+    words = "make a run of rollouts of other programs, or of older traces"
+    _add_import(actions.add_parser("import", help=words, description=IMPORT, formatter_class=raw))
 
 
 def _add_import(importing: argparse.ArgumentParser) -> None:

@@ -11,6 +11,28 @@ from gradtrace.errors import GradtraceError
 
 T = TypeVar("T")
 
+KNOWN_ELSEWHERE = {
+    "adv_estimator": "algorithm.advantage",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "ppo_epochs": "actor.epochs",
+    "max_response_length": "rollout.max_new_tokens",
+    "save_freq": "trainer.checkpoint.every",
+    "test_freq": "trainer.validation.every",
+    "learning_rate": "actor.optim.lr",
+    "num_generations": "rollout.n",
+    "max_completion_length": "rollout.max_new_tokens",
+    "num_iterations": "actor.epochs",
+    "beta": "algorithm.kl_coef",
+    "loss_type": "algorithm.policy_loss",
+    "save_steps": "trainer.checkpoint.every",
+    "eval_steps": "trainer.validation.every",
+    "output_dir": "trainer.runs_dir",
+    "model_name_or_path": "model.path",
+    "reward_funcs": "reward.path",
+}
+"""What verl and TRL call a key whose name here is too different to be found by likeness: theirs, ours."""
+
 
 def schema_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a schema, sections included."""
@@ -40,6 +62,9 @@ def check_key(key: str, valid: Sequence[str], where: str, prefix: str = "", more
 
 def closest(word: str, valid: Sequence[str]) -> str:
     """The likeliest key: the last part counts as well, so that a right name in a wrong section is found."""
+    known = KNOWN_ELSEWHERE.get(word.split(".")[-1], "")
+    if known in valid:
+        return known
 
     def similarity(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, word, candidate).ratio()

@@ -3,6 +3,7 @@ colour (a file, a pipe)."""
 
 from __future__ import annotations
 
+import enum
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
@@ -101,7 +102,8 @@ def _headline(response: Response) -> str:
         parts.append(f"prompt {response.prompt_influence:+.3g}")
     if response.first_wrong is not None and response.first_wrong >= 0:
         parts.append(f"first wrong token {response.first_wrong}")
-    parts += [f"{name} {getattr(value, 'name', value)}" for name, value in response.more.items()]
+    for name, value in response.more.items():
+        parts.append(f"{name} {value.name.lower().replace('_', ' ') if isinstance(value, enum.Enum) else value}")
     return " · ".join(parts)
 
 

@@ -150,14 +150,19 @@ class StepView:
         return values
 
     def _scored(self, name: str) -> np.ndarray:
-        """bool[tokens of the influence trace]: where a column of scores means something. A token must be captured, and
-        responses whose best credit is not their own terms have none in the columns of such terms."""
+        """bool[tokens of the influence trace]: where a column of scores means something. A token must be captured;
+        columns of loss terms hold zeros for responses without them. With credit=both the file names position for all
+        responses, and those with loss terms are the ones that have any."""
         assert self.influence is not None
         captured: np.ndarray = self.influence["captured"]
         if "credit" not in self.influence or name in ("influence_tail", "influence_position"):
             return captured
+        offsets = self.influence["token_offsets"]
         has_terms = self.influence["credit"] == int(Credit.LOSS_TERM)
-        return captured & np.repeat(has_terms, np.diff(self.influence["token_offsets"]))
+        if "influence_loss_term" in self.influence:
+            not_zero = np.concatenate([[0], np.cumsum(self.influence["influence_loss_term"] != 0)])
+            has_terms = has_terms | (np.diff(not_zero[offsets]) > 0)
+        return captured & np.repeat(has_terms, np.diff(offsets))
 
     @cached_property
     def scales(self) -> dict[str, float | None]:

@@ -117,10 +117,11 @@ def chosen_runs(names: list[str], runs_dir: Path) -> list[Path]:
         candidates = [run_of_traces(Path(name)), run_of_traces(runs_dir / name)]
         found = next((path for path in candidates if is_run(path)), None)
         if found is None:
-            there = sorted(folder.name for folder in runs_dir.glob("*") if is_run(folder))
-            raise GradtraceError(
-                f"no run at {candidates[0]} nor at {candidates[1]}; {runs_dir} has {', '.join(there[:20]) or 'none'}"
-            )
+            there = ", ".join(sorted(folder.name for folder in runs_dir.glob("*") if is_run(folder))[:20])
+            where = f"no run at {candidates[0]} nor at {candidates[1]}"
+            if candidates[0].is_dir():
+                where = f"no run at {candidates[0]}: the folder has no config.yaml, no metrics.jsonl and no traces"
+            raise GradtraceError(f"{where}; {runs_dir} has {there or 'none (`gradtrace train` makes one)'}")
         paths.append(found)
     return paths
 

@@ -266,7 +266,7 @@ def _outweighed(batch: _Batch, r: int) -> str:
         return "no response opposes its own"
     kind = "its sibling" if batch.group[opponent] == batch.group[r] else "another prompt's"
     sums = (f"{name} {step[f'product_{name}'][r]:+.3f}" for name in ("self", "siblings", "others"))
-    return f"most against it: {kind} {batch.name(opponent)} ({', '.join(sums)})"
+    return f"most against it: {kind} {batch.name(opponent)} (products of gradients: {', '.join(sums)})"
 
 
 # ---------------------------------------------------------------- entropy, by the probe
