@@ -38,9 +38,10 @@ $(VENV)/.full: $(VENV)/.core
 demo: $(VENV)/.core
 	$(BIN)/gradtrace train
 
-# Whole files side by side, one thread each: many tests wait or use one core.
+# Whole files side by side, one thread each. One more than there are cores, at most four: some tests wait.
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, (os.cpu_count() or 1) + 1))")
 test: $(VENV)/.full lint docs browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12
 
 # The viewer's tests drive a real browser; without one, and without the means to get one, the others run.
 browser: $(VENV)/.full
