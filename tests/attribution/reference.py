@@ -65,6 +65,14 @@ def position_gradients(
     return result
 
 
+def solve(rows: Tensor, whole: Tensor, reg_lambda: float) -> Tensor:
+    """H⁻¹ of each gradient in `whole`, with the explicit H of `rows`."""
+    dim = whole.shape[1]
+    plain = rows.T @ rows
+    damping = reg_lambda if reg_lambda > 0 else 0.1 * plain.diagonal().sum() / dim
+    return torch.linalg.solve(plain + damping * torch.eye(dim, dtype=torch.float64), whole.T).T
+
+
 def reference_scores(
     batch: Responses,
     position: list[dict[str, Tensor]],
@@ -93,16 +101,13 @@ def reference_scores(
         if sign is not None:
             whole = whole * sign[:, None]
         own = [position[r][name][batch.places(r) - 1].flatten(1) for r in range(count)]
+        known: dict[tuple[int, ...], Tensor] = {}  # responses with the same others have the same H
         for r in range(count):
-            members = same[r].nonzero().squeeze(-1)
-            rows = whole[members] if hessian_source == "response" else torch.cat([own[m] for m in members])
-            dim = whole.shape[1]
-            if hessian_mode == "identity":
-                solved = whole
-            else:
-                plain = rows.T @ rows
-                damping = reg_lambda if reg_lambda > 0 else 0.1 * plain.diagonal().sum() / dim
-                solved = torch.linalg.solve(plain + damping * torch.eye(dim, dtype=torch.float64), whole.T).T
+            members = tuple(same[r].nonzero().squeeze(-1).tolist())
+            if members not in known:
+                rows = whole[list(members)] if hessian_source == "response" else torch.cat([own[m] for m in members])
+                known[members] = whole if hessian_mode == "identity" else solve(rows, whole, reg_lambda)
+            solved = known[members]
             pairwise[r] += (tokens[r][name].flatten(1) @ solved.T) * same[r]
             kernel[r] += (whole[r] @ solved.T) * same[r]
     scores = []

@@ -6,6 +6,7 @@ import glob
 import json
 import re
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,17 @@ def is_mention(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     return False
 
 
+def copy_for(command: Documented, demo: Path, target: Path) -> None:
+    """The folder after the demo; of its runs the demo's own and those that the command names, all if it names none."""
+    named = re.findall(r"runs/([^/\s,=]+)", " ".join(command.words))
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        is_wanted = not named or Path(folder) != demo / "runs"
+        return [name for name in names if not (is_wanted or any(fnmatch(name, run) for run in ("demo", *named)))]
+
+    shutil.copytree(demo, target, ignore=left_out)
+
+
 @pytest.mark.parametrize("command", RUNNABLE, ids=str)
 def test_a_documented_command_runs_after_the_demo(
     command: Documented,
@@ -131,7 +143,7 @@ def test_a_documented_command_runs_after_the_demo(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copytree(demo, tmp_path / "here")
+    copy_for(command, demo, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     words = words_of(command)
     if command.words == ("ablate",) or is_mention(words, capsys):

@@ -6,6 +6,7 @@ four completions, of which the second lies on both processes.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import zlib
@@ -168,6 +169,7 @@ def refusals(folder: Path) -> list[str]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what packages made: Trainers collect garbage often, and would look through it every time
     for name in RUNS:
         trainer = run(name, folder, processes=2)
     rank = trainer.accelerator.process_index

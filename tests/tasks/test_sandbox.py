@@ -543,7 +543,7 @@ def test_two_hundred_at_once_with_hostile_ones_among_them() -> None:
         else:
             codes.append(RIGHT if i % 3 else RIGHT.replace("x + x", "x"))
         expected.append(float(codes[-1] == RIGHT))
-    reward = named_reward("code", {"workers": 8, "timeout": 2.0})
+    reward = named_reward("code", {"workers": 8, "timeout": 1.0})
     pool = shared_pool(SERVICE, 8)
     assert reward(codes, [DOUBLE] * 200) == expected
     assert pool.size == 8 and pool.replaced == 0

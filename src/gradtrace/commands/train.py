@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradtrace.config_loader import load_config, to_yaml
+    from gradtrace.program import large_imports
+
+    with large_imports():
+        from gradtrace.config_loader import load_config, to_yaml
 
     config = load_config(args.overrides)
     if args.cfg:
@@ -41,15 +44,17 @@ def run(args: argparse.Namespace) -> int:
     if config.engine == "verl":
         print("Preparing a run on verl: configuration, model, prompts.", flush=True)  # imports take seconds
     from gradtrace.terminal import no_foreign_bars
-    from gradtrace.training.terminal import open_display
 
-    if config.engine == "verl":
-        from gradtrace.integrations.verl.launch.job import train
-    else:
-        from gradtrace.policy.cpu.allocator import keep_freed_memory
-        from gradtrace.training.run import train
+    with large_imports():
+        from gradtrace.training.terminal import open_display
 
-        keep_freed_memory()
+        if config.engine == "verl":
+            from gradtrace.integrations.verl.launch.job import train
+        else:
+            from gradtrace.policy.cpu.allocator import keep_freed_memory
+            from gradtrace.training.run import train
+
+            keep_freed_memory()
     no_foreign_bars()
     try:
         outcome = train(config, open_display())

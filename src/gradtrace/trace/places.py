@@ -72,6 +72,8 @@ def run_of_traces(path: Path) -> Path:
 
 def read_line(folder: Path, name: str) -> str | None:
     """The one line of a small file; None where there is none that can be read."""
+    if not os.path.lexists(folder / name):  # of most runs, and asked for at every file that is read
+        return None
     try:
         return os.fsdecode(read_confined(folder.resolve(), name, limit=LONGEST)).strip() or None
     except (RefusedError, OSError, ValueError):

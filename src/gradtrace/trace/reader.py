@@ -114,8 +114,10 @@ class Run:
         """The folder that file `name` of the run lies under: traces may be elsewhere (`trainer.trace_dir`)."""
         if name.split("/")[0] not in schema.KINDS:
             return self.path
+        if (named := places.named_by(self.path)) is None:
+            return self.path
         found = places.traces_of(self.path)
-        if found == self.path and (named := places.named_by(self.path)):
+        if found == self.path:
             self._note(
                 places.POINTER,
                 f"its traces are in {named}, which is not there or does not name this run in {places.OWNER}: write "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -116,6 +117,7 @@ def run_worlds(module: str, folder: Path, work: dict[int, list[str]]) -> None:
 def as_ranks(world: int, work: Callable[[], None]) -> None:
     """Do the work in `world` forks of this process: what it has imported, which takes seconds, is imported once."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+    gc.freeze()  # what packages made: verl collects garbage often, and would look through it every time
     ranks = []
     for rank in range(world):
         ranks.append(os.fork())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import tempfile
 from pathlib import Path
@@ -73,7 +74,10 @@ def shards_agree(device_type: str) -> float:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(port, device_type, folder), nprocs=2)
+        # Both are copies of one process that has imported this file, which takes seconds; it has touched no device.
+        multiprocessing.set_forkserver_preload([__name__])
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        mp.start_processes(worker, args=(port, device_type, folder), nprocs=2, start_method=method)
         ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1)]
     case = SmallCase()
     one = traced(case, case.model.float(), torch.device("cpu"), list(range(len(case.ids))))

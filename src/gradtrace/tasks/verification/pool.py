@@ -27,7 +27,7 @@ GRACE = 15.0
 """Seconds after a request's own deadline until the keeper itself is taken for dead and replaced."""
 ATTEMPTS = 2
 BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "import sys; del sys.path[0]; import json; sys.path[:] = json.loads(sys.argv[1]); "
     "from gradtrace.tasks.verification.keeper import main; main(sys.argv[2])"
 )
 
@@ -134,11 +134,11 @@ class Keeper:
 
     def __init__(self, factory: str) -> None:
         ours, theirs = socket.socketpair()
-        # An editable install may be reached by an import hook alone, which -I does not run.
+        # An editable install may be reached by an import hook alone, which -S does not run.
         path = [str(Path(gradtrace.__file__).parents[1]), *filter(None, sys.path)]
         self.factory = factory
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", BOOT, json.dumps(path), factory],
+            [sys.executable, "-s", "-S", "-c", BOOT, json.dumps(path), factory],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -146,6 +146,7 @@ class Keeper:
             env={
                 "PATH": os.defpath,
                 "LANG": "C.UTF-8",
+                "PYTHONHASHSEED": "0",  # what judges gives the same reward, whatever order its sets have
                 **{k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"},
             },
             start_new_session=True,
