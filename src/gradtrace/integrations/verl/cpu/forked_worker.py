@@ -19,6 +19,8 @@ PYTHON = (sys.executable, "-I", "-S", __file__)
 def main() -> None:
     words = sys.argv[1:]
     request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
+    # Whoever ends this process before it knows its fork must not leave that one behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(os.environ[ADDRESS])
@@ -29,9 +31,11 @@ def main() -> None:
             if fork := answers.readline():
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 signal.signal(signal.SIGTERM, lambda *_: os.kill(int(fork), signal.SIGTERM))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
                 sys.exit(int(answers.read() or 1))  # there is no more to read when the fork has ended
     except (KeyError, OSError):
         pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.execv(sys.executable, [sys.executable, *words])
 
 
