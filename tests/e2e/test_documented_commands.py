@@ -43,7 +43,7 @@ STANDS_FOR = {
     "DATA": "data.jsonl",
     "runs/NAME": "runs/demo",
 }
-KINDS_OF_NEEDS = ("GPU", "the hub", "a model", "data", "an older trace", "verl", "minutes", "evaluations")
+KINDS_OF_NEEDS = ("GPU", "the hub", "a model", "data", "an older trace", "verl", "minutes", "evaluations", "that run")
 FIRST = {
     "counterfactual": (["counterfactual", "runs/demo"],),
     "ablate collect": (["ablate", "recipe=demo", "sweep.influence.hessian_mode=inverse,identity"],),
