@@ -33,8 +33,13 @@ PACKAGES = (
 )
 """Where the time goes when a worker imports verl. Ray and what imports it are not here: Ray reads the environment of a
 process once, when it is imported, and each worker has its own."""
-ONE_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""pyarrow's allocator has a thread otherwise; a process that forks should have none but its own."""
+ONE_THREAD = {
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""pyarrow's allocator and numpy's products have threads otherwise; a process that forks should have none but its own.
+torch has as many in a fork as its own environment says (see `become`)."""
 EXECUTABLE = "+ray_kwargs.ray_init.runtime_env.py_executable"
 
 
