@@ -15,7 +15,7 @@ import pytest
 
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
-from gradtrace.integrations.verl.driver.status import read_status
+from gradtrace.integrations.verl.driver.status import Status, read_status
 from gradtrace.trace.kinds.influence_trace import Credit
 from gradtrace.trace.schema import ProbeBatch, TracinReason
 from gradtrace.training.terminal import SilentDisplay
@@ -71,11 +71,22 @@ class Killer:
                 except (OSError, ValueError):
                     continue
                 is_new = worker in status.workers and status.workers != dying
-                if is_new and status.step >= first and status.phase == phase:
-                    os.kill(status.workers[worker], signal.SIGKILL)
+                if is_new and status.step >= first and status.phase == phase and self.kill(worker, status):
                     self.done.append((status.step, phase, worker))
                     dying = status.workers
                     break
+
+    def kill(self, worker: str, status: Status) -> bool:
+        """Whether it was killed in the phase of `status`: it is held first, since a short phase may be over already."""
+        process = status.workers[worker]
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(0.05)
+        try:
+            is_there = read_status(self.run_dir) == status
+        except (OSError, ValueError):
+            is_there = False
+        os.kill(process, signal.SIGKILL if is_there else signal.SIGCONT)
+        return is_there
 
 
 @dataclass
