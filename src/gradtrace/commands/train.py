@@ -27,12 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from gradtrace.config_loader import load_config, to_yaml
     from gradtrace.program import large_imports
 
-    with large_imports():
-        from gradtrace.config_loader import load_config, to_yaml
-
-    config = load_config(args.overrides)
+    with large_imports():  # torch, where the names of losses and advantages are known
+        config = load_config(args.overrides)
     if args.cfg:
         if config.engine == "verl":
             from gradtrace.integrations.verl.launch.job import show
