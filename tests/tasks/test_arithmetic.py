@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradtrace.config import ArithmeticConfig, WarmStartConfig
+from gradtrace.tasks import warm_start as making
 from gradtrace.tasks.arithmetic import ArithmeticTask, Chain, misapply
 from gradtrace.tasks.warm_start import warm_start
 
@@ -108,3 +111,20 @@ def test_warm_start_is_cached_by_its_settings(tmp_path: Path) -> None:
     other = warm_start(ArithmeticConfig(hidden_size=8, layers=1, heads=2, warm_start=settings), tmp_path)
     assert other != folder
     assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
+
+
+def test_two_runs_that_make_the_same_warm_start_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = WarmStartConfig(max_steps=1, corrupted_steps=0)
+    config = ArithmeticConfig(hidden_size=16, layers=1, heads=2, warm_start=settings)
+    train, made = making.train, []
+
+    def beside_another(*arguments: Any) -> Any:
+        """While this run trains, another one ends with the same."""
+        monkeypatch.setattr(making, "train", train)
+        made.append(warm_start(config, tmp_path))
+        return train(*arguments)
+
+    monkeypatch.setattr(making, "train", beside_another)
+    assert [warm_start(config, tmp_path)] == made
+    assert AutoModelForCausalLM.from_pretrained(made[0]).config.hidden_size == 16
+    assert list(tmp_path.iterdir()) == made, "nothing is left over"

@@ -47,11 +47,16 @@ def warm_start(config: TinyConfig, cache: Path, progress: Progress | None = None
     if folder.is_dir():
         return folder
     model = train(config, progress or (lambda stage, step, accuracy: None))
-    with atomic_directory(folder) as unfinished:
-        model.save_pretrained(unfinished)
-        task = arithmetic if isinstance(config, ArithmeticConfig) else calculator
-        task.build_tokenizer().save_pretrained(unfinished)
-        (unfinished / "warm_start.json").write_text(settings)
+    try:
+        with atomic_directory(folder) as unfinished:
+            model.save_pretrained(unfinished)
+            task = arithmetic if isinstance(config, ArithmeticConfig) else calculator
+            task.build_tokenizer().save_pretrained(unfinished)
+            (unfinished / "warm_start.json").write_text(settings)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        # A run that was started beside this one has made it meanwhile, from the same settings.
     return folder
 
 
