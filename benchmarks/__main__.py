@@ -1,6 +1,9 @@
-"""Run benchmarks, one after the other, and rewrite the table in docs/benchmarks.md.
+"""Run benchmarks and rewrite the table in docs/benchmarks.md.
 
-python -m benchmarks                  all of them, some hours
+What is timed runs first, alone on the machine, one after the other; then the studies, which ask whether something is
+true and not how long it takes, side by side, one on each core. Studies also rewrite their parts of other pages.
+
+python -m benchmarks                  all of them, about two hours
 python -m benchmarks --go-on          those that have no result of this code on this machine yet
 python -m benchmarks rollout solvers  only these; the others keep their last results in the table
 python -m benchmarks --quick rollout  small sizes; results and table are left alone
@@ -12,16 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pkgutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import benchmarks
 from benchmarks import peers
 from benchmarks._table import describe, is_reached, table
-from benchmarks.common import REPOSITORY, machine
+from benchmarks.common import REPOSITORY, code, machine
 
 DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -30,6 +35,13 @@ TARGETS = REPOSITORY / "benchmarks" / "targets.json"
 """{ratio: {"min": …} or {"max": …}}: what a ratio must reach."""
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 NOT_BENCHMARKS = {"__main__", "common"}
+STUDIES = (
+    *("tracin_effect", "findings", "validity", "deletion"),
+    *("probe_accuracy", "token_value", "verify_precision", "token_selection"),
+)
+"""What does not time anything, the longest first."""
+WRITE_PAGES = ("deletion", "findings", "growth", "token_selection", "token_value", "tracin_effect", "validity")
+"""These have `--write-docs`."""
 NEW_DOCUMENT = f"""# Benchmarks
 
 Every figure is a ratio of two measurements taken in turns in one run on one machine. `speedup_*` is theirs
@@ -50,17 +62,37 @@ def benchmark_names() -> list[str]:
 
 
 def run(name: str, quick: bool) -> dict[str, Any] | None:
-    """The JSON object of one benchmark, or None when it failed; its own output is passed on."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
-    last_line = ""
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+    """Run one benchmark, pass on what it prints, and save its result. None when it failed."""
+    command = [sys.executable, "-m", f"benchmarks.{name}"]
+    command += ["--quick"] if quick else ["--write-docs"] if name in WRITE_PAGES else []
+    threads = {"OMP_NUM_THREADS": "1"} if name in STUDIES else {}
+    begin, last_line = time.monotonic(), ""
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env={**os.environ, **threads}, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(f"  {line}", end="", flush=True)
+            print(f"  {name}: {line}", end="", flush=True)
             last_line = line.strip() or last_line
     if process.returncode != 0:
         return None
-    return json.loads(last_line)
+    result: dict[str, Any] = json.loads(last_line)
+    if not quick:
+        save(result, (time.monotonic() - begin) / 60)
+    return result
+
+
+def run_all(names: list[str], quick: bool) -> dict[str, dict[str, Any] | None]:
+    """Benchmark → its result: first what is timed, one after the other, then the studies side by side."""
+    found: dict[str, dict[str, Any] | None] = {}
+    timed = [name for name in names if name not in STUDIES]
+    for place, name in enumerate(timed, 1):
+        print(f"{name} ({place} of {len(timed)}):", flush=True)
+        found[name] = run(name, quick)
+    studies = [name for name in STUDIES if name in names]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found |= dict(zip(studies, pool.map(lambda name: run(name, quick), studies), strict=True))
+    return found
 
 
 def missed_targets(ratios: dict[str, float]) -> list[str]:
@@ -74,23 +106,11 @@ def missed_targets(ratios: dict[str, float]) -> list[str]:
     return missed
 
 
-def code() -> str:
-    """Git's name of the folder `src` as it is committed; empty where it differs from that, or there is no git."""
-    try:
-        changed, name = (
-            subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (["status", "--porcelain", "src"], ["rev-parse", "--short=12", "HEAD:src"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return "" if changed else name
-
-
 def is_measured(name: str) -> bool:
     """Whether its result is of this code on this machine."""
     path = RESULTS / f"{name}.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
-    return bool(code()) and stored.get("code") == code() and stored["machine"] == machine()
+    return stored.get("code") == code() and stored["machine"] == machine()
 
 
 def save(result: dict[str, Any], minutes: float) -> None:
@@ -127,17 +147,11 @@ def main() -> None:
     names = [] if args.table else args.names or known
     if args.go_on:
         names = [name for name in names if not is_measured(name)]
-    for place, name in enumerate(names, 1):
-        print(f"{name} ({place} of {len(names)}):", flush=True)
-        begin = time.monotonic()
-        result = run(name, args.quick)
+    for name, result in run_all(names, args.quick).items():
         if result is None:
             problems.append(f"{name} did not finish; see its messages above")
-            continue
-        if args.check:
+        elif args.check:
             problems += missed_targets(result["ratios"])
-        if not args.quick:
-            save(result, (time.monotonic() - begin) / 60)
 
     if not args.quick:
         results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks._pages import between_marks
 from benchmarks.common import REPOSITORY
-
-PAGE = REPOSITORY / "docs" / "findings.md"
-BEGIN, END = "<!-- fault bench begins -->", "<!-- fault bench ends -->"
 
 
 def wilson(found: int, runs: int) -> tuple[float, float]:
@@ -79,6 +77,4 @@ def table(found: dict[str, Any]) -> str:
 
 
 def write_table(found: dict[str, Any]) -> None:
-    text = PAGE.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}")
+    between_marks(REPOSITORY / "docs" / "findings.md", "fault bench", f"\n{table(found)}")

@@ -89,10 +89,11 @@ def _details(results: list[dict[str, Any]], targets: dict[str, dict[str, float]]
 
 
 def _places(results: list[dict[str, Any]]) -> list[str]:
-    """Day, machine and versions, each once."""
+    """Day, machine, versions and code, each once."""
     places: dict[str, list[str]] = {}
     for result in results:
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-        places.setdefault(f"{result['day']}, {result['machine']}; {versions}", []).append(result["name"])
+        place = f"{result['day']}, {result['machine']}; {versions}; code {result.get('code', 'unknown')}"
+        places.setdefault(place, []).append(result["name"])
     lines = [f"- {place}: {'everything' if len(places) == 1 else ', '.join(n)}" for place, n in places.items()]
     return ["## Where and when", "", *lines]

@@ -70,9 +70,10 @@ def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Pat
     if all(path.exists() for path in steps.values()):
         return
     quiet = [
-        *(f"trainer.runs_dir={runs}", f"trainer.total_steps={max(steps)}", "trainer.validation.every=0"),
+        *(f"trainer.runs_dir={runs.parent}", f"trainer.total_steps={max(steps)}", "trainer.validation.every=0"),
         *("trainer.checkpoint.every=0", "trainer.samples_every=0", "trainer.entropy_trace.enable=false"),
-        "trainer.influence_trace.enable=false",
+        *("trainer.influence_trace.enable=false", "trainer.blame.enable=false"),
+        f"trainer.cpu_threads={torch.get_num_threads()}",
     ]
     parts = build_parts(load_config([*overrides, *quiet]))
     name = next(iter(steps.values())).stem

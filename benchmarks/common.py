@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -56,6 +57,28 @@ def parse_arguments(
 
         torch.set_num_threads(args.threads)
     return args
+
+
+def code() -> str:
+    """A name of the program that is measured: a digest of all files of `src` as they are, committed or not."""
+    digest = hashlib.sha256()
+    for path in sorted((REPOSITORY / "src").rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in str(path):
+            digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def study_folder(name: str) -> Path:
+    """Where a study keeps the runs that it made. It belongs to this very code: an interrupted study goes on where it
+    was, and nothing that other code has made is taken for it."""
+    return REPOSITORY / "runs" / "bench" / code() / name
+
+
+def study_arguments(parser: argparse.ArgumentParser, name: str, page: str) -> None:
+    """What every study with a page knows."""
+    parser.add_argument("--folder", type=Path, default=study_folder(name), help="the runs that are made stay here")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long; run it again to go on")
+    parser.add_argument("--write-docs", action="store_true", help=f"rewrite its part of {page}")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks._deletion_page import write_deletion
 from benchmarks._token_scores import ANSWER_ONLY, token_scores
-from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative, study_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
@@ -89,9 +89,9 @@ def train(task: str, rule: str, seed: int, steps: int, folder: Path) -> dict[str
     """One run: held-out accuracy before and after, and the share of the tokens that it trained on."""
     overrides = [
         *("recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"),
-        *(f"trainer.runs_dir={folder}", f"trainer.total_steps={steps}", "trainer.validation.every=0"),
+        *(f"trainer.runs_dir={folder.parent}", f"trainer.total_steps={steps}", "trainer.validation.every=0"),
         *("trainer.checkpoint.every=0", "trainer.samples_every=0", "trainer.entropy_trace.enable=false"),
-        "trainer.influence_trace.enable=false",
+        *("trainer.influence_trace.enable=false", "trainer.blame.enable=false", "trainer.cpu_threads=1"),
     ]
     if task == "answer only":
         (folder / "reward.py").write_text(ANSWER_ONLY)
@@ -144,16 +144,15 @@ def plain(value: Any) -> Any:
 
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "deletion", help="results")
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after so long; run it again")
+    study_arguments(parser, "deletion", "docs/validity.md")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/validity.md")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra_arguments)
-    folder = Path(tempfile.mkdtemp()) if args.quick else args.folder
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp()) / "quick" if args.quick else args.folder
     folder.mkdir(parents=True, exist_ok=True)
     tasks = ["whole chain"] if args.quick else ["whole chain", "answer only"]
     rules = list(RULES)[:3] if args.quick else list(RULES)
@@ -166,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
                     path.write_text(json.dumps(train(task, rule, seed, 2 if args.quick else args.steps, folder)))
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if args.quick:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder.parent)
     found = {task: summary(results, task) for task in tasks}
     for task, rows in found.items():
         for rule, row in rows.items():

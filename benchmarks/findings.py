@@ -3,11 +3,9 @@
 Short runs of the demo into which a fault with a known truth is planted (`_findings_faults.py`), several seeds of each,
 and clean runs. Reported: recall (found by a detector that names it rightly), the planted culprit among the first three
 that are named, steps until found, false alarms per 100 clean steps, and how well gradients tell hacked responses from
-honest ones (AUROC) beside statistics that need no gradient. Thresholds were tuned on seeds from 100 on, so seeds below
-are fresh. Results stay in --folder: what is there is not run again. `--write-docs` rewrites the table of
-docs/findings.md, `--join FOLDER …` with the results of other folders, theirs instead of ours for the same kinds;
-`--over RESULT` keeps an earlier result's rows of the kinds that were not run. `--smollm2` runs SmolLM2-135M instead of
-the demo, with two of the faults (`_findings_smollm2.py`); these have a table of their own.
+honest ones (AUROC) beside statistics that need no gradient. Thresholds were tuned on other seeds. Two of the faults are
+planted into runs of SmolLM2-135M as well (`_findings_smollm2.py`); these have a table of their own. Runs stay in
+--folder and are not made again. `--write-docs` rewrites the table of docs/findings.md.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import torch
 from benchmarks import _findings_smollm2 as smollm2
 from benchmarks._findings_faults import FAULTS, GAE, Fault
 from benchmarks._findings_page import wilson, write_table
-from benchmarks.common import REPOSITORY, emit, parse_arguments
+from benchmarks.common import emit, parse_arguments, study_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.findings.statistics import repeated_share
@@ -52,6 +50,8 @@ SETTINGS = (
     *("trainer.validation.every=3", "trainer.validation.prompts=48", "trainer.validation.n=2"),
     *("trainer.validation.pass_k=[1]", "trainer.checkpoint.every=0", "trainer.cpu_threads=1"),
 )
+SEEDS, CLEAN_RUNS, FIRST_CLEAN = range(40, 50), 60, 5000
+"""Seeds that nobody looked at while thresholds were chosen."""
 CLEAN = "clean"
 ALL_FAULTS = {**FAULTS, CLEAN: Fault(()), **smollm2.SMOLLM2_FAULTS}
 
@@ -63,7 +63,7 @@ def run_one(kind: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     own = smollm2.settings() if kind in smollm2.SMOLLM2_FAULTS else SETTINGS
     overrides = [*own, *fault.overrides, *(GAE if clean_with_critic else ())]
     config = load_config(
-        [*overrides, f"trainer.runs_dir={folder}", f"trainer.seed={seed}", f"trainer.total_steps={steps}"]
+        [*overrides, f"trainer.runs_dir={folder.parent}", f"trainer.seed={seed}", f"trainer.total_steps={steps}"]
     )
     parts = build_parts(config)
     run_dir = Path(tempfile.mkdtemp(dir=folder))
@@ -266,25 +266,6 @@ def smollm2_summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {"kinds": kinds_of(own, smollm2.SMOLLM2_FAULTS), **alarms_of(once)} if own else {}
 
 
-def over(stored: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """What was found now, and of the kinds that were not run what an earlier result says of them."""
-    kinds = {kind: found["kinds"].get(kind, stored["kinds"].get(kind)) for kind in FAULTS}
-    there = {kind: row for kind, row in kinds.items() if row is not None}
-    with_culprit = [row for row in there.values() if row["culprit"] is not None]
-    clean = found if found["clean_runs"] else stored
-    gradients = found if found["auroc"] else stored
-    return {
-        "kinds": there,
-        "runs": sum(row["runs"] for row in there.values()),
-        "found": sum(row["found"] for row in there.values()),
-        "culprit_runs": sum(row["runs"] for row in with_culprit),
-        "culprit": sum(row["culprit"] for row in with_culprit),
-        **{name: clean[name] for name in ("clean_runs", "clean_steps", "alarms", "alarms_per_100")},
-        **{name: gradients[name] for name in ("auroc", "auroc_steps")},
-        "smollm2": found["smollm2"] or stored.get("smollm2", {}),
-    }
-
-
 def spread(values: list[float], results: list[dict[str, Any]]) -> list[float]:
     """Mean, and a 95 % bootstrap interval over steps."""
     generator = np.random.default_rng(0)
@@ -293,50 +274,37 @@ def spread(values: list[float], results: list[dict[str, Any]]) -> list[float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder", type=Path, default=REPOSITORY / "runs" / "findings_bench", help="where results stay"
-    )
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4], help="of faulty runs")
-    parser.add_argument("--clean", type=int, default=20, help="clean runs, of seeds 0, 1 …")
-    parser.add_argument("--first-clean", type=int, default=0, help="seed of the first clean run")
+    study_arguments(parser, "findings", "docs/findings.md")
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="of faulty runs")
+    parser.add_argument("--clean", type=int, default=CLEAN_RUNS, help="number of clean runs")
+    parser.add_argument("--first-clean", type=int, default=FIRST_CLEAN, help="seed of the first clean run")
     parser.add_argument("--only", nargs="*", help="these kinds of faults (and `clean`)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no further run after this long; 0: no limit")
-    parser.add_argument("--join", type=Path, nargs="*", default=[], help="folders with results of some kinds")
-    parser.add_argument(
-        "--over",
-        type=Path,
-        metavar="RESULT",
-        help="kinds that were not run keep what this file says, such as benchmarks/results/findings.json",
-    )
-    parser.add_argument("--smollm2", action="store_true", help="runs of SmolLM2-135M instead of the demo's")
-    parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/findings.md")
 
 
 def planned(args: argparse.Namespace) -> list[tuple[str, int]]:
     """(kind, seed) of every run."""
     seeds, clean = ([0], 1) if args.quick else (args.seeds, args.clean)
+    few = ("untrained token", "end token not trained", "duplicated prompts")
     plan = []
-    if args.smollm2:
-        plan = [(kind, seed) for seed in seeds for kind in smollm2.SMOLLM2_FAULTS]
-    else:
-        few = ("untrained token", "end token not trained", "duplicated prompts")
-        for place, seed in enumerate(seeds):  # clean runs in between, so that a part of it is a fair part
-            own = range(place * clean // len(seeds), (place + 1) * clean // len(seeds))
-            plan += [(kind, seed) for kind in (few if args.quick else FAULTS)]
-            plan += [(CLEAN, args.first_clean + number) for number in own]
+    for place, seed in enumerate(seeds):  # clean runs in between, so that a part of it is a fair part
+        own = range(place * clean // len(seeds), (place + 1) * clean // len(seeds))
+        plan += [(kind, seed) for kind in (few if args.quick else FAULTS)]
+        plan += [(CLEAN, args.first_clean + number) for number in own]
+    if not args.quick:
+        plan += [(kind, seed) for seed in smollm2.SEEDS for kind in smollm2.SMOLLM2_FAULTS]
     return [(kind, seed) for kind, seed in plan if not args.only or kind in args.only]
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, add_options)
     args.folder.mkdir(parents=True, exist_ok=True)
-    steps = 8 if args.quick else smollm2.STEPS if args.smollm2 else STEPS
     plan = planned(args)
     began, results, left = time.perf_counter(), [], 0
     for kind, seed in plan:
+        steps = 8 if args.quick else smollm2.STEPS if kind in smollm2.SMOLLM2_FAULTS else STEPS
         file = args.folder / f"{kind.replace(' ', '_')}_{seed}{'_quick' if args.quick else ''}.json"
         if not file.is_file():
-            if args.minutes and time.perf_counter() - began > 60 * args.minutes:
+            if time.perf_counter() - began > 60 * args.minutes:
                 left += 1
                 continue
             result = run_one(kind, seed, args.folder, steps)
@@ -346,12 +314,7 @@ def main(arguments: list[str] | None = None) -> None:
         results.append(json.loads(file.read_text()))
     if left:
         print(f"{left} of {len(plan)} runs are left: run it again", flush=True)
-    for folder in args.join:
-        theirs = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-        results = [r for r in results if r["kind"] not in {t["kind"] for t in theirs}] + theirs
     found = summary(results)
-    if args.over:
-        found = over(json.loads(args.over.read_text())["detail"], found)
     if args.write_docs and not left:
         write_table(found)
     emit("findings", ratios_of(found), found)

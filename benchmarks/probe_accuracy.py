@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import emit, load_smollm2, machine, parse_arguments
+from benchmarks.common import emit, load_smollm2, machine, parse_arguments, study_folder
 from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
@@ -136,6 +136,7 @@ def trained_run(folder: Path, seed: int, steps: list[int]) -> Path:
                     "trainer.validation.every=0",
                     "trainer.entropy_trace.enable=false",
                     "trainer.influence_trace.enable=false",
+                    "trainer.blame.enable=false",
                 ]
             )
         )
@@ -293,7 +294,8 @@ def extra(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs",
         type=Path,
-        help="where trained runs and their results are kept (default: a temporary folder)",
+        default=study_folder("probe_accuracy"),
+        help="where trained runs and their results are kept",
     )
     parser.add_argument(
         "--intervals",
@@ -318,7 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
     batches, prompts = (4, 64) if args.quick else (6, 128)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.runs or Path(temporary)
+        folder = Path(temporary) if args.quick else args.runs
         for seed in seeds:
             run_dir = trained_run(folder, seed, steps)
             for step in steps:

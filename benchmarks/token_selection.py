@@ -21,7 +21,7 @@ import torch
 
 from benchmarks._pages import between_marks
 from benchmarks._token_scores import token_scores
-from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative, study_arguments
 from benchmarks.deletion import accuracy
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
@@ -81,7 +81,7 @@ class LeaveOut(StepObserver):
 def train(rule: str, seed: int, steps: int, folder: Path, counts: list[int]) -> dict[str, Any]:
     overrides = [
         *("recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed % 2}"),
-        *(f"trainer.runs_dir={folder}", f"trainer.total_steps={steps}", "trainer.validation.every=0"),
+        *(f"trainer.runs_dir={folder.parent}", f"trainer.total_steps={steps}", "trainer.validation.every=0"),
         *("trainer.checkpoint.every=0", "trainer.samples_every=0", "trainer.entropy_trace.enable=false"),
         *("trainer.influence_trace.enable=false", "trainer.blame.enable=false"),
         *("trainer.validation.prompts=512", "trainer.validation.n=2", "trainer.validation.pass_k=[1]"),
@@ -135,9 +135,7 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "token_selection", help="results")
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after so long; run it again")
-    parser.add_argument("--write-docs", action="store_true", help="rewrite its table in docs/validity.md")
+    study_arguments(parser, "token_selection", "docs/validity.md")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks._pages import between_marks
 from benchmarks._token_scores import ANSWER_ONLY, DEFAULT, token_scores
-from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, study_arguments
 from gradtrace import counterfactual
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig
@@ -145,9 +145,10 @@ def measure(seed: int, steps: list[int], groups: int, k: int, folder: Path) -> N
     (folder / "reward.py").write_text(ANSWER_ONLY)
     overrides = [
         *("recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"),
-        *(f"trainer.runs_dir={folder}", f"trainer.total_steps={max(steps)}", "trainer.validation.every=0"),
+        *(f"trainer.runs_dir={folder.parent}", f"trainer.total_steps={max(steps)}", "trainer.validation.every=0"),
         *("trainer.checkpoint.every=0", "trainer.samples_every=0", "trainer.entropy_trace.enable=false"),
-        *("trainer.influence_trace.enable=false", f"reward.path={folder / 'reward.py'}:reward"),
+        *("trainer.influence_trace.enable=false", "trainer.blame.enable=false", "trainer.cpu_threads=1"),
+        f"reward.path={folder / 'reward.py'}:reward",
     ]
     parts = build_parts(load_config(overrides))
     with tempfile.TemporaryDirectory(dir=folder) as run:
@@ -179,16 +180,15 @@ def write_docs(found: dict[str, dict[str, Interval]]) -> None:
 
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "token_value", help="results")
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no seed after so long; run it again")
-    parser.add_argument("--write-docs", action="store_true", help="rewrite the table of docs/validity.md")
+    study_arguments(parser, "token_value", "docs/validity.md")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra_arguments)
+    torch.set_num_threads(1)
     seeds, steps, groups, k = ([0], [2], 1, 16) if args.quick else ([0, 1, 2, 3, 4], [1, 5, 10, 20, 40], 4, 64)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) if args.quick else args.folder
+        folder = Path(scratch) / "quick" if args.quick else args.folder
         folder.mkdir(parents=True, exist_ok=True)
         deadline = time.time() + 60 * args.minutes
         for seed in seeds:

@@ -22,8 +22,7 @@ seeds 0 and 1 of one warm start; reported seeds and the second warm start have b
     python -m benchmarks.tracin_effect                              the study of docs/tracin_effect.md
     python -m benchmarks.tracin_effect --made-only --write-docs     that page from the runs that were made
 
-Every finished run is a line in runs/.cache/tracin_effect/study.jsonl and is not made again: the study can be
-interrupted. Delete the file to start anew.
+Every finished run is a line in study.jsonl of --folder and is not made again: the study can be interrupted.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from typing import Any
 import torch
 
 from benchmarks._tracin_effect_page import ARMS, NOISES, complete, summarise, write_page
-from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, study_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
 from gradtrace.config_loader import load_config
@@ -65,7 +64,6 @@ from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
-CACHE = REPOSITORY / "runs" / ".cache" / "tracin_effect"
 SEEDS = (10, 11, 12, 13, 14, 15)
 """Reported; the even ones have warm start 0, the odd ones warm start 1. Five are enough for a figure."""
 STEPS, EVALUATE_EVERY = 12, 6
@@ -103,12 +101,12 @@ SETUPS = {
 }
 
 
-def configuration(arm: str, seed: int, steps: int, trusted: Path) -> Config:
+def configuration(arm: str, seed: int, steps: int, trusted: Path, runs: Path) -> Config:
     setup = SETUPS[arm]
     groups = (setup.noisy or TRUSTED) + (TRUSTED_PER_STEP if TOO[0] in setup.knobs else 0)
     return load_config(
         [
-            f"trainer.runs_dir={CACHE}",
+            f"trainer.runs_dir={runs}",
             f"trainer.seed={seed}",
             f"task.arithmetic.warm_start.seed={seed % 2}",
             f"trainer.total_steps={steps}",
@@ -236,11 +234,12 @@ def dropped_shares(batch: RolloutBatch) -> dict[str, float]:
     return shares
 
 
-def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int]) -> dict[str, Any]:
+def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int], runs: Path) -> dict[str, Any]:
+    """One run; `runs` is where warm starts are kept."""
     begin, processor = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         trusted_file = Path(folder) / "trusted.jsonl"
-        settings = configuration(arm, seed, steps, trusted_file)
+        settings = configuration(arm, seed, steps, trusted_file, runs)
         # The configuration names the file of the trusted prompts, and the prompts come from a task built by it.
         held_out = build_parts(settings).task.validation_prompts(EVALUATION_PROMPTS + TRUSTED)
         lines = [json.dumps({"prompt": p.item["prompt"]}) for p in held_out[EVALUATION_PROMPTS:]]
@@ -297,7 +296,7 @@ class Results:
             like = SETUPS[arm].like
             dropped = self.get(like, noise, seed, steps)["dropped"] if like else []
             entry = {"arm": arm, "noise": noise, "seed": seed, "steps": steps}
-            entry |= run_one(arm, noise, seed, steps, dropped)
+            entry |= run_one(arm, noise, seed, steps, dropped, self.path.parent.parent)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
@@ -321,13 +320,12 @@ def ratios_of(summary: dict[str, Any]) -> dict[str, Interval]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    study_arguments(parser, "tracin_effect", "docs/tracin_effect.md")
     parser.add_argument("--arms", type=listed(str), default=list(ARMS), help="names, by comma")
     parser.add_argument("--noises", type=listed(str), default=list(NOISES), help="0, 0.2, 0.4, systematic")
     parser.add_argument("--seeds", type=listed(int), default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so many; run it again to go on")
     parser.add_argument("--made-only", action="store_true", help="only report on runs that were made already")
-    parser.add_argument("--write-docs", action="store_true", help="rewrite docs/tracin_effect.md and its picture")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -336,7 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
         args.arms, args.noises, args.seeds, args.steps = ["vanilla", "trusted_selection"], ["0.4"], [10], 3
     torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    results = Results(CACHE / "study.jsonl")
+    results = Results(args.folder / "study.jsonl")
     runs, end = [], time.monotonic() + 60 * args.minutes
     for seed in args.seeds:
         for noise in args.noises:

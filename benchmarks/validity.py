@@ -27,7 +27,7 @@ import torch
 
 from benchmarks._validity_page import write_page
 from benchmarks._validity_states import collect, countdown_overrides, trial_of
-from benchmarks.common import REPOSITORY, emit, machine, parse_arguments
+from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, study_arguments
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.instruments.verify.measure import Scores, Size, planned
 from gradtrace.instruments.verify.trial import BASELINE, Trial
@@ -121,7 +121,6 @@ class Source:
     groups: int
     """Of the rollout, from which the mini-batch is made."""
     size: Size
-    threads: int = 1
 
     def states(self, folder: Path) -> dict[int, Path]:
         return {step: folder / f"{self.name}_{step}.pt" for step in self.steps}
@@ -138,7 +137,7 @@ def sources(quick: bool, smollm2: bool) -> list[Source]:
     found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
     if smollm2:
         found.append(
-            Source("smollm2", countdown_overrides(), list(range(3, 9)), 4, Size(groups=1, tokens=16, halves=0), 2)
+            Source("smollm2", countdown_overrides(), list(range(3, 9)), 4, Size(groups=1, tokens=16, halves=0))
         )
     return found
 
@@ -155,7 +154,6 @@ def run(source: Source, folder: Path, deadline: float) -> None:
             return
         if not path.exists():
             collect(source.overrides, {s: p for s, p in missing.items() if s >= step}, source.groups, folder)
-        torch.set_num_threads(source.threads)
         chosen = few_scores() if source.name == "smollm2" else scores(4)
         found = judge(trial_of(path), chosen, source.size, seed=step)
         results[step].write_text(json.dumps(found | {"source": source.name, "step": step}))
@@ -221,15 +219,14 @@ def plain(found: Any) -> Any:
 
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "validity", help="states and results")
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no state after so long; run it again")
+    study_arguments(parser, "validity", "docs/validity.md")
     parser.add_argument("--only", choices=("demo", "smollm2"), help="one of the two models")
-    parser.add_argument("--write-docs", action="store_true", help="rewrite table and picture of docs/validity.md")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra_arguments)
-    folder = Path(tempfile.mkdtemp()) if args.quick else args.folder
+    torch.set_num_threads(args.threads or 1)
+    folder = Path(tempfile.mkdtemp()) / "quick" if args.quick else args.folder
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.time() + 60 * args.minutes
     everything = sources(args.quick, smollm2=args.only != "demo")
@@ -242,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     for kind, some in found.items():
         show(kind, some, sum(r["groups"] for r in parts[kind]))
     if args.quick:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder.parent)
     if "demo" not in found:
         print("no result of the demo yet")
         return

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks._validity_states import countdown_overrides
-from benchmarks.common import REPOSITORY, emit, parse_arguments
+from benchmarks.common import emit, parse_arguments, study_folder
 from gradtrace.instruments.verify.agreement import spearman
 
 PRECISIONS = ("float32", "float64")
@@ -79,9 +79,7 @@ def compared(single: dict[str, Any], double: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder", type=Path, default=REPOSITORY / "runs" / "verify_precision", help="where results stay"
-    )
+    parser.add_argument("--folder", type=Path, default=study_folder("verify_precision"), help="where results stay")
     parser.add_argument("--run", type=Path, help="a run with checkpoints (default: made in the folder)")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=12, help="single tokens of each group")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import benchmarks.__main__ as runner
+from benchmarks import common
 from benchmarks.__main__ import TARGETS, benchmark_names, missed_targets
+from benchmarks._pages import between_marks
 from benchmarks._table import describe, question_of, table
 from benchmarks._tracin_effect_page import holm, two_sided
 from benchmarks.common import Timing, emit, median_interval, relative
@@ -68,9 +72,57 @@ def test_what_was_measured_with_this_code_is_not_measured_again(
     assert runner.is_measured("solvers")
     monkeypatch.setattr(runner, "code", lambda: "def")
     assert not runner.is_measured("solvers")
-    monkeypatch.setattr(runner, "code", lambda: "")  # changed and not committed: nobody knows which code that is
-    runner.save({"name": "solvers", "ratios": {}}, minutes=1.0)
-    assert not runner.is_measured("solvers")
+
+
+def test_the_code_that_is_measured_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "REPOSITORY", tmp_path)
+    (tmp_path / "src" / "__pycache__").mkdir(parents=True)
+    program = tmp_path / "src" / "program.py"
+    program.write_text("1")
+    first = common.code()
+    (tmp_path / "src" / "__pycache__" / "program.pyc").write_text("compiled")
+    (tmp_path / "docs.md").write_text("told")
+    assert common.code() == first
+    program.write_text("2")
+    assert common.code() != first and common.study_folder("validity").parent.name == common.code()
+
+
+def test_what_is_timed_runs_alone_and_studies_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: set[str] = set()
+    beside: dict[str, set[str]] = {}
+    both = threading.Barrier(2)
+
+    def run(name: str, quick: bool) -> dict[str, str]:
+        running.add(name)
+        if name in runner.STUDIES:
+            both.wait(10)  # breaks unless the other one runs as well
+        beside[name] = set(running) - {name}
+        if name in runner.STUDIES:
+            both.wait(10)
+        running.remove(name)
+        return {"name": name}
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: {0, 1})
+    found = runner.run_all(["deletion", "rollout", "solvers", "validity"], quick=True)
+    assert list(found) == ["rollout", "solvers", "validity", "deletion"]
+    assert beside == {"rollout": set(), "solvers": set(), "validity": {"deletion"}, "deletion": {"validity"}}
+
+
+def test_studies_and_pages_are_of_benchmarks_that_exist() -> None:
+    assert set(runner.STUDIES) | set(runner.WRITE_PAGES) <= set(benchmark_names())
+
+
+def test_studies_may_write_parts_of_one_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n<!-- a: begin -->\nold\n<!-- a: end -->\n\n<!-- b: begin -->\n<!-- b: end -->\nend\n")
+    with ThreadPoolExecutor(2) as pool:
+        for text in map(str, range(20)):
+            list(pool.map(between_marks, [page, page], ["a", "b"], [f"A{text}", f"B{text}"]))
+            written = page.read_text()
+            assert f"A{text}" in written and f"B{text}" in written and written.endswith("end\n"), written
+    with pytest.raises(SystemExit, match="has no <!-- c: begin -->"):
+        between_marks(page, "c", "")
 
 
 def test_every_benchmark_answers_a_question() -> None:
@@ -85,11 +137,12 @@ def test_table_groups_by_question_and_names_machine_and_versions_once() -> None:
         "versions": {"torch": "2.13"},
         "machine": "a box",
         "day": "2026-11-15",
+        "code": "abc",
     }
     other = result | {"name": "rollout", "ratios": {"speedup_generate_tiny": 1.5}}
     text = table([result, other], {"speedup_token_5184": {"min": 8}, "speedup_generate_tiny": {"min": 2}})
     assert "| `speedup_token_5184` | 14.00 | 13.00 … 15.00 | ≥ 8 | yes | solvers |" in text
     assert "| `speedup_generate_tiny` | 1.50 |  | ≥ 2 | **no** | rollout |" in text
     assert "| `memory_token_5184` | 2.00 |  | solvers |" in text.split("## Details")[1]
-    assert text.count("a box") == 1 and "- 2026-11-15, a box; torch 2.13: everything" in text
+    assert text.count("a box") == 1 and "- 2026-11-15, a box; torch 2.13; code abc: everything" in text
     assert "solvers" in benchmark_names()
