@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks._pages import between_marks
-from benchmarks.common import REPOSITORY
-
-
-def wilson(found: int, runs: int) -> tuple[float, float]:
-    """A 95 % interval of the share found/runs."""
-    if not runs:
-        return 0.0, 1.0
-    share, z = found / runs, 1.96
-    middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
-    half = z * ((share * (1 - share) / runs + z * z / (4 * runs * runs)) ** 0.5) / (1 + z * z / runs)
-    return max(0.0, middle - half), min(1.0, middle + half)
+from benchmarks.common import REPOSITORY, wilson
 
 
 def shown(found: int, runs: int) -> str:

@@ -297,6 +297,16 @@ def median_interval(values: list[float]) -> Interval:
     return Interval(statistics.median(ordered), ordered[below], ordered[n - 1 - below], n)
 
 
+def wilson(found: int, runs: int) -> tuple[float, float]:
+    """A 95 % interval of the share found/runs."""
+    if not runs:
+        return 0.0, 1.0
+    share, z = found / runs, 1.96
+    middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
+    half = z * ((share * (1 - share) / runs + z * z / (4 * runs * runs)) ** 0.5) / (1 + z * z / runs)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def relative(difference: Interval, base: float) -> Interval:
     """A paired difference to a base as a ratio over it, taking the base's mean as known."""
     mean, low, high = (1 + end / max(base, 1e-9) for end in (difference.mean, difference.low, difference.high))

@@ -24,8 +24,8 @@ import torch
 
 from benchmarks import _findings_smollm2 as smollm2
 from benchmarks._findings_faults import FAULTS, GAE, Fault
-from benchmarks._findings_page import wilson, write_table
-from benchmarks.common import emit, parse_arguments, study_arguments
+from benchmarks._findings_page import write_table
+from benchmarks.common import emit, parse_arguments, study_arguments, wilson
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.findings.statistics import repeated_share

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import emit, load_smollm2, machine, parse_arguments, study_folder
+from benchmarks.common import emit, load_smollm2, machine, parse_arguments, study_folder, wilson
 from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import Config
@@ -44,6 +44,7 @@ from gradtrace.instruments.entropy_probe import (
 )
 from gradtrace.instruments.entropy_probe.estimates import Estimate, fresh_change
 from gradtrace.instruments.entropy_probe.passes import FullPrecision
+from gradtrace.intervals import Interval
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.policy import Policy
@@ -195,12 +196,12 @@ def probe_checkpoint(run_dir: Path, step: int, batches: int, prompts: int) -> di
     }
 
 
-def interval_coverage(run_dir: Path, step: int, repetitions: int) -> dict[str, float]:
+def interval_coverage(run_dir: Path, step: int, repetitions: int) -> dict[str, Interval]:
     """Whether 95 % intervals of the predicted and of the measured change hold the truth 95 times in 100."""
     checkpoint = Checkpoint.open(run_dir, step)
     probe = checkpoint.probe
     update = probe.update(checkpoint.update_batch(16, 8))
-    found: dict[str, float] = {}
+    found: dict[str, Interval] = {}
     for prompts, n in ((128, 1), (16, 4)):
         checkpoint.params = dataclasses.replace(checkpoint.params, n=n)
         estimates: dict[str, list[Estimate]] = {"predicted": [], "measured": []}
@@ -211,10 +212,18 @@ def interval_coverage(run_dir: Path, step: int, repetitions: int) -> dict[str, f
         for name, values in estimates.items():
             truth = statistics.mean(one.value for one in values)
             label = f"{name}_{prompts}x{n}_step_{step}"
-            found[f"coverage_95_{label}"] = statistics.mean(abs(e.value - truth) <= e.half for e in values)
+            held = sum(abs(e.value - truth) <= e.half for e in values)
+            found[f"coverage_95_{label}"] = Interval(held / len(values), *wilson(held, len(values)), len(values))
             stated = math.sqrt(statistics.mean(one.stderr**2 for one in values))
-            found[f"spread_over_stated_{label}"] = statistics.stdev(one.value for one in values) / stated
+            spread = statistics.stdev(one.value for one in values) / stated
+            known = 1.96 / math.sqrt(2 * (len(values) - 1))  # relative, of a standard deviation
+            ends = (spread * (1 - known), spread * (1 + known))
+            found[f"spread_over_stated_{label}"] = Interval(spread, *ends, len(values))
     return found
+
+
+def told(found: dict[str, Interval]) -> str:
+    return "\n".join(f"{label}: {interval}" for label, interval in found.items())
 
 
 def kept_row(run_dir: Path, seed: int, step: int, batches: int, prompts: int) -> dict[str, Any]:
@@ -309,10 +318,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, extra)
     if args.intervals:
         saved = sorted(int(path.name[5:]) for path in (args.intervals / "checkpoints").glob("step_*"))
-        found: dict[str, float] = {}
+        found: dict[str, Interval] = {}
         for step in (saved[0], saved[-1]):
             found |= interval_coverage(args.intervals, step, 6 if args.quick else 64)
-            print(json.dumps(found), flush=True)
+            print(told(found), flush=True)
         emit("probe_accuracy", found, {"run": str(args.intervals), "machine": machine()})
         return
     steps = [5, 10] if args.quick else [5, 10, 20, 30, 40, 50, 60, 80]
@@ -332,15 +341,15 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{row['same_batch_ratio']:.4f}, slope {row['log_log_slope']:.4f}",
                     flush=True,
                 )
-        coverages: dict[str, float] = {}
+        coverages: dict[str, Interval] = {}
         for step in (steps[0], steps[-1]):
             coverages |= interval_coverage(trained_run(folder, seeds[0], steps), step, 6 if args.quick else 64)
-            print(json.dumps(coverages), flush=True)
+            print(told(coverages), flush=True)
     ratios = [row["same_batch_ratio"] for row in rows]
     slopes = [row["log_log_slope"] for row in rows]
     large = smollm2(args.quick)
     print(f"SmolLM2-135M: {large}", flush=True)
-    result = {
+    result: dict[str, float | Interval] = {
         "same_batch_ratio_min": min(ratios),
         "same_batch_ratio_max": max(ratios),
         "log_log_slope_min": min(slopes),
