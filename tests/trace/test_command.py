@@ -54,6 +54,17 @@ def test_ls_lists_every_step_of_every_trace(run: Path, capsys: pytest.CaptureFix
     assert "influence_trace" not in capsys.readouterr().out
 
 
+def test_a_run_is_found_by_its_name(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace("ls", "run", "--runs-dir", tmp_path) == 0
+    assert trace("export", "run", tmp_path / "tokens.csv", "--runs-dir", tmp_path) == 0
+    assert trace("show", "run", "--runs-dir", tmp_path) == 0
+    by_name = capsys.readouterr().out
+    trace("show", run)
+    assert by_name.endswith(capsys.readouterr().out)
+    with pytest.raises(GradtraceError, match=f"no run at rum nor at .*; {tmp_path} has run"):
+        trace("show", "rum", "--runs-dir", tmp_path)
+
+
 def test_what_a_notebook_prints_and_completes(run: Path) -> None:
     opened = gradtrace.open_run(run)
     assert f"{opened.path}'" in repr(opened) and "influence_trace: 3 steps, 1 to 3" in repr(opened)

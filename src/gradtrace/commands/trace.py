@@ -78,14 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ls | show | export | import", required=True)
     raw = argparse.RawDescriptionHelpFormatter
     listing = actions.add_parser("ls", help="what a run has: a line per step")
-    listing.add_argument("run_dir", metavar="RUN")
+    _add_run(listing)
     listing.add_argument("--kind", choices=list(schema.KINDS), help="this trace only")
     listing.add_argument("--verify", action="store_true", help="read every step and check it")
 
     showing = actions.add_parser(
         "show", help="one group, every token with its score", description=SHOW, formatter_class=raw
     )
-    showing.add_argument("run_dir", metavar="RUN")
+    _add_run(showing)
     showing.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
     showing.add_argument("--step", type=int, help="default: the latest")
     showing.add_argument("--group", type=int, help="index of the group in the file; default: the first scored one")
@@ -97,13 +97,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     showing.add_argument("--color", choices=["auto", "always", "never"], default="auto")
 
     exporting = actions.add_parser("export", help="all tokens as one table", description=EXPORT, formatter_class=raw)
-    exporting.add_argument("run_dir", metavar="RUN")
+    _add_run(exporting)
     exporting.add_argument("target", metavar="FILE", help="its name ends in .parquet or .csv")
     exporting.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
     exporting.add_argument("--steps", default=":", help="FIRST:LAST, both included, or one number; default: all")
 
     words = "make a run of rollouts of other programs, or of older traces"
     _add_import(actions.add_parser("import", help=words, description=IMPORT, formatter_class=raw))
+
+
+def _add_run(action: argparse.ArgumentParser) -> None:
+    action.add_argument("run_dir", metavar="RUN", help="a run folder, or a name in --runs-dir")
+    action.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
+
+
+def _opened(args: argparse.Namespace) -> Run:
+    from gradtrace.viewer.view import chosen_runs
+
+    return open_run(chosen_runs([args.run_dir], Path(args.runs_dir))[0])
 
 
 def _add_import(importing: argparse.ArgumentParser) -> None:
@@ -145,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    run = open_run(args.run_dir)
+    run = _opened(args)
     console = Console()
     kinds = [args.kind] if args.kind else run.kinds()
     if not kinds:
@@ -175,7 +186,7 @@ def _step_table(run: Run, kind: str) -> Table:
 
 
 def _show(args: argparse.Namespace) -> int:
-    run = open_run(args.run_dir)
+    run = _opened(args)
     kind = _choose_kind(run, args.kind)
     steps = run.steps(kind)
     if not steps:
@@ -209,7 +220,7 @@ def _choose_kind(run: Run, wanted: str | None) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
-    run = open_run(args.run_dir)
+    run = _opened(args)
     kind = _choose_kind(run, args.kind)
     steps = _between(run.steps(kind), args.steps)
     rows = export_tokens(run, kind, steps, Path(args.target))
