@@ -18,6 +18,7 @@ from gradtrace.algorithms.logits import log_probs_and_entropies
 from gradtrace.batch import RolloutBatch
 from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError, install
+from gradtrace.hub import is_out_of_reach, not_loaded
 from gradtrace.policy.cpu import accelerate
 from gradtrace.policy.microbatch import Layout, MicroBatch
 from gradtrace.policy.packed_attention import is_supported, packed_attention
@@ -109,13 +110,14 @@ def choose_device(name: str) -> torch.device:
 def load_model(path: str | Path, config: ModelConfig, key: str = "model.path") -> Any:
     """The causal LM in `path` in float32 on its device, without dropout, in eval mode."""
     options: dict[str, Any] = {} if config.attention == "auto" else {"attn_implementation": config.attention}
+    options["local_files_only"] = is_out_of_reach(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True, **options
         )
     # Damaged weights and configurations fail in many libraries, each in its own way.
     except Exception as error:
-        raise GradtraceError(f"{key}={path}: the model cannot be loaded. {error}") from error
+        raise not_loaded(path, key, "model", error) from error
     model, info = loaded
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     if missing := sorted(set(info["missing_keys"]) - tied):
