@@ -83,7 +83,7 @@ def plain_programs(count: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
-    rounds = 2 if args.quick else 3
+    rounds = 2 if args.quick else 6
     answers = solutions(400 if args.quick else 2000)
     few = answers[: 10 if args.quick else 40]
     programs = 10 if args.quick else 30

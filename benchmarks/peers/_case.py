@@ -26,9 +26,9 @@ class Sizes:
     rounds: int
 
 
-TINY = Sizes("tiny", responses=32, prompt=12, length=24, rounds=5)
+TINY = Sizes("tiny", responses=32, prompt=12, length=24, rounds=9)
 TINY_QUICK = Sizes("tiny", responses=16, prompt=8, length=16, rounds=3)
-SMOLLM2 = Sizes("smollm2", responses=8, prompt=32, length=64, rounds=3)
+SMOLLM2 = Sizes("smollm2", responses=8, prompt=32, length=64, rounds=6)
 
 
 @dataclass(eq=False)
