@@ -24,6 +24,7 @@ from gradtrace.training.instruments import loss_traits
 from gradtrace.training.update import PolicyUpdate
 from tests.integrations.verl import blame_ranks, cases, harness, probe_reference, tracin_ranks
 from tests.integrations.verl.blame_checks import (  # noqa: F401  (tests of blame, on the same ranks)
+    test_blame_takes_two_passes,
     test_half_precision_with_an_attention_that_has_no_other_gives_nearly_the_shares_of_float32,
     test_shares_norms_and_products_of_ranks_equal_brute_force,
     test_shares_of_every_optimizer_step_add_up_to_one,
