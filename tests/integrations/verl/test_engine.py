@@ -180,6 +180,14 @@ def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(folder
             assert np.corrcoef(ours, theirs)[0, 1] > 0.9999
 
 
+@pytest.mark.parametrize("name", ["default", "default_padded", "loss_term"])
+def test_a_pass_of_loss_terms_gathers_weights_once_for_all_responses_of_a_group(folder: Path, name: str) -> None:
+    """Of the four of a group each of two ranks has two: one after the other they would gather twice in every pass."""
+    made = torch.load(folder / f"{name}.2" / "rank0.pt")
+    assert made["micro_batches"] == made["passes"]
+    assert all(0 < passes <= 8 for passes in made["passes"]), "at most four passes for either of two groups"
+
+
 @pytest.mark.parametrize("name", cases.TURNS)
 def test_tokens_of_others_have_no_score_and_the_policys_those_of_the_embedded_loop(folder: Path, name: str) -> None:
     """verl's response mask with holes, as its agent loops with tools make it; two ranks."""
