@@ -244,7 +244,9 @@ class DifferencesHost(ModelProbeHost):
 
     is_exact = False
 
-    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
+    def derivative(
+        self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0, rate: float | None = None
+    ) -> Tensor:
         return directional_derivative(self.model, run, direction, "finite_difference", step_scale=step)
 
 

@@ -19,6 +19,9 @@ from gradtrace.attribution.errors import AttributionError
 Method = Literal["jvp", "finite_difference"]
 LARGE = 50_000_000
 """Parameters from which on two plain passes take clearly less time than one in forward mode."""
+CAREFUL = 0.2
+"""Part of the usual step that is taken where nothing is known of a function, or where its values are to sum to what is
+known, as the shares of the entropy probe and of blame: there curvature is a greater danger than rounding."""
 
 
 def faster_method(model: nn.Module) -> Method:
@@ -51,7 +54,7 @@ def directional_derivative(
     method: Method = "jvp",
     step: float | None = None,
     ranks: Ranks | None = None,
-    rate: Tensor | None = None,
+    rate: Tensor | float | None = None,
     step_scale: float = 1.0,
 ) -> Tensor:
     """d/dε fn() with the model's parameters at θ + ε·direction, at ε = 0. Same shape as `fn()`.
@@ -173,7 +176,7 @@ class Shards:
         self,
         fn: Callable[[], Tensor],
         step: float | None = None,
-        rate: Tensor | None = None,
+        rate: Tensor | float | None = None,
         step_scale: float = 1.0,
     ) -> Tensor:
         """float64: d/dε of `fn()` at θ + ε·direction, by central differences, with `step` for ε.
@@ -185,9 +188,8 @@ class Shards:
         length = self._length(2)
         if length == 0.0:
             return torch.zeros_like(fn(), dtype=torch.float64)
-        # Where nothing is known of `fn`, curvature is the greater danger: a fifth of that, as the probe's shares need.
         known = 0.0 if rate is None else float(rate)
-        wanted = step_scale * (1.0 if known else 0.2) * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
+        wanted = step_scale * (1.0 if known else CAREFUL) * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
         try:
             epsilon = step or wanted * (1 / known if known else 0.3 * self._length(1) / length)
             plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)

@@ -52,9 +52,12 @@ class DerivativeHost(Host, Protocol):
     is_exact: bool
     """Whether derivatives have no step size: forward mode, and not differences."""
 
-    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
+    def derivative(
+        self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0, rate: float | None = None
+    ) -> Tensor:
         """d/dε run() at θ + ε·direction, for a function that runs the model; the weights do not change by a bit. Where
-        it is not exact, `step` times the usual ε is taken."""
+        it is not exact, `step` times the usual ε is taken, and `rate`, by which share of themselves values change per
+        unit of ε, about, saves the passes that would find it out."""
 
     def padding_held(self) -> AbstractContextManager[Any]:
         """Inside, `derivative` leaves the padding token's embedding out, as backward passes do."""

@@ -102,6 +102,14 @@ def test_shares_of_every_optimizer_step_add_up_to_one(folder: Path, name: str, w
         assert 0.1 < update["norm_coverage"] <= 1.0
 
 
+@pytest.mark.parametrize(("world", "name"), SAME)
+def test_blame_takes_two_passes(folder: Path, name: str, world: int) -> None:
+    """One forth and one back: the length of a step is known from the loss, and need not be tried. A later epoch has
+    none."""
+    counted = torch.load(folder / f"{name}.{world}" / "counted0.pt")
+    assert counted["passes"] == [2, 2, 0]
+
+
 def test_half_precision_with_an_attention_that_has_no_other_gives_nearly_the_shares_of_float32(
     folder: Path,
 ) -> None:

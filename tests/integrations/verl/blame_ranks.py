@@ -52,6 +52,7 @@ def run(name: str, folder: Path) -> None:
     for blamed in (True, False):
         torch.manual_seed(0)  # adapters begin at random
         engine = harness.make_engine(str(folder / "model"), **case.engine)
+        count = harness.PassCount(engine)
         actor = harness.actor_config(**case.actor)
         loss = GradtraceLoss(actor, blame=SETTINGS if blamed else None)
         for number in (0, 1, 0):
@@ -62,7 +63,10 @@ def run(name: str, folder: Path) -> None:
             with engine.train_mode():
                 engine.train_batch(data, loss)
         made[blamed] = state_of(engine)
+        if blamed:
+            counted = {"passes": count.passes}
     torch.save(made, parts_dir / f"rank{rank}.pt")
+    torch.save(counted, parts_dir / f"counted{rank}.pt")
 
 
 def measure_mismatch(folder: Path) -> None:

@@ -65,6 +65,7 @@ def run_case(name: str, folder: Path) -> Any:
         parts_dir=str(parts_dir),
     )
     errors: dict[str, float] = {}
+    count = harness.PassCount(engine)
     metrics: list[Any] = []
     for number in range(2):
         rows = [row for row in cases.ranks_of(world)[rank] if cases.PLAN[row] == number]
@@ -79,7 +80,9 @@ def run_case(name: str, folder: Path) -> Any:
             metrics.append(engine.optimizer_step())
         del outputs
     parameters = {key: full(value.detach()).clone() for key, value in engine.module.named_parameters()}
-    torch.save({"errors": errors, "grad_norms": metrics, "parameters": parameters}, parts_dir / f"rank{rank}.pt")
+    made = {"errors": errors, "grad_norms": metrics, "parameters": parameters}
+    made |= {"passes": count.passes, "micro_batches": count.micro_batches}
+    torch.save(made, parts_dir / f"rank{rank}.pt")
     return engine
 
 

@@ -200,6 +200,39 @@ def use_half_precision_attention(config: Any) -> None:
     config._attn_implementation_internal = "flash_stand_in"
 
 
+class PassCount:
+    """Passes of an optimizer step that instruments ask an engine for, and the micro-batches that they are cut into,
+    each of which gathers all weights."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.passes: list[int] = []
+        """Of each optimizer step."""
+        self.micro_batches: list[int] = []
+        for name, counts in (
+            ("optimizer_step", None),
+            ("plain_passes", self.passes),
+            ("forward_step", self.micro_batches),
+        ):
+            setattr(engine, name, self._counted(getattr(engine, name), counts))
+        self._inside = False
+
+    def _counted(self, method: Callable[..., Any], counts: list[int] | None) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            if counts is None:
+                self._inside = True
+                self.passes.append(0)
+                self.micro_batches.append(0)
+            elif self._inside:
+                counts[-1] += 1
+            try:
+                return method(*args, **options)
+            finally:
+                self._inside = self._inside and counts is not None
+
+        return counted
+
+
 def actor_config(**options: Any) -> Any:
     from verl.workers.config import ActorConfig
 

@@ -24,6 +24,7 @@ from gradtrace.training.instruments import loss_traits
 from gradtrace.training.update import PolicyUpdate
 from tests.integrations.verl import blame_ranks, cases, harness, probe_reference, tracin_ranks
 from tests.integrations.verl.blame_checks import (  # noqa: F401  (tests of blame, on the same ranks)
+    test_blame_takes_two_passes,
     test_half_precision_with_an_attention_that_has_no_other_gives_nearly_the_shares_of_float32,
     test_shares_norms_and_products_of_ranks_equal_brute_force,
     test_shares_of_every_optimizer_step_add_up_to_one,
@@ -177,6 +178,14 @@ def test_scores_in_the_optimizers_geometry_are_those_of_the_embedded_loop(folder
             error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
             assert error < 2e-2, f"{column} of mini-batch {step} is off by {error:.1e}"
             assert np.corrcoef(ours, theirs)[0, 1] > 0.9999
+
+
+@pytest.mark.parametrize("name", ["default", "default_padded", "loss_term"])
+def test_a_pass_of_loss_terms_gathers_weights_once_for_all_responses_of_a_group(folder: Path, name: str) -> None:
+    """Of the four of a group each of two ranks has two: one after the other they would gather twice in every pass."""
+    made = torch.load(folder / f"{name}.2" / "rank0.pt")
+    assert made["micro_batches"] == made["passes"]
+    assert all(0 < passes <= 8 for passes in made["passes"]), "at most four passes for either of two groups"
 
 
 @pytest.mark.parametrize("name", cases.TURNS)

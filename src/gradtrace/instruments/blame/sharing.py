@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.loss_terms import SPREAD
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.update_direction import parameter_updates, update_rule
 from gradtrace.instruments.host import DerivativeHost
@@ -56,13 +57,20 @@ class Sharing:
         return length / clip_factor if clip_factor else math.inf
 
     def share_out(
-        self, terms: Callable[[], Tensor], gradient: Mapping[str, Tensor], clip_factor: float, number: int
+        self,
+        terms: Callable[[], Tensor],
+        gradient: Mapping[str, Tensor],
+        clip_factor: float,
+        number: int,
+        weight: float | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """float64[3, N]: of each token of this process its share of ‖g‖² of all ranks, its push −⟨∇ℓ_t, g⟩, and its
         log-prob at the weights before the step; and what the file's meta says of the step, the same on all ranks.
 
         `terms` runs the model: [2, N], every token's own term of the whole loss and its log-prob. `gradient` is
-        what the optimizer is about to be given, `clip_factor` what clipping has multiplied it by."""
+        what the optimizer is about to be given, `clip_factor` what clipping has multiplied it by. `weight`, of a host
+        that takes differences: Σ_t |c_t| of all ranks where the loss is about Σ_t c_t ℓ_t; it says how long a step must
+        be."""
         ranks, values = self.host.ranks, []
 
         def run() -> Tensor:
@@ -73,7 +81,7 @@ class Sharing:
         squares = ranks.products(gradient, gradient)
         square = sum(squares.values())
         with self.host.padding_held():
-            changes, residual = self._changes(run, gradient, square / clip_factor)
+            changes, residual = self._changes(run, gradient, square / clip_factor, weight)
         share = changes[0] / square * clip_factor
         update = {
             "number": number,
@@ -87,7 +95,7 @@ class Sharing:
         return torch.stack([share, -changes[1] / clip_factor, torch.stack(values).mean(0)]), update
 
     def _changes(
-        self, run: Callable[[], Tensor], gradient: Mapping[str, Tensor], square: float
+        self, run: Callable[[], Tensor], gradient: Mapping[str, Tensor], square: float, weight: float | None
     ) -> tuple[Tensor, float]:
         """float64[2, N]: the derivatives of `run` along the gradient, and by how much those of the losses, in units of
         `square`, miss 1 over all ranks.
@@ -95,8 +103,10 @@ class Sharing:
         What they sum to is known, so differences check themselves: a loss that bends, or a token beside the edge of
         its clip range, shows, and the step with the smallest miss is taken."""
 
+        rate = SPREAD * square / weight if weight else None
+
         def attempt(step: float) -> tuple[Tensor, float]:
-            changes = self.host.derivative(run, gradient, step).double().cpu()
+            changes = self.host.derivative(run, gradient, step, rate).double().cpu()
             return changes, 1.0 - sum(self.host.ranks.gather(float(changes[0].sum()) / square))
 
         best = attempt(1.0)

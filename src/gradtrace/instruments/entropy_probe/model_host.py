@@ -30,7 +30,9 @@ class ModelProbeHost:
     def still(self) -> AbstractContextManager[Any]:
         return evaluation_mode(self.model)
 
-    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
+    def derivative(
+        self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0, rate: float | None = None
+    ) -> Tensor:
         with self.ranks.together():
             return directional_derivative(self.model, run, direction)
 

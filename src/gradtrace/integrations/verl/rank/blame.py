@@ -23,7 +23,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.instruments.blame.sharing import Sharing, UsualNorms
 from gradtrace.instruments.host import asked_by
 from gradtrace.integrations.verl.parts import BlamePart
-from gradtrace.integrations.verl.rank.losses import GradtraceLoss
+from gradtrace.integrations.verl.rank.losses import GradtraceLoss, micro_batch_weights
 from gradtrace.integrations.verl.rank.probe_host import EngineProbeHost
 from gradtrace.integrations.verl.rank.process_group import Meeting
 from gradtrace.integrations.verl.rank.sequences import layout_of, plain
@@ -129,6 +129,13 @@ class RankBlame:
         batch = self.host.update(self._data, with_log_probs=True)
         with self.host.aside():
             (one,) = batch.passes()
-            found, about = self.sharing.share_out(one.run, gradient, gradient.factor, self.number)
+            found, about = self.sharing.share_out(one.run, gradient, gradient.factor, self.number, self._weight())
         self.part.tokens |= batch.by_row(found)
         self.part.updates.append(about)
+
+    def _weight(self) -> float:
+        """Σ_t |w_t A_t| over the tokens of all ranks: how the mini-batch's loss weighs log-probs. Collective."""
+        of_responses = micro_batch_weights(self._data, self.loss.actor) / self.host.ranks.size
+        columns = (self._data[name].unbind() for name in ("advantages", "response_mask"))
+        sizes = [float((advantages.abs() * mask).sum()) for advantages, mask in zip(*columns, strict=True)]
+        return sum(self.host.ranks.gather(float(of_responses.double() @ torch.tensor(sizes, dtype=torch.float64))))

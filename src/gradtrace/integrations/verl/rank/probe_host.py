@@ -22,6 +22,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from gradtrace.attribution import directional_derivative
 from gradtrace.attribution.collectives import Ranks, forget_gathered, local
+from gradtrace.attribution.tangent import CAREFUL
 from gradtrace.instruments.entropy_probe.passes import Pass, Progress, TokenBatch
 from gradtrace.instruments.host import Gradient
 from gradtrace.instruments.padding_row import padded_embeddings, padding_row_stays
@@ -64,9 +65,12 @@ class EngineProbeHost:
         """`RankProbe` stands `aside` for the whole of a probe already."""
         return nullcontext()
 
-    def derivative(self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0) -> Tensor:
+    def derivative(
+        self, run: Callable[[], Tensor], direction: Mapping[str, Tensor], step: float = 1.0, rate: float | None = None
+    ) -> Tensor:
+        usual = step if rate is None else CAREFUL * step
         return directional_derivative(
-            self.engine.module, run, direction, "finite_difference", ranks=self.ranks, step_scale=step
+            self.engine.module, run, direction, "finite_difference", ranks=self.ranks, rate=rate, step_scale=usual
         )
 
     def entropy_gradient(self, batch: TokenBatch, weights: Tensor, progress: Progress | None = None) -> Gradient:
