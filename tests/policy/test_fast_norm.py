@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gradtrace.policy.cpu import accelerated
 from gradtrace.policy.cpu.fast_norm import SAME_FORMULA, RmsNorm, use_fast_norms
 from gradtrace.rollout import llama_decoder
 
@@ -58,3 +59,15 @@ def test_models_in_other_dtypes_keep_their_own_norms() -> None:
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     use_fast_norms(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_operations_are_lent_for_a_time_and_none_is_taken_from_others() -> None:
+    size = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model("qwen2", vocab_size=18, num_hidden_layers=1, **size)
+    model = AutoModelForCausalLM.from_config(config)
+    own = model.model.norm.forward = type(model.model.norm).forward.__get__(model.model.norm)
+    with pytest.raises(KeyError), accelerated(model):
+        assert sum("forward" in vars(module) for module in model.modules()) == 4  # three norms and the attention
+        assert model.model.norm.forward is own
+        raise KeyError
+    assert [module for module in model.modules() if "forward" in vars(module)] == [model.model.norm]

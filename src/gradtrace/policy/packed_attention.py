@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from transformers import AttentionInterface
 
 from gradtrace.errors import GradtraceError
@@ -97,9 +96,7 @@ def attend(
     if sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
         return prefix_output[None], None
     own_q, own_k, own_v = (own for _, own in heads)
-    # Any of them may be the only one that moves: adapters on the values alone, say.
-    moves = any(forward_ad.unpack_dual(part).tangent is not None for part in (query, key, value))
-    if packing.short is not None and not moves:
+    if packing.short is not None:
         output = packing.short.attend(own_q, own_k, own_v, k, v, scaling or query.shape[-1] ** -0.5)
         return torch.cat([prefix_output, output])[None], None
     own_q, own_k, own_v = (sequences.spread(part) for part in (own_q, own_k, own_v))

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtrace.algorithms import Denominator, token_weights
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.tracin.selector import Loss, Piece
+from gradtrace.policy.cpu import accelerated
 from gradtrace.policy.microbatch import Layout, MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
 
@@ -96,6 +97,16 @@ def total_losses(
 
 def pieces(policy: Policy, responses: Weighted, token_budget: int, method: str) -> Iterator[Piece]:
     """The responses, ready to be scored by this method."""
-    layout = policy.best_layout() if method == "tangent" else "padded"
-    for losses, micro in response_losses(policy, responses, token_budget, layout):
+    if method == "tangent":  # which needs no positions
+        for losses, micro in response_losses(policy, responses, token_budget, policy.best_layout()):
+            yield Piece(micro.rows, partial(accelerated_losses, policy, losses))
+        return
+    for losses, micro in response_losses(policy, responses, token_budget, "padded"):
         yield Piece(micro.rows, losses, micro.response, micro.tokens, policy.seen_by_head(micro))
+
+
+def accelerated_losses(policy: Policy, losses: Loss) -> Tensor:
+    """The losses by the model's faster operations, whose tangents are written out: in forward mode every plain
+    operation costs three, and a model that somebody else loaded has plain ones."""
+    with accelerated(policy.model):
+        return losses()

@@ -91,9 +91,10 @@ _forward.computes_the_same = True  # type: ignore[attr-defined]  # so that the s
 
 
 def use_fast_rotation(model: nn.Module) -> None:
-    """Replace the forward of every attention layer of known formula; float32 on a CPU only, where it pays."""
+    """Replace the forward of every attention layer of known formula, unless somebody did so before; float32 on a CPU
+    only, where it pays."""
     for module in model.modules():
-        if type(module).__name__ in SAME_FORMULA:
+        if type(module).__name__ in SAME_FORMULA and "forward" not in vars(module):
             weight: Any = module.q_proj.weight  # type: ignore[union-attr]
             if weight.device.type == "cpu" and weight.dtype == torch.float32:
                 module.forward = MethodType(_forward, module)

@@ -49,9 +49,9 @@ class RmsNorm(torch.autograd.Function):
         result = torch.zeros_like(x)
         if tangent is not None:
             along_x = torch.linalg.vecdot(x, tangent).unsqueeze(-1)
-            result = weight * (scale * tangent - x * scale**3 * along_x / x.shape[-1])
+            result = (scale * tangent).addcmul_(x, along_x * scale**3, value=-1 / x.shape[-1]).mul_(weight)
         if weight_tangent is not None:
-            result = result + x * scale * weight_tangent
+            result = result.addcmul_(x * scale, weight_tangent)
         return result
 
 
@@ -69,9 +69,10 @@ _forward.computes_the_same = True  # type: ignore[attr-defined]  # so that the s
 
 
 def use_fast_norms(model: nn.Module) -> None:
-    """Replace the forward of every norm of known formula; float32 on a CPU only, where it is exact and pays."""
+    """Replace the forward of every norm of known formula, unless somebody did so before; float32 on a CPU only, where
+    it is exact and pays."""
     for module in model.modules():
-        if type(module).__name__ in SAME_FORMULA:
+        if type(module).__name__ in SAME_FORMULA and "forward" not in vars(module):
             weight: Any = module.weight
             if weight.device.type == "cpu" and weight.dtype == torch.float32:
                 module.forward = MethodType(_forward, module)

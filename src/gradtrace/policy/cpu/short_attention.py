@@ -40,6 +40,7 @@ class ShortAttention(torch.autograd.Function):
         ctx.biases, ctx.scale = (own_bias, prompt_bias), scale
         weights = attention_weights(queries, keys, prompt_keys, ctx.biases, scale)
         ctx.save_for_backward(queries, keys, values, prompt_keys, prompt_values, weights)
+        ctx.save_for_forward(queries, keys, values, prompt_keys, prompt_values, weights)
         return mixed(weights, values, prompt_values)
 
     @staticmethod
@@ -66,6 +67,35 @@ class ShortAttention(torch.autograd.Function):
             None,
             None,
         )
+
+    @staticmethod
+    def jvp(
+        ctx: Any,
+        query_tangent: Tensor | None,
+        key_tangent: Tensor | None,
+        value_tangent: Tensor | None,
+        prompt_key_tangent: Tensor | None,
+        prompt_value_tangent: Tensor | None,
+        *_: None,
+    ) -> Tensor:
+        # Scores move by dq·k + q·dk, weights w by w (ds − ⟨w, ds⟩), and the output by dw·v + w·dv.
+        queries, keys, values, prompt_keys, prompt_values, weights = ctx.saved_tensors
+        scores = torch.zeros_like(weights)
+        if query_tangent is not None:
+            scores = products(query_tangent.contiguous(), keys, prompt_keys)
+        if key_tangent is not None and prompt_key_tangent is not None:
+            scores.add_(products(queries, key_tangent, prompt_key_tangent))
+        moved = torch._softmax_backward_data(scores.mul_(ctx.scale), weights, -1, weights.dtype)
+        output = mixed(moved, values, prompt_values)
+        if value_tangent is not None and prompt_value_tangent is not None:
+            output.add_(mixed(weights, value_tangent, prompt_value_tangent))
+        return output
+
+
+def products(queries: Tensor, keys: Tensor, prompt_keys: Tensor) -> Tensor:
+    """[B·n, r·L, P + L]: ⟨query, key⟩ for every key of the prompt and of the response."""
+    by_prompt = queries.view(len(prompt_keys), -1, queries.shape[-1])
+    return joined(torch.bmm(by_prompt, prompt_keys.transpose(1, 2)), torch.bmm(queries, keys.transpose(1, 2)))
 
 
 def attention_weights(
