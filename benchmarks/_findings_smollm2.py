@@ -11,7 +11,7 @@ import dataclasses
 from benchmarks._findings_faults import FAULTS, force_token_at
 from benchmarks._validity_states import countdown_overrides
 
-STEPS, SEEDS = 10, (2, 3)
+STEPS, SEEDS = 10, (2,)
 ROW, PLACE, UNTRAINED = 7, 3, 3
 """`<repo_name>`, a token of the model's pre-training that no chat holds, is put into this response at this place."""
 

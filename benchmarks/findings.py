@@ -50,7 +50,7 @@ SETTINGS = (
     *("trainer.validation.every=3", "trainer.validation.prompts=48", "trainer.validation.n=2"),
     *("trainer.validation.pass_k=[1]", "trainer.checkpoint.every=0", "trainer.cpu_threads=1"),
 )
-SEEDS, CLEAN_RUNS, FIRST_CLEAN = range(40, 50), 60, 5000
+SEEDS, CLEAN_RUNS, FIRST_CLEAN = range(40, 45), 40, 5000
 """Seeds that nobody looked at while thresholds were chosen."""
 CLEAN = "clean"
 ALL_FAULTS = {**FAULTS, CLEAN: Fault(()), **smollm2.SMOLLM2_FAULTS}

@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not args.quick:
         model = load_smollm2()[0]
         timing, detail["smollm2"] = compare(
-            Setting(model, E=8, groups=2, n=8, prompt=24, length=24, budget=1024), rounds=2
+            Setting(model, E=8, groups=2, n=8, prompt=24, length=24, budget=1024), rounds=4
         )
         ratios["speedup_shares_smollm2"] = timing
         print(f"SmolLM2-135M: {detail['smollm2']}", flush=True)

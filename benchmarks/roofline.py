@@ -1,12 +1,13 @@
 """How close sampling and updating come to what the machine can do, and what a busy neighbour does to them.
 
 Limits and work are measured in the same run on the same threads: by the clock on the wall, or with `--threads 1` in CPU
-seconds, which other programs hardly change. A decode step cannot be faster than its weights and cache are read from
-memory, nor than its products are multiplied: `roofline_decode` is the larger of the two times over the time taken,
-`bandwidth_decode` the first one alone. `roofline_update` is the time that the products of forward and backward pass
-take at the speed of a large square product, over the time of the update phase of a GRPO step with its optimizer step
-(padding, attention, losses and everything else that is no product of a token with a weight count against it); in the
-details, where the time goes, by operation.
+seconds, which other programs hardly change; freed memory stays with the process, as in `gradtrace train`. A decode step
+cannot be faster than its weights and cache are read from memory, nor than its products are multiplied:
+`roofline_decode` is the larger of the two times over the time taken, `bandwidth_decode` the first one alone.
+`roofline_update` is the time that the products of forward and backward pass take at the speed of a large square
+product, over the time of the update phase of a GRPO step with its optimizer step (padding, attention, losses and
+everything else that is no product of a token with a weight count against it); in the details, where the time goes, by
+operation.
 
 `contention_decode` is tokens per second alone over those beside a process that keeps one core busy, on two threads, as
 the command line starts (see `gradtrace.cli`); `contention_decode_spinning` with threads that spin while they wait,
@@ -49,6 +50,7 @@ from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
 from gradtrace.intervals import Interval
 from gradtrace.metrics import Timer
+from gradtrace.policy.cpu.allocator import keep_freed_memory
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import build_parts
@@ -179,6 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.decode:
         print_decoding_speed()
         return
+    keep_freed_memory()
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     detail: dict[str, Any] = {"threads": torch.get_num_threads()}
     ratios: dict[str, Timing | Interval] = {}
@@ -192,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, (model, prompts, length, overrides) in cases.items():
             tokens = 16 if name == "tiny" else 33  # long enough for packed weights, as responses are
             questions = random_prompts(prompts, length, model.config.vocab_size)
-            found = decode(model, questions, 8, tokens, rounds, clock)
+            found = decode(model, questions, 8, tokens, 8 * rounds if name == "tiny" else rounds, clock)
             made = update(overrides, rounds, clock)
             ratios |= {
                 f"roofline_decode_{name}": median_interval(found["shares"]),

@@ -66,6 +66,9 @@ from gradtrace.training.terminal import SilentDisplay
 
 SEEDS = (10, 11, 12, 13, 14, 15)
 """Reported; the even ones have warm start 0, the odd ones warm start 1. Five are enough for a figure."""
+USED = ("vanilla", "trusted_only", "trusted_too", "trusted_selection")
+GRID = {"0": USED, "0.2": USED, "0.4": tuple(ARMS), "systematic": (*USED, "selection", "trusted_random")}
+"""The arms of each kind of error: all of them where errors are worst, elsewhere those that a person would choose."""
 STEPS, EVALUATE_EVERY = 12, 6
 EVALUATION_PROMPTS, EVALUATION_N = 512, 2
 TRUSTED, TRUSTED_PER_STEP, NOISY, N = 32, 16, 32, 8
@@ -321,7 +324,7 @@ def ratios_of(summary: dict[str, Any]) -> dict[str, Interval]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     study_arguments(parser, "tracin_effect", "docs/tracin_effect.md")
-    parser.add_argument("--arms", type=listed(str), default=list(ARMS), help="names, by comma")
+    parser.add_argument("--arms", type=listed(str), default=list(ARMS), help="names, by comma, as far as GRID has them")
     parser.add_argument("--noises", type=listed(str), default=list(NOISES), help="0, 0.2, 0.4, systematic")
     parser.add_argument("--seeds", type=listed(int), default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -338,7 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs, end = [], time.monotonic() + 60 * args.minutes
     for seed in args.seeds:
         for noise in args.noises:
-            for arm in args.arms:
+            for arm in [arm for arm in GRID[noise] if arm in args.arms]:
                 if args.made_only or time.monotonic() > end:
                     source = "0" if arm == "trusted_only" else noise
                     run = results.find(arm, source, seed, args.steps)
