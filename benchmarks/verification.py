@@ -13,6 +13,7 @@ Code: a right answer to a small problem. `overhead_code_sandbox`: our jail with 
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ GSM8K = Path(os.environ.get("GRADTRACE_DATA", "/work/shared/data")) / "gsm8k" / 
 CODE = "def double(x):\n    return x + x\n"
 TESTS = ["assert double(2) == 4", "assert double(5) == 10", "assert double('ab') == 'abab'"]
 CORES = len(os.sched_getaffinity(0))
+NUMBERS = itertools.count(100_003, 7)
 
 
 def solutions(count: int) -> list[str]:
@@ -38,6 +40,11 @@ def solutions(count: int) -> list[str]:
         return [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()[:count]]
     rng = random.Random(0)
     return [f"In all there are {n}.\n#### {n}" for n in (rng.randrange(10_000) for _ in range(count))]
+
+
+def renumbered(answers: list[str]) -> list[str]:
+    """The same solutions with final answers that were never judged before: workers remember what they have parsed."""
+    return [f"{answer.rpartition('####')[0]}#### {next(NUMBERS)}" for answer in answers]
 
 
 def judge_here(answer: str) -> bool:
@@ -63,6 +70,7 @@ def in_new_processes(answers: list[str], timeout: float = 10.0) -> None:
 
 
 def math(answers: list[str], workers: int) -> None:
+    answers = renumbered(answers)
     reward = named_reward("math", {"workers": workers})
     scores = reward(answers, [{"answer": answer} for answer in answers])
     assert sum(scores) == len(answers), f"{len(answers) - int(sum(scores))} answers were judged wrong"
@@ -88,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     few = answers[: 10 if args.quick else 40]
     programs = 10 if args.quick else 30
 
-    here = alternate(lambda: math(answers, 1), lambda: [judge_here(answer) for answer in answers], rounds)
+    here = alternate(lambda: math(answers, 1), lambda: [judge_here(answer) for answer in renumbered(answers)], rounds)
     many = alternate(lambda: math(answers, 1), lambda: math(answers, CORES), rounds)
     each = alternate(lambda: in_new_processes(few), lambda: math(few, 1), rounds)
     sandbox = alternate(lambda: code(programs, 1), lambda: plain_programs(programs), rounds)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from benchmarks.common import Timing, emit, parse_arguments
 from gradtrace.trace.reader import open_run
 from gradtrace.viewer.step_view import load_step_view
 from gradtrace.viewer.view import bind
+from tests.browser import find_browser
 from tests.viewer.sample import SampleRun
 from tests.viewer.sample import prose as sentences
 from tests.viewer.sample.groups import prose_group
@@ -246,9 +246,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
     tokens, rounds = (1024, 1) if args.quick else (4096, 3)
     responses = 16
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = find_browser()
     if chromium is None:
-        sys.exit("benchmark: needs Chromium: apt-get install chromium")
+        sys.exit("benchmark: needs Chromium; `make browser` installs it")
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         run = make_run(folder, responses, tokens)
