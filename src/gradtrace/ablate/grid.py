@@ -63,8 +63,6 @@ def parse_grid(words: list[str]) -> Grid:
             f"engine={base.engine}: an ablation scores one rollout in this process. Leave engine out; the settings "
             "that it finds hold on verl as well."
         )
-    if base.actor.share_prompts:
-        raise GradtraceError("actor.share_prompts=true cannot be traced: turn it off for the ablation.")
     return Grid(
         base,
         overrides,

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.layout import Layout, chosen_rows
@@ -17,6 +18,8 @@ from gradtrace.attribution.modules import Block, Site
 LIKE_WIDTHS = 8
 """Sides whose widths round up to the same multiple of it are filled up to one width and taken together: another few
 columns of zeros cost less than another round of small operations."""
+LITTLE_PADDING = 1.25
+"""Responses of packed rows are multiplied side by side where filling them up to the longest takes no more than this."""
 
 
 @dataclass(eq=False)
@@ -178,9 +181,15 @@ class Capture:
     def _gradients_of(self, part: Part, responses: list[int]) -> Tensor:
         if self.layout.row_response is None or part.positions is not None:
             total = self.layout.response.numel()
+            positions = [self.layout.positions_of(response) for response in responses]
+            longest = max(len(own) for own in positions)
+            if longest * len(responses) <= LITTLE_PADDING * sum(len(own) for own in positions):
+                flat = pad_sequence(positions, batch_first=True, padding_value=-1)
+                u, v = (side.squeeze(2) for side in self.tokens([part], flat))
+                return u.mT @ v
             products = []
-            for response in responses:
-                rows = part.rows_of(self.layout.positions_of(response), total)
+            for own in positions:
+                rows = part.rows_of(own, total)
                 chosen = chosen_rows(rows[rows >= 0], part.u.device)
                 products.append(part.u[:, chosen].mT @ part.v[:, chosen])
             return torch.stack(products, 1)

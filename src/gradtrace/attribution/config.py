@@ -156,6 +156,13 @@ class InfluenceConfig:
         """Whether the pass of the step scores the weights of the tail alone."""
         return self.credit in ("loss_term", "tail")
 
+    @property
+    def needs_prompts(self) -> bool:
+        """Whether the scores of a backward pass need what flows into each response's prompt. Those of the tail do not;
+        loss terms then need a pass of Σ log-probs for their directions, which is how `optimizer` and `identity` ask."""
+        by_log_probs = self.hessian_mode != "inverse" and self.target == "log_prob"
+        return not self.tail_only or (self.wants_loss_term and not by_log_probs)
+
     def captured(self, tokens: int) -> int:
         """How many of a response's tokens are scored."""
         return min(tokens, self.max_tokens_per_response or tokens)

@@ -41,9 +41,10 @@ class Layout:
     """Of the model's batch, then."""
 
     @staticmethod
-    def of(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:
+    def of(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0, predicted_at: Tensor | None = None) -> Layout:
         """`response`: long[B], or long[B, S] for packed rows. `tokens`: bool[B, S], True at response tokens.
-        `scale`: one factor, or float[R] with one for each response."""
+        `scale`: one factor, or float[R] with one for each response. `predicted_at`: the flat positions that predict the
+        response tokens, where these are not those before `tokens`."""
         if tokens.dim() != 2 or tokens.dtype != torch.bool:
             raise AttributionError(
                 f"tokens must be a bool[B, S] mask of response tokens, not {tokens.dtype}{list(tokens.shape)}"
@@ -70,30 +71,20 @@ class Layout:
             if len(number) and max(number.values()) > 1:
                 twice = min(response for response in number if number[response] > 1)
                 raise AttributionError(f"response {twice} stands in two rows of one batch")
-        wanted = tokens & (per_position >= 0)
-        if bool(wanted[:, 0].any()):
-            first = int(wanted[:, 0].nonzero()[0])
-            raise AttributionError(
-                f"tokens[{first}, 0] is True: the first position of a row has no position before it that predicts"
-                " it. The mask marks where input_ids holds response tokens, so the prompt comes first"
-            )
-        row, column = wanted.nonzero(as_tuple=True)
-        token_response = per_position[row, column]
-        if row_response is None:
-            stranger = per_position[row, column - 1] != token_response
-            if bool(stranger.any()):
-                which = int(token_response[stranger][0])
-                raise AttributionError(
-                    f"response {which} starts with a response token in a packed row: the position before it belongs"
-                    " to another response. Mark its prompt's positions with its id too"
-                )
-        order = torch.argsort(token_response, stable=True)
         flat = per_position.reshape(-1)
+        if predicted_at is not None and row_response is not None:
+            raise AttributionError("predicted_at is for packed rows, where response has an id for every position")
+        if predicted_at is None:
+            token_position = before_tokens(per_position, tokens, packed=row_response is None)
+        else:
+            token_position = predicted_at.cpu()[flat[predicted_at.cpu()] >= 0]
+        token_response = flat[token_position]
+        order = torch.argsort(token_response, stable=True)
         if isinstance(scale, Tensor):
             scale = torch.where(flat >= 0, scale.detach().cpu()[flat.clamp(min=0)], 0.0)[:, None]
         return Layout(
             response=flat,
-            token_position=(row * length + column - 1)[order],
+            token_position=token_position[order],
             token_response=token_response[order],
             shape=(batch, length),
             row_response=row_response,
@@ -101,10 +92,12 @@ class Layout:
         )
 
     @staticmethod
-    def without_ignored_rows(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:
+    def without_ignored_rows(
+        response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0, predicted_at: Tensor | None = None
+    ) -> Layout:
         """As `of`, but rows of a padded batch with response −1 are not even looked at: factors of theirs would be
         computed for nothing."""
-        full = Layout.of(response, tokens, scale)  # checks all of it
+        full = Layout.of(response, tokens, scale, predicted_at)  # checks all of it
         if full.row_response is None or bool((full.row_response >= 0).all()):
             return full
         kept = (full.row_response >= 0).nonzero().squeeze(-1)
@@ -164,3 +157,24 @@ class Layout:
     def _rows(self) -> dict[int, int]:
         assert self.row_response is not None
         return {response: row for row, response in enumerate(self.row_response.tolist())}
+
+
+def before_tokens(response: Tensor, tokens: Tensor, packed: bool) -> Tensor:
+    """long[N]: the flat positions one before each of the `tokens`, bool[B, S], that belong to a response."""
+    wanted = tokens & (response >= 0)
+    if bool(wanted[:, 0].any()):
+        first = int(wanted[:, 0].nonzero()[0])
+        raise AttributionError(
+            f"tokens[{first}, 0] is True: the first position of a row has no position before it that predicts"
+            " it. The mask marks where input_ids holds response tokens, so the prompt comes first"
+        )
+    row, column = wanted.nonzero(as_tuple=True)
+    if packed:
+        stranger = response[row, column - 1] != response[row, column]
+        if bool(stranger.any()):
+            which = int(response[row, column][stranger][0])
+            raise AttributionError(
+                f"response {which} starts with a response token in a packed row: the position before it belongs"
+                " to another response. Mark its prompt's positions with its id too"
+            )
+    return row * response.shape[1] + column - 1

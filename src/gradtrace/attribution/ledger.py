@@ -22,6 +22,10 @@ Role = Literal["both", "step", "target"]
 """What a backward pass is of: the step that tokens contribute, the target it is asked about, or one standing for
 both."""
 
+Takes = Literal["all", "scores", "directions"]
+"""What a pass is captured for: scores inside of it, the directions of loss terms, or both. Scores of the tail need no
+positions of prompts, so they can ride on a pass in which responses share theirs; directions need them."""
+
 
 class Ledger:
     """Of one batch, from its first capture to `score`."""

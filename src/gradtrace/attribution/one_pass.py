@@ -18,7 +18,7 @@ from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.factors import full_precision, sides
 from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.ledger import Role
+from gradtrace.attribution.ledger import Role, Takes
 from gradtrace.attribution.loss_terms import LossTerms
 from gradtrace.attribution.memory import MAX_WAITING_ELEMENTS
 from gradtrace.attribution.modules import Block, Site, by_block
@@ -48,6 +48,7 @@ class OnePass:
         labels: Labels | None,
         scopes: Sequence[Scope],
         targets: set[int],
+        takes: Takes = "all",
     ) -> None:
         """`factors`: response → what turns its captured gradient into that of its target. `targets`: responses whose
         target had a pass before this one. `labels` are None, and there are no `scopes`, where `score` brings them."""
@@ -58,6 +59,7 @@ class OnePass:
         self.to = receivers
         self.labels = labels
         self.scopes = scopes
+        self.takes = takes
         self._waiting: dict[tuple[object, ...], list[Block]] = {}
         self._plan(targets)
 
@@ -67,6 +69,8 @@ class OnePass:
         present = set(layout.responses)
         known = {"both": present, "step": targets, "target": set()}[self.role]
         held = [s for s in self.scopes if present.issuperset(s.members) and known.issuperset(s.members)]
+        if self.takes == "directions":
+            held = []
         captured = {response: config.captured(count) for response, count in layout.token_counts.items()}
         self.whole: list[ScopeBatch] = batches_of(held, layout.token_counts, captured, config)
         limit = config.max_tokens_per_response
@@ -80,9 +84,9 @@ class OnePass:
         scored = {response for scope in held for response in scope.members}
         self._scored_responses = len(scored)
         wanted = present if self.labels is None else {r for scope in self.scopes for r in scope.members}
-        self._to_store = sorted((present & wanted) - scored)
+        self._to_store = [] if self.takes == "directions" else sorted((present & wanted) - scored)
         self._directed: list[tuple[Scope, dict[int, Tensor]]] = []
-        if self.role != "step" and config.hessian_mode != "inverse":
+        if self.role != "step" and config.hessian_mode != "inverse" and self.takes != "scores":
             self._directed = [
                 (scope, self.to.loss_terms.weights(scope, self._signed(scope.members)))
                 for scope in self.scopes
@@ -97,6 +101,8 @@ class OnePass:
 
     def wants(self, block: Block) -> bool:
         """Whether anything of this module is needed: a module outside the tail only serves loss terms."""
+        if self.takes == "directions":
+            return bool(self._directed)
         if block.scored or self.labels is None or self._directed:
             return True
         return self.config.hessian_mode == "inverse" and any(scope.has_loss_terms for scope in self.scopes)

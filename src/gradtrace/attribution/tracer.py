@@ -26,7 +26,7 @@ from gradtrace.attribution.geometry import Factored, Geometry, coming_gradients
 from gradtrace.attribution.ghost import oriented
 from gradtrace.attribution.labels import Labels
 from gradtrace.attribution.layout import Layout
-from gradtrace.attribution.ledger import Ledger, Role
+from gradtrace.attribution.ledger import Ledger, Role, Takes
 from gradtrace.attribution.loss_terms import LossTerms, Terms
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
@@ -147,6 +147,8 @@ class InfluenceTracer:
         target_scale: Tensor | None = None,
         role: Role = "both",
         positions: Mapping[str, Tensor] | None = None,
+        predicted_at: Tensor | None = None,
+        takes: Takes = "all",
     ) -> Iterator[None]:
         """The backward pass inside belongs to these rows.
 
@@ -165,6 +167,11 @@ class InfluenceTracer:
         a sign, as a policy-gradient loss does with advantages. infl(t→r) is then the effect on the log-prob of r, not
         on "its loss", so that the contrast of accepted and rejected does not count the sign a second time.
 
+        Where responses share the positions of their prompt (id −1 there), `predicted_at` lists the flat positions whose
+        logits predict response tokens, and such a pass `takes` the "scores" of the tail alone (see
+        `InfluenceConfig.needs_prompts`); the "directions" that loss terms need come from one more pass of Σ log-probs
+        (role="target") in which every response of their groups has its prompt to itself.
+
         With `accepted` and `group` of *all* responses given here, groups that this micro-batch holds whole are
         scored inside the backward pass and nothing of them is stored, and constant groups cost nothing.
         """
@@ -173,17 +180,20 @@ class InfluenceTracer:
         check_target(self.config, role, target_scale, sign)
         if not self._begun:
             self.begin()
-        layout = Layout.without_ignored_rows(response, tokens, scale)
+        layout = Layout.without_ignored_rows(response, tokens, scale, predicted_at)
         if accepted is not None and group is not None:
             self._set_labels(Labels.of(accepted, group, advantages, sign))
-        self._ledger.enter(layout, role, None if self._labels is None else len(self._labels))
+        self._check_takes(takes)
+        if takes != "directions":
+            self._ledger.enter(layout, role, None if self._labels is None else len(self._labels))
         factors = target_factors(self.config, layout, scale, target_scale)
-        self._open = self._one_pass(Capture(layout, dict(positions or {})), role, factors)
+        self._open = self._one_pass(Capture(layout, dict(positions or {})), role, factors, takes)
         try:
             yield
             if self._failure is None:
                 self._attempt(self._open.finish)
-            self._ledger.leave(layout, role, self._open.factors)
+            if takes != "directions":
+                self._ledger.leave(layout, role, self._open.factors)
             self._loss_terms.commit()
             self._batches += self._open.whole
         finally:
@@ -191,10 +201,24 @@ class InfluenceTracer:
             self._loss_terms.forget_pass()
             self._hooks.forget_calls()
 
-    def _one_pass(self, capture: Capture, role: Role, factors: dict[int, float]) -> OnePass:
+    def _check_takes(self, takes: Takes) -> None:
+        if takes == "all":
+            return
+        if self._labels is None:
+            raise AttributionError(
+                f"takes={takes!r} needs accepted and group at capture(): they say what is to be taken"
+            )
+        if self.config.needs_prompts:
+            raise AttributionError(
+                f"takes={takes!r} parts scores of the tail from directions, and with credit={self.config.credit!r},"
+                f" hessian_mode={self.config.hessian_mode!r} and target={self.config.target!r} one needs the other:"
+                " capture a pass in which every response has its prompt to itself"
+            )
+
+    def _one_pass(self, capture: Capture, role: Role, factors: dict[int, float], takes: Takes) -> OnePass:
         receivers = Receivers(self._store, self._loss_terms, self._phases)
         targets = self._ledger.targets
-        return OnePass(capture, role, factors, self.config, receivers, self._labels, self._scopes, targets)
+        return OnePass(capture, role, factors, self.config, receivers, self._labels, self._scopes, targets, takes)
 
     def _set_labels(self, labels: Labels) -> None:
         if self._labels is None:

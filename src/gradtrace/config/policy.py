@@ -127,11 +127,16 @@ class ActorConfig:
     packing: str = choice("auto", "never", "always")
     """Responses behind one another without padding. `auto`: where the attention implementation allows it and more
     than a tenth of a padded batch would be padding. Gradients are the same."""
-    share_prompts: bool = False
-    """Compute each prompt once for all its responses in the update: less work, the same gradients. Not together
-    with instruments that need every response's own gradient (influence_trace); so it is off unless asked for:
-    turning a trace on must not change what is trained, not even in the last bit."""
+    share_prompts: str = choice("auto", "always", "never")
+    """Compute each prompt once for all its responses in the update: less work, the same gradients. `auto`: on a CPU,
+    where the model's attention allows it and a fifth of all tokens is saved. Traces do not change it: what they need
+    of each response's own prompt (directions of loss terms, norms of blame) takes passes of its own; with `never` that
+    rides on the passes of training, which is cheaper for credit=position or both."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def __post_init__(self) -> None:
+        older = {"true": "always", "false": "never"}  # as earlier versions wrote it
+        self.share_prompts = older.get(self.share_prompts.lower(), self.share_prompts)
 
 
 @dataclass

@@ -182,20 +182,14 @@ class Config:
                 f"actor.mini_batch_size={actor.mini_batch_size} is more than "
                 f"data.train_batch_size={self.data.train_batch_size}: a mini-batch is a part of the batch."
             )
-        apart = [name for name in ("influence_trace", "blame") if getattr(self.trainer, name).enable]
-        if actor.share_prompts and apart:
-            raise GradtraceError(
-                "actor.share_prompts=true computes a prompt once for all its responses, so that the prompt's part of "
-                f"one response's gradient cannot be told apart: turn it or trainer.{apart[0]}.enable off."
-            )
         if self.trainer.blame.enable and self.model.lora.dropout:
             raise GradtraceError(
                 "trainer.blame runs the model once more, and with model.lora.dropout that would be another model than "
                 "the one whose gradient it explains: set model.lora.dropout=0 or trainer.blame.enable=false."
             )
         own_packing = actor.packing == "always" and not self.model.attention.startswith("flash")
-        if self.model.gradient_checkpointing and (own_packing or actor.share_prompts):
+        if self.model.gradient_checkpointing and (own_packing or actor.share_prompts == "always"):
             raise GradtraceError(
                 "model.gradient_checkpointing=true runs the model again inside the backward pass, where our attention "
-                "for packed rows is not in force: set actor.packing=never and actor.share_prompts=false, or use flash."
+                "for packed rows is not in force: set actor.packing=never and actor.share_prompts=never, or use flash."
             )

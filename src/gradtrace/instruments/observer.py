@@ -52,8 +52,9 @@ class Backward:
     """Rows of the `RolloutBatch` → [2, N], their tokens one after the other: each token's own term of the loss at the
     current weights, before aggregation, and its log-prob; runs the model."""
     passes: Callable[[Tensor], Iterable[tuple[MicroBatch, Callable[[], Tensor]]]] | None = None
-    """Rows → their micro-batches, each with what runs it and returns [2, r, T], those terms; where a host can run rows
-    of any mini-batch at any time. Old log-probs of this update's rows are known after its last pass."""
+    """Rows → their micro-batches, every response with its own prompt, each with what runs it and returns [2, r, T],
+    those terms; where a host can run rows of any mini-batch at any time. Old log-probs of this update's rows are known
+    after its last pass."""
     optimizer_steps: int | None = None
     """Optimizer steps taken on this rollout before this pass, where a host spreads `update.rows` over several of
     them; None: `update.number`."""
@@ -88,6 +89,9 @@ class StepObserver:
     def around_optimizer_step(self, update: OptimizerStep) -> AbstractContextManager[Any]:
         """Entered with the (clipped) gradients of a mini-batch in place, left after the weights have moved."""
         return nullcontext()
+
+    def step_skipped(self, update: OptimizerStep) -> None:
+        """The gradients of a mini-batch were not finite: the weights stay, and `around_optimizer_step` is left out."""
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """All updates of the step are done. Returns metrics; `perf/generated_responses`, if the instrument sampled
@@ -145,6 +149,10 @@ class Observers(StepObserver):
 
     def around_optimizer_step(self, update: OptimizerStep) -> AbstractContextManager[Any]:
         return _inside(observer.around_optimizer_step(update) for observer in self.observers)
+
+    def step_skipped(self, update: OptimizerStep) -> None:
+        for observer in self.observers:
+            observer.step_skipped(update)
 
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}

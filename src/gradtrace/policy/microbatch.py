@@ -4,13 +4,14 @@ Three layouts, with the same gradients:
 - padded: one response per input row, its prompt before it, padding on the right. Causal attention never looks
   right, so no mask is needed and attention takes its fast path.
 - packed: responses, each with its prompt, behind one another in a single row; no padding.
-- shared: the same, with the prompt of a group once, for all its responses.
+- shared: the same, with the prompt of a group once, for all its responses. Of a prompt's positions, a backward pass
+  then knows the sum over the responses alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -47,6 +48,8 @@ class MicroBatch:
     """bool[r, T]: the responses' loss mask, trimmed to the longest of them."""
     targets: Tensor
     """long[N]: the response tokens that the policy wrote, row by row."""
+    shares_prompts: bool = field(default=False, kw_only=True)
+    """Whether responses share the positions of their prompt; their own last tokens are not in `input_ids` then."""
 
     def column(self, batch: RolloutBatch, name: str, device: torch.device) -> Any:
         """Column [R, T] of the whole batch → [r, T] of this micro-batch; None if it is not set."""
@@ -66,7 +69,7 @@ class MicroBatch:
         moved: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             column = getattr(self, name)
-            moved[name] = None if column is None else column.to(device)
+            moved[name] = column.to(device) if isinstance(column, Tensor | Packing) else column
         return MicroBatch(**moved)
 
 
@@ -116,36 +119,39 @@ class Sequences:
         )
 
     def shared(self, rows: Tensor) -> MicroBatch:
-        """The rows packed, with each prompt once: first the prompts, then the responses without their last tokens,
-        which predict nothing."""
+        """The rows packed, with each prompt once: first the prompts without their last tokens, then for each row that
+        last token and the response without its own last one, which predicts nothing. So every position that predicts a
+        token belongs to one response, and its gradient there is that response's own."""
         # Rows of a group stand together; in this order each prompt is handed out to the rows after the last one's.
         groups, prompt_of = self.batch.group[rows].unique_consecutive(return_inverse=True)
-        prompts, inputs = self.prompts[groups], self.batch.responses[rows]
-        prompt_lengths = torch.tensor([len(self.batch.prompts[group]) for group in groups.tolist()])
-        input_lengths = (self.response_lengths[rows] - 1).clamp(min=0)
-        in_prompt = torch.arange(prompts.shape[1]) < prompt_lengths[:, None]
-        in_input = torch.arange(inputs.shape[1]) < input_lengths[:, None]
+        prompts = self.prompts[groups]
+        shared_lengths = torch.tensor([len(self.batch.prompts[group]) - 1 for group in groups.tolist()])
+        last_tokens = prompts.gather(1, shared_lengths[:, None])[prompt_of]
+        own = torch.cat([last_tokens, self.batch.responses[rows]], dim=1)
+        own_lengths = self.response_lengths[rows]
+        in_prompt = torch.arange(prompts.shape[1]) < shared_lengths[:, None]
+        in_own = torch.arange(own.shape[1]) < own_lengths[:, None]
         prompt_positions = torch.arange(prompts.shape[1]).expand(in_prompt.shape)[in_prompt]
-        input_positions = (prompt_lengths[prompt_of, None] + torch.arange(inputs.shape[1]))[in_input]
-        border = int(prompt_lengths.sum())
+        own_positions = (shared_lengths[prompt_of, None] + torch.arange(own.shape[1]))[in_own]
+        border = int(shared_lengths.sum())
 
-        # A response's first token is predicted at the end of its prompt, the others at the token before.
         mask = self._mask(rows)
-        predicted_at = torch.zeros(mask.shape, dtype=torch.long)
-        predicted_at[:, 0] = (prompt_lengths.cumsum(0) - 1)[prompt_of]
-        continued = in_input[:, : mask.shape[1] - 1]
-        predicted_at[:, 1:][continued] = border + torch.arange(int(input_lengths.sum()))
-        owner = torch.cat([torch.full((border,), -1), rows.repeat_interleave(input_lengths)])
+        starts = border + own_lengths.cumsum(0) - own_lengths
+        predicted_at = starts[:, None] + torch.arange(mask.shape[1])
+        owner = torch.cat([torch.full((border,), -1), rows.repeat_interleave(own_lengths)])
+        written = torch.cat([torch.zeros(len(rows), 1, dtype=torch.bool), mask], dim=1)
+        sequences = Rectangle.of(own_lengths)
         return MicroBatch(
             rows=rows,
-            input_ids=torch.cat([prompts[in_prompt], inputs[in_input]])[None],
-            position_ids=torch.cat([prompt_positions, input_positions])[None],
-            packing=Packing(Rectangle.of(input_lengths), Rectangle.of(prompt_lengths), prompt_of),
+            input_ids=torch.cat([prompts[in_prompt], own[in_own]])[None],
+            position_ids=torch.cat([prompt_positions, own_positions])[None],
+            packing=Packing(sequences, Rectangle.of(shared_lengths), prompt_of) if border else Packing(sequences),
             response=owner[None],
-            tokens=torch.cat([torch.zeros(border, dtype=torch.bool), mask[in_input[:, : mask.shape[1]]]])[None],
+            tokens=torch.cat([torch.zeros(border, dtype=torch.bool), written[in_own[:, : written.shape[1]]]])[None],
             logit_positions=predicted_at[mask],
             mask=mask,
-            targets=inputs[:, : mask.shape[1]][mask],
+            targets=self.batch.responses[rows, : mask.shape[1]][mask],
+            shares_prompts=True,
         )
 
     def _micro_batch(
@@ -205,15 +211,35 @@ class MicroBatches:
         """The same, in another layout."""
         return MicroBatches(self.sequences.batch, self.token_budget, layout)
 
+    def with_prompts_apart(self) -> MicroBatches:
+        """The same, in a layout in which every response has its prompt to itself."""
+        if self.layout != "shared":
+            return self
+        return self.laid_out("packed" if padding_share(self.sequences.batch) > WORTH_PACKING else "padded")
+
     def __call__(self, rows: Tensor) -> Iterator[MicroBatch]:
         for part in split_rows(self.sequences, rows, self.token_budget, self.layout):
             yield self.sequences.micro_batch(part, self.layout)
+
+
+WORTH_PACKING = 0.1
+"""Share of padding above which packing pays for its rearranging."""
+WORTH_SHARING = 0.2
+"""Share of all tokens that sharing prompts must save, to pay for an attention that has no plain causal mask."""
 
 
 def padding_share(batch: RolloutBatch) -> float:
     """The share of padding if all rows of the batch were padded to the longest."""
     lengths = batch.prompt_lengths + batch.response_lengths
     return 1 - float(lengths.sum()) / (len(lengths) * int(lengths.max()))
+
+
+def shared_share(batch: RolloutBatch) -> float:
+    """The share of all prompt and response tokens that need not be computed where prompts are shared."""
+    tokens = float((batch.prompt_lengths + batch.response_lengths).sum())
+    used = batch.group.unique().tolist()
+    shared = sum(len(batch.prompts[group]) - 1 for group in used) + float(batch.response_lengths.sum())
+    return 1 - shared / tokens
 
 
 def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: Layout) -> list[Tensor]:

@@ -38,6 +38,11 @@ class Packing:
     """long[R]: the prefix that each sequence continues."""
 
     @cached_property
+    def longest(self) -> int:
+        """Positions of the longest sequence, its prefix included, or a bit more."""
+        return self.sequences.mask.shape[1] + (0 if self.prefixes is None else self.prefixes.mask.shape[1])
+
+    @cached_property
     def is_even(self) -> bool:
         """Whether every prefix has as many sequences as the others, in order."""
         assert self.prefixes is not None and self.prefix_of is not None
@@ -118,17 +123,14 @@ def visible(packing: Packing) -> Tensor:
 
 def refuse_unknown(options: dict[str, Any], packing: Packing) -> None:
     """Attention variants that this function does not compute must not be computed wrongly."""
-    longest = packing.sequences.mask.shape[1]
-    if packing.prefixes is not None:
-        longest += packing.prefixes.mask.shape[1]
     window = options.get("sliding_window")
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if window is not None and window < longest:
+    if window is not None and window < packing.longest:
         unknown.append("sliding_window")
     if unknown:
         raise GradtraceError(
             f"This model's attention uses {unknown[0]}, which packed rows do not support: set actor.packing=never "
-            "and actor.share_prompts=false."
+            "and actor.share_prompts=never."
         )
 
 
@@ -138,6 +140,23 @@ AttentionInterface.register(NAME, attend)
 def is_supported(model: Any) -> bool:
     """The model calls its attention through transformers' interface and hands options down to it."""
     return bool(getattr(model, "_supports_attention_backend", False))
+
+
+@torch.no_grad()
+def can_attend(model: Any, longest: int) -> bool:
+    """Whether `attend` computes this model's attention over sequences of up to `longest` positions. A pass over two
+    tokens tells, since layers say what they want of their attention only when they call it."""
+    if not is_supported(model):
+        return False
+    packing = Packing(Rectangle.of(torch.tensor([2]))).to(model.device)
+    packing.__dict__["longest"] = longest
+    positions = torch.arange(2, device=model.device)[None]
+    try:
+        with torch.random.fork_rng(devices=[]), packed_attention(model):
+            model(input_ids=torch.zeros_like(positions), position_ids=positions, packing=packing, use_cache=False)
+    except GradtraceError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

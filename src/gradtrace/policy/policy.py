@@ -41,8 +41,8 @@ class Policy:
 
     def own_pass(self) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Around a pass whose gradients nobody wants but our hooks. Gives the tensors that it is to be differentiated
-        by, where these are not the weights; they are known after the forward pass."""
-        return contextlib.nullcontext([])
+        by, so that no gradient of a weight is computed; they are known after the forward pass."""
+        return embedding_output(self.model)
 
     def best_layout(self) -> Layout:
         """The layout with the fewest tokens, for passes that nobody listens to layer by layer: prompts computed once
@@ -79,6 +79,30 @@ def run_model(model: Any, micro: MicroBatch) -> Any:
             packing=micro.packing,
             use_cache=False,
         )
+
+
+@contextlib.contextmanager
+def embedding_output(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects the outputs of the input embeddings of forward passes inside, made differentiable: where a backward
+    pass that wants no weight gradients may end."""
+    outputs: list[Tensor] = []
+    getter = getattr(model, "get_input_embeddings", None)
+    module = getter() if callable(getter) else None
+    if module is None:
+        yield outputs
+        return
+
+    def remember(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        if not output.requires_grad:
+            output.requires_grad_()
+        outputs.append(output)
+        return output
+
+    handle = module.register_forward_hook(remember)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

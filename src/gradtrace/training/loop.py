@@ -14,8 +14,15 @@ from gradtrace.instruments.findings.watch import Findings
 from gradtrace.instruments.observer import OptimizerStep, StepObserver
 from gradtrace.metrics import GENERATED, Timer, batch_metrics
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
-from gradtrace.policy.microbatch import Layout, MicroBatches, padding_share
-from gradtrace.policy.packed_attention import is_supported
+from gradtrace.policy.microbatch import (
+    WORTH_PACKING,
+    WORTH_SHARING,
+    Layout,
+    MicroBatches,
+    padding_share,
+    shared_share,
+)
+from gradtrace.policy.packed_attention import can_attend, is_supported
 from gradtrace.policy.policy import export_model
 from gradtrace.policy.rollouts import add_advantages, add_rollouts
 from gradtrace.program import command
@@ -31,9 +38,6 @@ from gradtrace.training.state import LightState, save_observer_state, save_state
 from gradtrace.training.terminal import Display
 from gradtrace.training.update import PolicyUpdate, plan_updates
 from gradtrace.training.validation import validate
-
-WORTH_PACKING = 0.1
-"""Share of padding above which packing pays for its rearranging."""
 
 
 class Trainer:
@@ -67,6 +71,8 @@ class Trainer:
         )
         loss = PolicyLoss(parts.policy, config.algorithm, config.rollout.max_new_tokens)
         self.update = PolicyUpdate(loss, parts.optimizer, moves=not config.trainer.skip_optimizer)
+        self._attends_to = 0
+        """The longest sequence that our own attention is known to compute for this model."""
 
     def fit(self, last_step: int = 0) -> int:
         """Train from step `last_step` + 1 to the end, or until Ctrl-C. Returns the last step made, saved."""
@@ -210,20 +216,33 @@ class Trainer:
         return source == "sampler" or (source == "auto" and full)
 
     def _layout(self, batch: RolloutBatch) -> Layout:
-        """How responses are laid out for the model: see `microbatch`."""
-        actor = self.config.actor
-        if actor.share_prompts:
+        """How responses are laid out for the model: see `microbatch`. Whether anybody watches has no part in it."""
+        actor, model = self.config.actor, self.config.model
+        if actor.share_prompts == "always":
+            return "shared"
+        # Checkpointing recomputes inside the backward pass, where our own attention is not in force.
+        own_attention = (
+            model.attention in ("auto", "sdpa")
+            and not model.gradient_checkpointing
+            and is_supported(self.parts.policy.model)
+        )
+        may_share = actor.share_prompts == "auto" and actor.packing == "auto" and own_attention
+        if may_share and self._gains_by_sharing(batch):
             return "shared"
         if actor.packing == "auto":
-            model = self.config.model
-            # Checkpointing recomputes inside the backward pass, where our own attention is not in force.
-            can_pack = model.attention.startswith("flash") or (
-                model.attention in ("auto", "sdpa")
-                and not model.gradient_checkpointing
-                and is_supported(self.parts.policy.model)
-            )
+            can_pack = own_attention or model.attention.startswith("flash")
             return "packed" if can_pack and padding_share(batch) > WORTH_PACKING else "padded"
         return "packed" if actor.packing == "always" else "padded"
+
+    def _gains_by_sharing(self, batch: RolloutBatch) -> bool:
+        """On a GPU nobody has measured it: attention with a mask of its own may take more than sharing saves."""
+        policy = self.parts.policy
+        if policy.device.type != "cpu" or shared_share(batch) <= WORTH_SHARING:
+            return False
+        longest = int((batch.prompt_lengths + batch.response_lengths).max())
+        if longest > self._attends_to:
+            self._attends_to = longest if can_attend(policy.model, longest) else -1
+        return longest <= self._attends_to
 
     def _validate(self, timer: Timer) -> dict[str, float]:
         with timer("testing"):

@@ -74,13 +74,14 @@ class PolicyUpdate:
                     micro,
                     weights,
                     partial(self.loss.token_terms, batch, micro_batches),
-                    partial(self.loss.passes, batch, micro_batches),
+                    partial(self.loss.passes, batch, micro_batches.with_prompts_apart()),
                 )
                 with observer.around_backward(context):
                     loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)
                     loss.backward()
             totals.mini_batch(denominator.tokens)
-            totals.apply(self.optimizer, observer.around_optimizer_step(update), self.moves)
+            if not totals.apply(self.optimizer, observer.around_optimizer_step(update), self.moves):
+                observer.step_skipped(update)
         return batch, totals.metrics()
 
     def _micro_loss(
@@ -126,11 +127,11 @@ class Totals:
 
     def apply(
         self, optimizer: Optimizer, around: AbstractContextManager[Any] | None = None, moves: bool = True
-    ) -> None:
+    ) -> bool:
         """Move the weights, unless the gradient is not finite: one bad batch must not destroy the policy. Without
-        `moves` everything happens but the move itself."""
+        `moves` everything happens but the move itself. Returns whether the gradient was finite."""
         norm = optimizer.clip()
-        if math.isfinite(norm):
+        if finite := math.isfinite(norm):
             self.norms.append(norm)
             with around or nullcontext():
                 if moves:
@@ -138,6 +139,7 @@ class Totals:
         else:
             self.skipped += 1
         optimizer.zero_grad()
+        return finite
 
     @property
     def grad_norm(self) -> float:

@@ -2,7 +2,8 @@
 
 A token's share of ‖g‖² is w_t⟨∇L_t, g⟩/‖g‖²: the derivative of its own loss term along the whole gradient, for all
 tokens by one forward-mode pass before the optimizer step, over every trainable weight. The norms and sketches of
-response gradients ride on the training backward pass. As with influence, shares are of the first epoch over a rollout.
+response gradients ride on the training backward pass, or take one of their own where responses share prompts there. As
+with influence, shares are of the first epoch over a rollout.
 On several ranks g is the mean of their gradients, and each shares out what the responses have that it trained on.
 """
 
@@ -38,6 +39,7 @@ class BlameInstrument(WritingObserver):
         coming: Coming,
         ranks: Ranks | None = None,
     ) -> None:
+        self.policy = policy
         self.record = record
         self.writer = record.writer
         self.coming = coming
@@ -52,7 +54,8 @@ class BlameInstrument(WritingObserver):
         self._weights = torch.empty(0)
         """float64[R]: what aggregation multiplied each response's token losses by, the mean over ranks included; 0 for
         those of other ranks."""
-        self._terms: Callable[[Tensor], Tensor] | None = None
+        self._backward: Backward | None = None
+        """The last pass of the update."""
         self._seconds = 0.0
         self._due = False
         self._largest = 0.0
@@ -80,26 +83,41 @@ class BlameInstrument(WritingObserver):
         if self._now is None or backward.update.epoch > 0:
             return nullcontext()
         micro = backward.micro
-        self._terms = backward.token_terms
+        self._backward = backward
         self._weights[micro.rows] = backward.token_weights.amax(1).double().cpu() / self.ranks.size
         self._now.optimizer_step[micro.rows] = backward.number
-        return self.gradients.capture(response=micro.response, tokens=micro.tokens) if self._due else nullcontext()
+        if not self._due or micro.shares_prompts:
+            return nullcontext()
+        return self.gradients.capture(response=micro.response, tokens=micro.tokens)
 
     @contextmanager
     def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
         if self._now is not None and update.epoch == 0:
-            begin = time.perf_counter()
-            try:
+            with self._guarded():
+                self._measure_apart(update.rows)
                 self._share_out(self._now, update)
-            except Exception as error:
-                self._now = None
-                self.record.failed(error)
-            self._seconds += time.perf_counter() - begin
         yield
 
+    def step_skipped(self, update: OptimizerStep) -> None:
+        """There is nothing to share out, but the norms of single responses say whose gradient was not finite."""
+        if self._now is not None and update.epoch == 0:
+            with self._guarded():
+                self._measure_apart(update.rows)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What happens inside is timed, and an error costs this step's blame, not the run."""
+        begin = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self._now = None
+            self.record.failed(error)
+        self._seconds += time.perf_counter() - begin
+
     def _share_out(self, blame: StepBlame, update: OptimizerStep) -> None:
-        coming, terms = self.coming(), self._terms
-        if coming is None or terms is None:
+        coming, backward = self.coming(), self._backward
+        if coming is None or backward is None:
             return
         gradient, clip_factor = coming
         norm = self.sharing.norm(gradient, clip_factor)
@@ -114,7 +132,7 @@ class BlameInstrument(WritingObserver):
         def weighted() -> Tensor:
             if not len(own):
                 return torch.zeros(2, 0)
-            losses, log_probs = terms(own)
+            losses, log_probs = backward.token_terms(own)
             return torch.stack([losses * weights.to(losses), log_probs])
 
         found, about = self.sharing.share_out(weighted, gradient, clip_factor, update.number)
@@ -124,8 +142,21 @@ class BlameInstrument(WritingObserver):
             blame.put(tokens, values)
         blame.updates.append(about)
 
+    def _measure_apart(self, rows: Tensor) -> None:
+        """Where responses shared prompts: norms and sketches of these rows in passes in which each has its prompt to
+        itself; the gradients go nowhere else."""
+        backward = self._backward
+        if not self._due or backward is None or backward.passes is None or not backward.micro.shares_prompts:
+            return
+        for micro, run in backward.passes(rows):
+            around = self.gradients.capture(response=micro.response, tokens=micro.tokens)
+            with around, self.policy.own_pass() as ends:
+                losses = run()[0]
+                weights = (self._weights[micro.rows, None] * micro.mask * self.ranks.size).to(losses)
+                torch.autograd.grad((losses * weights).sum(), ends)
+
     def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        blame, self._now = self._now, None
+        blame, self._now, self._backward = self._now, None, None
         self.gradients.close()
         norms, sketches = self.gradients.take()
         own = None if blame is None else blame.optimizer_step

@@ -26,7 +26,7 @@ from gradtrace.attribution import (
     step_scale,
     target_scale,
 )
-from gradtrace.attribution.ledger import Role
+from gradtrace.attribution.ledger import Role, Takes
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.trace.schema import GroupStatus
 
@@ -47,6 +47,9 @@ class TracedPass:
     """Optimizer steps taken on this rollout before the pass."""
     positions: Mapping[str, Tensor] = field(default_factory=dict)
     """Module → flat positions that it sees, where it does not see all."""
+    predicted_at: Tensor | None = None
+    """long[N]: the flat positions that predict response tokens, where responses share the positions of their prompt;
+    None: those before `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,9 @@ class InfluenceCapture:
         return PassRoles(tuple(own), step) if passes.step_rides else PassRoles((*own, step), None)
 
     @contextmanager
-    def around(self, traced: TracedPass, role: Role, rides: bool) -> Iterator[None]:
-        """The backward pass inside is captured: that of training (`rides`), or a pass of the role's own."""
+    def around(self, traced: TracedPass, role: Role, rides: bool, takes: Takes | None = None) -> Iterator[None]:
+        """The backward pass inside is captured: that of training (`rides`), or a pass of the role's own. By default it
+        takes all that it can."""
         mini_batch, plan = self._mini_batch, self._plan
         ids = mini_batch.place[traced.rows]
         chosen = ids >= 0
@@ -178,6 +182,8 @@ class InfluenceCapture:
             target_scale=target,
             role=role,
             positions=traced.positions,
+            predicted_at=traced.predicted_at,
+            takes=takes or ("all" if traced.predicted_at is None else "scores"),
             **self._labels(),
         ):
             yield
@@ -187,6 +193,15 @@ class InfluenceCapture:
         spread = torch.zeros(len(self._mini_batch.rows))
         spread[ids] = values.float()
         return spread
+
+    def directed_rows(self) -> Tensor:
+        """Rows of the mini-batch that the directions of loss terms are made of: the groups that have them, or with
+        `all_selected` every group, where one has them."""
+        rows = self._mini_batch.rows
+        wanted = torch.isin(self._plan.group[rows], torch.tensor(self.loss_term_groups, dtype=torch.long))
+        if self.config.accepted_rejected_scope == "all_selected":
+            return rows if bool(wanted.any()) else rows[:0]
+        return rows[wanted]
 
     def holds(self, traced: TracedPass) -> bool:
         """The pass has a response that is to be scored."""

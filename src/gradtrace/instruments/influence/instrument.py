@@ -6,6 +6,10 @@ says how many steps on this rollout had been taken before (0: the weights that s
 the pass that training makes anyway, and with `all_selected` the scope is the selected responses of one mini-batch.
 With `scope_pass` the whole batch is scored at the first θ instead, in passes of its own before the first optimizer
 step, and `all_selected` is the whole step.
+
+Where responses share their prompt in training, the scores of the tail ride on its passes. What needs the gradient of
+each response in its prompt (directions of loss terms, every score of `position`) takes passes of its own before the
+optimizer step, of the groups that it is about.
 """
 
 from __future__ import annotations
@@ -107,6 +111,8 @@ class InfluenceTraceInstrument(WritingObserver):
         if state.update is not backward.update:
             self.capture.begin(backward.update.rows, backward.update.number)
             state.update = backward.update
+        if backward.micro.shares_prompts and self.config.needs_prompts:
+            return nullcontext()
         traced = self._traced(backward.micro, backward.token_weights.amax(1), backward.number)
         # Passes over sharded weights are made by all ranks.
         if not self.capture.holds(traced) and not is_sharded(self.policy.model):
@@ -119,22 +125,38 @@ class InfluenceTraceInstrument(WritingObserver):
         return self.capture.around(traced, roles.riding, rides=True)
 
     def _scope_pass(self, state: StepState) -> None:
-        """Capture the whole batch at the weights as they are, in passes whose gradients go nowhere."""
+        """Capture the whole batch at the weights as they are."""
         if state.backward is None or state.backward.passes is None:
             raise AttributionError("scope_pass=true: this host cannot run the whole batch at the first weights")
         state.had_scope_pass = True
         batch = state.batch
         rows = torch.arange(len(batch)) if batch.kept is None else batch.kept.nonzero().squeeze(-1)
-        if not self.capture.begin(rows, 0):
-            return
-        assert self.capture.current is not None
-        roles = self.capture.roles(0)
-        for micro, run in state.backward.passes(self.capture.current.rows):
-            traced = self._traced(micro, torch.ones(len(micro.rows)), 0)
+        if self.capture.begin(rows, 0):
+            self._passes_apart(state.backward, 0)
+
+    def _passes_apart(self, backward: Backward, optimizer_step: int) -> None:
+        """Capture the current mini-batch in passes whose gradients go nowhere, every response with its own prompt."""
+        assert self.capture.current is not None and backward.passes is not None
+        roles = self.capture.roles(optimizer_step)
+        for micro, run in backward.passes(self.capture.current.rows):
+            traced = self._traced(micro, torch.ones(len(micro.rows)), optimizer_step)
             self._own_passes(traced, roles, micro)
             if roles.riding is not None:
-                with self.capture.around(traced, roles.riding, rides=True):
-                    self._differentiate(run()[0][micro.mask.to(self.policy.device)].sum())
+                with self.capture.around(traced, roles.riding, rides=True), self.policy.own_pass() as ends:
+                    self._differentiate(run()[0][micro.mask.to(self.policy.device)].sum(), ends)
+
+    def _after_shared_prompts(self, backward: Backward) -> None:
+        """What passes with shared prompts could not give of the mini-batch that is about to be scored."""
+        assert self.capture.current is not None and backward.passes is not None
+        if self.config.needs_prompts:
+            if len(self.capture.current.rows):
+                self._passes_apart(backward, backward.number)
+        elif self.config.wants_loss_term:
+            for micro, run in backward.passes(self.capture.directed_rows()):
+                traced = self._traced(micro, torch.ones(len(micro.rows)), backward.number)
+                around = self.capture.around(traced, "target", rides=False, takes="directions")
+                with around, self.policy.own_pass() as ends:
+                    self._differentiate(run()[1][micro.mask.to(self.policy.device)].sum(), ends)
 
     def _traced(self, micro: MicroBatch, token_weight: Tensor, optimizer_step: int) -> TracedPass:
         return TracedPass(
@@ -144,6 +166,7 @@ class InfluenceTraceInstrument(WritingObserver):
             token_weight=token_weight,
             optimizer_step=optimizer_step,
             positions=self.policy.seen_by_head(micro),
+            predicted_at=micro.logit_positions if micro.shares_prompts else None,
         )
 
     def _own_passes(self, traced: TracedPass, roles: PassRoles, micro: MicroBatch) -> None:
@@ -178,6 +201,8 @@ class InfluenceTraceInstrument(WritingObserver):
                     self._scope_pass(state)
                     self.capture.score(terms=terms, coming=self.coming())
                 elif state.update is update:
+                    if state.backward is not None and state.backward.micro.shares_prompts:
+                        self._after_shared_prompts(state.backward)
                     self.capture.score(terms=terms, coming=self.coming())
         if self.check is not None and state is not None and state.failure is None:
             self._verify(self.check, state, update)

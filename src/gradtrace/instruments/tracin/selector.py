@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, GhostProduct, directional_derivative
 from gradtrace.instruments.padding_row import padding_row_is_constant
+from gradtrace.policy.policy import embedding_output
 
 METHODS = ("auto", "ghost", "tangent")
 PARAMETERS = ("linear", "all")
@@ -224,27 +225,3 @@ def countable(model: nn.Module, parameters: str, exclude: Sequence[str]) -> dict
     if not trainable:
         raise AttributionError("no trainable parameter counts: every weight is frozen or excluded")
     return trainable
-
-
-@contextmanager
-def embedding_output(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the outputs of the input embeddings of forward passes inside, made differentiable: where a backward
-    pass that wants no weight gradients may end."""
-    outputs: list[Tensor] = []
-    getter = getattr(model, "get_input_embeddings", None)
-    module = getter() if callable(getter) else None
-    if module is None:
-        yield outputs
-        return
-
-    def remember(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            output.requires_grad_()
-        outputs.append(output)
-        return output
-
-    handle = module.register_forward_hook(remember)
-    try:
-        yield outputs
-    finally:
-        handle.remove()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from gradtrace.instruments.tracin.selector import embedding_output
 from gradtrace.integrations.trl.batches import LeftPadded
 from gradtrace.policy.microbatch import MicroBatch
 from gradtrace.policy.policy import Policy
@@ -44,15 +43,15 @@ class TrlPolicy(Policy):
 
     @contextmanager
     def own_pass(self) -> Iterator[list[Tensor]]:
-        """Sharded weights are gathered inside the pass, so that it cannot end at them; it ends at the embeddings. What
-        FSDP has accumulated of training's gradients waits."""
+        """What FSDP has accumulated of training's gradients waits."""
         model = self.model
         if not isinstance(model, FSDPModule):
-            yield []
+            with super().own_pass() as outputs:
+                yield outputs
             return
         model.set_requires_gradient_sync(False)
         try:
-            with embedding_output(self.model) as outputs:
+            with super().own_pass() as outputs:
                 yield outputs
         finally:
             model.set_requires_gradient_sync(self.syncs())

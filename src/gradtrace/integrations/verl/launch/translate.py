@@ -148,6 +148,8 @@ def refuse(config: Config) -> None:
         known = key.startswith((*LAUNCHER, *MAPPED, *(f"trainer.{name}" for name in TRAINER)))
         if key == "algorithm.dynamic_sampling.max_batches" and not config.algorithm.dynamic_sampling.enable:
             continue
+        if key == "actor.share_prompts" and value == "never":  # as verl does it anyway
+            continue
         if value == usual or (known and not reason):
             continue
         raise GradtraceError(
