@@ -3,8 +3,8 @@ sampling and loss (token mean, clip, no KL), one optimizer step per rollout, on 
 
 TRL's side is its real `train()`: a callback times each step from its begin to its end, and our steps run in
 between, so the sides alternate. Its logging and data loading fall outside the timed part. Ours is measured twice:
-with `actor.share_prompts=true`, and with the default (`…_default`), which traces can ride on; the update they make is
-the same.
+with the default settings, which compute a prompt once for all its responses, and with `actor.share_prompts=never`
+(`…_apart`); the update they make is the same.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def reward_of(text: str) -> float:
 class OurSide:
     """The embedded loop's step on the case's prompts, again and again."""
 
-    def __init__(self, case: Case, folder: Path, share_prompts: bool) -> None:
+    def __init__(self, case: Case, folder: Path, share_prompts: str) -> None:
         config = load_config(
             [
                 f"actor.share_prompts={share_prompts}",
@@ -135,15 +135,15 @@ def rewards_of(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def compare(case: Case, name: str) -> tuple[dict[str, Timing], dict[str, Any]]:
-    """Ratios with shared prompts and with the default settings, and details."""
+    """Ratios with the default settings and with every response's own prompt, and details."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(case.threads)
     with tempfile.TemporaryDirectory() as folder:
         sides = {
-            "ours": OurSide(case, Path(folder) / "shared", share_prompts=True),
-            "ours_default": OurSide(case, Path(folder) / "default", share_prompts=False),
+            "ours": OurSide(case, Path(folder) / "default", share_prompts="auto"),
+            "ours_apart": OurSide(case, Path(folder) / "apart", share_prompts="never"),
         }
         callback = Alternate(sides, case.warmup)
         responses = len(case.prompts) * case.n
@@ -186,7 +186,7 @@ def compare(case: Case, name: str) -> tuple[dict[str, Timing], dict[str, Any]]:
         trainer.train()
         theirs_length = trainer.state.log_history[-1]["completions/mean_length"]
     ours, times = sides["ours"], callback.times
-    timing, default = (Timing(times["theirs"], times[side]) for side in ("ours", "ours_default"))
+    timing, apart = (Timing(times["theirs"], times[side]) for side in ("ours", "ours_apart"))
     phases = {name: round(statistics.median(values), 5) for name, values in ours.phases.items()}
     detail = {
         **timing.detail(),
@@ -196,11 +196,11 @@ def compare(case: Case, name: str) -> tuple[dict[str, Timing], dict[str, Any]]:
         "max_new_tokens": case.max_new_tokens,
         "ours_mean_length": round(sum(ours.lengths) / len(ours.lengths), 2),
         "theirs_mean_length": round(theirs_length, 2),
-        "without_shared_prompts": default.detail(),
+        "without_shared_prompts": apart.detail(),
         "ours_phases_s": phases,
         "threads": case.threads,
     }
-    return {f"speedup_trl_{name}": timing, f"speedup_trl_{name}_default": default}, detail
+    return {f"speedup_trl_{name}": timing, f"speedup_trl_{name}_apart": apart}, detail
 
 
 def tiny_case(quick: bool, threads: int, folder: Path) -> Case:
