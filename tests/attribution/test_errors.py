@@ -265,3 +265,41 @@ def test_deferred_errors_leave_the_backward_pass_alone(model: nn.Module) -> None
         assert all(p.grad is not None for p in model.parameters())
         with pytest.raises(AttributionError, match=r"capture failed: .* going backward"):
             tracer.score(accepted=batch.accepted, group=batch.group)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "labels", "message"),
+    [
+        ({"credit": "tail"}, {}, "needs accepted and group"),
+        (
+            {"credit": "position"},
+            {"accepted": torch.tensor([True, False]), "group": torch.zeros(2, dtype=torch.long)},
+            "prompt to itself",
+        ),
+    ],
+)
+def test_a_pass_with_shared_prompts_cannot_give_what_needs_them(
+    model: nn.Module, knobs: dict[str, str], labels: dict[str, torch.Tensor], message: str
+) -> None:
+    config = InfluenceConfig(projection_dim_factor=0, output_function="log_prob", **knobs)
+    with (
+        InfluenceTracer(model, config) as tracer,
+        pytest.raises(AttributionError, match=message),
+        tracer.capture(
+            response=torch.tensor([[-1, 0, 0, 1, 1]]),
+            tokens=torch.zeros(1, 5, dtype=torch.bool),
+            predicted_at=torch.tensor([1, 2, 3, 4]),
+            takes="scores",
+            **labels,
+        ),
+    ):
+        pass
+
+
+def test_positions_that_predict_are_given_for_packed_rows_only(model: nn.Module) -> None:
+    with (
+        InfluenceTracer(model, exact_config()) as tracer,
+        pytest.raises(AttributionError, match="packed rows"),
+        tracer.capture(response=torch.arange(2), tokens=masks(), predicted_at=torch.tensor([1, 2])),
+    ):
+        pass

@@ -35,6 +35,9 @@ KNOBS = {
     "older-target": ("target=output_function",),
     "scope-pass": ("scope_pass=true",),
     "projected": ("projection_dim_factor=2",),
+    "sum-of-tokens": ("response_reduction=sum", "loss_term_prompts=0"),
+    "with-the-head": ("module_name_filter=[mlp,attn,lm_head]",),
+    "groups-in-several-passes": ("loss_term_prompts=0", "profile_timing=true"),
 }
 
 
@@ -45,6 +48,7 @@ def test_scores_do_not_depend_on_sharing(tmp_path: Path, knobs: tuple[str, ...])
     for sharing in ("always", "never"):
         (tmp_path / sharing).mkdir()
         more = (*LAYERS, *TRACED, *ONE_STEP, *influence("loss_term_prompts=1", *knobs), "actor.optim.lr=1e-5")
+        more = (*more, "actor.token_budget=20") if "profile_timing=true" in knobs else more
         found[sharing] = columns(run(tmp_path / sharing, *more, f"actor.share_prompts={sharing}"))
     shared, apart = found["always"], found["never"]
     assert np.array_equal(shared["row"], apart["row"]) and set(apart["optimizer_step"]) <= {0, 1}
@@ -86,7 +90,7 @@ def test_only_groups_that_need_their_prompts_take_passes(
     passes = PolicyLoss.passes
 
     def counted(self: PolicyLoss, batch: object, micro_batches: MicroBatches, rows: Tensor) -> object:
-        if micro_batches.layout != "shared":  # those of loss terms go forward alone, with shared prompts
+        if torch.is_grad_enabled():  # own terms go forward alone
             asked.append(rows)
         return passes(self, batch, micro_batches, rows)  # type: ignore[arg-type]
 

@@ -158,10 +158,10 @@ class InfluenceConfig:
 
     @property
     def needs_prompts(self) -> bool:
-        """Whether the scores of a backward pass need what flows into each response's prompt. Those of the tail do not;
-        loss terms then need a pass of Σ log-probs for their directions, which is how `optimizer` and `identity` ask."""
-        by_log_probs = self.hessian_mode != "inverse" and self.target == "log_prob"
-        return not self.tail_only or (self.wants_loss_term and not by_log_probs)
+        """Whether the scores of a backward pass need what flows into each response's prompt. Those of the tail do not,
+        and loss terms neither where one contrast of log-probs is all that they ask about."""
+        one_contrast = self.hessian_mode != "inverse" and self.target == "log_prob" and not self.exclude_self_response
+        return not self.tail_only or (self.wants_loss_term and not one_contrast)
 
     def captured(self, tokens: int) -> int:
         """How many of a response's tokens are scored."""

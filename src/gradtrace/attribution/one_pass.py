@@ -88,12 +88,19 @@ class OnePass:
         self._directed: list[tuple[Scope, dict[int, Tensor]]] = []
         if self.role != "step" and config.hessian_mode != "inverse" and self.takes != "scores":
             self._directed = [
-                (scope, self.to.loss_terms.weights(scope, self._signed(scope.members)))
+                (scope, self._direction_weights(scope))
                 for scope in self.scopes
                 if scope.has_loss_terms and present.intersection(scope.members)
             ]
         if self._directed:
             self.capture.direct({r for scope, _ in self._directed for r in scope.members})
+
+    def _direction_weights(self, scope: Scope) -> dict[int, Tensor]:
+        """Member → [m]: how what was captured of it counts in the scope's directions. A pass for directions alone is of
+        the contrast already."""
+        if self.takes == "directions":
+            return {r: torch.ones(1, dtype=torch.float64) for r in scope.members if r in self.factors}
+        return self.to.loss_terms.weights(scope, self._signed(scope.members))
 
     def _signed(self, members: list[int]) -> dict[int, float]:
         assert self.labels is not None

@@ -168,9 +168,9 @@ class InfluenceTracer:
         on "its loss", so that the contrast of accepted and rejected does not count the sign a second time.
 
         Where responses share the positions of their prompt (id −1 there), `predicted_at` lists the flat positions whose
-        logits predict response tokens, and such a pass `takes` the "scores" of the tail alone (see
-        `InfluenceConfig.needs_prompts`); the "directions" that loss terms need come from one more pass of Σ log-probs
-        (role="target") in which every response of their groups has its prompt to itself.
+        logits predict response tokens, and such a pass `takes` the "scores" of the tail alone. The "directions" that
+        loss terms need then come from one more pass, of Σ_r `direction_weights()[r]` Σ_t ℓ_t, in which all positions of
+        a group, prompts included, have the id of one of its responses; see `InfluenceConfig.needs_prompts`.
 
         With `accepted` and `group` of *all* responses given here, groups that this micro-batch holds whole are
         scored inside the backward pass and nothing of them is stored, and constant groups cost nothing.
@@ -201,6 +201,17 @@ class InfluenceTracer:
             self._loss_terms.forget_pass()
             self._hooks.forget_calls()
 
+    def direction_weights(self) -> dict[int, float]:
+        """How the log-probs of each response count in the contrast of its scope, where that has loss terms; after the
+        passes that were captured for scores."""
+        mean = self.config.response_reduction == "mean"
+        return {
+            r: float(scope.contrast[0, i]) / (max(self._ledger.counts.get(r, 1), 1) if mean else 1)
+            for scope in self._scopes
+            if scope.has_loss_terms
+            for i, r in enumerate(scope.members)
+        }
+
     def _check_takes(self, takes: Takes) -> None:
         if takes == "all":
             return
@@ -210,9 +221,10 @@ class InfluenceTracer:
             )
         if self.config.needs_prompts:
             raise AttributionError(
-                f"takes={takes!r} parts scores of the tail from directions, and with credit={self.config.credit!r},"
-                f" hessian_mode={self.config.hessian_mode!r} and target={self.config.target!r} one needs the other:"
-                " capture a pass in which every response has its prompt to itself"
+                f"takes={takes!r} parts scores of the tail from the direction of one contrast; credit="
+                f"{self.config.credit!r}, hessian_mode={self.config.hessian_mode!r}, target={self.config.target!r} and"
+                f" exclude_self_response={self.config.exclude_self_response} ask for more: capture a pass in which"
+                " every response has its prompt to itself"
             )
 
     def _one_pass(self, capture: Capture, role: Role, factors: dict[int, float], takes: Takes) -> OnePass:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -39,6 +39,16 @@ class OptimizerStep:
     """long[r]: rows of the `RolloutBatch` in this mini-batch."""
 
 
+Passes = Iterable[tuple[MicroBatch, Callable[[], Tensor]]]
+"""Micro-batches, each with what runs it and returns [2, r, T]: every token's own term of the loss at the current
+weights, before aggregation, and its log-prob."""
+
+
+class PassesOf(Protocol):
+    def __call__(self, rows: Tensor, apart: bool = True) -> Passes:
+        """Passes over these rows, every response with its own prompt, or with `apart=False` laid out as training is."""
+
+
 @dataclass(frozen=True, eq=False)
 class Backward:
     """One forward/backward pass of an update."""
@@ -51,10 +61,9 @@ class Backward:
     token_terms: Callable[[Tensor], Tensor]
     """Rows of the `RolloutBatch` → [2, N], their tokens one after the other: each token's own term of the loss at the
     current weights, before aggregation, and its log-prob; runs the model."""
-    passes: Callable[[Tensor], Iterable[tuple[MicroBatch, Callable[[], Tensor]]]] | None = None
-    """Rows → their micro-batches, every response with its own prompt, each with what runs it and returns [2, r, T],
-    those terms; where a host can run rows of any mini-batch at any time. Old log-probs of this update's rows are known
-    after its last pass."""
+    passes: PassesOf | None = None
+    """Where a host can run rows of any mini-batch at any time. Old log-probs of this update's rows are known after its
+    last pass."""
     optimizer_steps: int | None = None
     """Optimizer steps taken on this rollout before this pass, where a host spreads `update.rows` over several of
     them; None: `update.number`."""

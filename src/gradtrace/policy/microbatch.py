@@ -48,8 +48,13 @@ class MicroBatch:
     """bool[r, T]: the responses' loss mask, trimmed to the longest of them."""
     targets: Tensor
     """long[N]: the response tokens that the policy wrote, row by row."""
-    shares_prompts: bool = field(default=False, kw_only=True)
-    """Whether responses share the positions of their prompt; their own last tokens are not in `input_ids` then."""
+    prompt_rows: Tensor | None = field(default=None, kw_only=True)
+    """long[1, S], where prompts are shared: at every position the first of the rows that share its prompt. The last
+    tokens of responses are not in `input_ids` then."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.prompt_rows is not None
 
     def column(self, batch: RolloutBatch, name: str, device: torch.device) -> Any:
         """Column [R, T] of the whole batch → [r, T] of this micro-batch; None if it is not set."""
@@ -139,6 +144,10 @@ class Sequences:
         starts = border + own_lengths.cumsum(0) - own_lengths
         predicted_at = starts[:, None] + torch.arange(mask.shape[1])
         owner = torch.cat([torch.full((border,), -1), rows.repeat_interleave(own_lengths)])
+        first = rows[torch.cat([torch.ones(1, dtype=torch.bool), prompt_of.diff() > 0])]
+        prompt_rows = torch.cat(
+            [first.repeat_interleave(shared_lengths), first[prompt_of].repeat_interleave(own_lengths)]
+        )
         written = torch.cat([torch.zeros(len(rows), 1, dtype=torch.bool), mask], dim=1)
         sequences = Rectangle.of(own_lengths)
         return MicroBatch(
@@ -151,7 +160,7 @@ class Sequences:
             logit_positions=predicted_at[mask],
             mask=mask,
             targets=self.batch.responses[rows, : mask.shape[1]][mask],
-            shares_prompts=True,
+            prompt_rows=prompt_rows[None],
         )
 
     def _micro_batch(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradtrace.algorithms import Denominator, aggregate, token_weights
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.observer import Backward, OptimizerStep, StepObserver
+from gradtrace.instruments.observer import Backward, OptimizerStep, Passes, StepObserver
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.optimizer import Optimizer
@@ -65,6 +65,10 @@ class PolicyUpdate:
         # Columns of this batch alone, to be written to as passes go by.
         own = {name: getattr(batch, name) for name in ("old_log_probs", "entropies")}
         batch = batch.replace(**{name: (empty if c is None else c).clone() for name, c in own.items()})
+
+        def passes(rows: Tensor, apart: bool = True) -> Passes:
+            return self.loss.passes(batch, micro_batches.with_prompts_apart() if apart else micro_batches, rows)
+
         for update in updates:
             denominator = Denominator.of(batch.response_mask[update.rows], self.loss.max_response_length)
             for micro in micro_batches(update.rows):
@@ -74,7 +78,7 @@ class PolicyUpdate:
                     micro,
                     weights,
                     partial(self.loss.token_terms, batch, micro_batches),
-                    partial(self.loss.passes, batch, micro_batches.with_prompts_apart()),
+                    passes,
                 )
                 with observer.around_backward(context):
                     loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)

@@ -26,7 +26,7 @@ from gradtrace.attribution import (
     step_scale,
     target_scale,
 )
-from gradtrace.attribution.ledger import Role, Takes
+from gradtrace.attribution.ledger import Role
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.trace.schema import GroupStatus
 
@@ -155,9 +155,8 @@ class InfluenceCapture:
         return PassRoles(tuple(own), step) if passes.step_rides else PassRoles((*own, step), None)
 
     @contextmanager
-    def around(self, traced: TracedPass, role: Role, rides: bool, takes: Takes | None = None) -> Iterator[None]:
-        """The backward pass inside is captured: that of training (`rides`), or a pass of the role's own. By default it
-        takes all that it can."""
+    def around(self, traced: TracedPass, role: Role, rides: bool) -> Iterator[None]:
+        """The backward pass inside is captured: that of training (`rides`), or a pass of the role's own."""
         mini_batch, plan = self._mini_batch, self._plan
         ids = mini_batch.place[traced.rows]
         chosen = ids >= 0
@@ -183,7 +182,7 @@ class InfluenceCapture:
             role=role,
             positions=traced.positions,
             predicted_at=traced.predicted_at,
-            takes=takes or ("all" if traced.predicted_at is None else "scores"),
+            takes="all" if traced.predicted_at is None else "scores",
             **self._labels(),
         ):
             yield
@@ -193,6 +192,32 @@ class InfluenceCapture:
         spread = torch.zeros(len(self._mini_batch.rows))
         spread[ids] = values.float()
         return spread
+
+    @contextmanager
+    def around_directions(
+        self, prompt_rows: Tensor, predicted_at: Tensor, positions: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        """The backward pass inside is that of the contrast, Σ_r w_r Σ_t ℓ_t with `direction_weights`, laid out as
+        `MicroBatch.prompt_rows` says; the others are as in `TracedPass`."""
+        response = self._mini_batch.place[prompt_rows]
+        tokens = torch.zeros_like(response, dtype=torch.bool)
+        with self.tracer.capture(
+            response=response,
+            tokens=tokens,
+            positions=positions,
+            predicted_at=predicted_at,
+            role="target",
+            takes="directions",
+            **self._labels(),
+        ):
+            yield
+
+    def direction_weights(self) -> Tensor:
+        """float[R]: of each row of the batch, 0 where it has no part in a direction."""
+        found = torch.zeros(len(self._plan.group))
+        for place, weight in self.tracer.direction_weights().items():
+            found[self._mini_batch.rows[place]] = weight
+        return found
 
     def directed_rows(self) -> Tensor:
         """Rows of the mini-batch that the directions of loss terms are made of: the groups that have them, or with

@@ -7,9 +7,9 @@ the pass that training makes anyway, and with `all_selected` the scope is the se
 With `scope_pass` the whole batch is scored at the first θ instead, in passes of its own before the first optimizer
 step, and `all_selected` is the whole step.
 
-Where responses share their prompt in training, the scores of the tail ride on its passes. What needs the gradient of
-each response in its prompt (directions of loss terms, every score of `position`) takes passes of its own before the
-optimizer step, of the groups that it is about.
+Where responses share their prompt in training, the scores of the tail ride on its passes. The directions of loss terms,
+which are of a contrast and not of the loss, take passes of their own before the optimizer step, for the groups that
+they are about; and so does everything that needs the gradient of each response in its prompt, such as `position`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import InfluenceCapture, PassRoles, TracedPass
 from gradtrace.instruments.influence.join import joined_over
 from gradtrace.instruments.influence.record import InfluenceRecord
-from gradtrace.instruments.observer import Backward, OptimizerStep, WritingObserver
+from gradtrace.instruments.observer import Backward, OptimizerStep, Passes, WritingObserver
 from gradtrace.instruments.verify.in_training import TrainingCheck
 from gradtrace.policy.microbatch import MicroBatch, Sequences
 from gradtrace.policy.policy import Policy
@@ -152,11 +152,19 @@ class InfluenceTraceInstrument(WritingObserver):
             if len(self.capture.current.rows):
                 self._passes_apart(backward, backward.number)
         elif self.config.wants_loss_term:
-            for micro, run in backward.passes(self.capture.directed_rows()):
-                traced = self._traced(micro, torch.ones(len(micro.rows)), backward.number)
-                around = self.capture.around(traced, "target", rides=False, takes="directions")
-                with around, self.policy.own_pass() as ends:
-                    self._differentiate(run()[1][micro.mask.to(self.policy.device)].sum(), ends)
+            self._direct(backward.passes(self.capture.directed_rows(), apart=False))
+
+    def _direct(self, passes: Passes) -> None:
+        """Capture the directions of loss terms: a contrast asks of a prompt no more than the sum over its responses."""
+        weights = self.capture.direction_weights()
+        for micro, run in passes:
+            assert micro.prompt_rows is not None
+            seen = self.policy.seen_by_head(micro)
+            around = self.capture.around_directions(micro.prompt_rows, micro.logit_positions, seen)
+            with around, self.policy.own_pass() as ends:
+                log_probs = run()[1]
+                own = (weights[micro.rows, None] * micro.mask).to(log_probs)
+                self._differentiate((log_probs * own).sum(), ends)
 
     def _traced(self, micro: MicroBatch, token_weight: Tensor, optimizer_step: int) -> TracedPass:
         return TracedPass(
