@@ -1,9 +1,10 @@
 """Run benchmarks and rewrite the table in docs/benchmarks.md.
 
-What is timed runs first, alone on the machine, one after the other; then the studies, which ask whether something is
-true and not how long it takes, side by side, one on each core. Studies also rewrite their parts of other pages.
+What is timed runs first, alone on the machine, one after the other; then what is not: studies, which ask whether
+something is true, and what counts operations or bytes. These run side by side, one on each core, those that took
+longest the last time first. Studies also rewrite their parts of other pages.
 
-python -m benchmarks                  all of them, about two hours
+python -m benchmarks                  all of them, about an hour and a half
 python -m benchmarks --go-on          those that have no result of this code on this machine yet
 python -m benchmarks rollout solvers  only these; the others keep their last results in the table
 python -m benchmarks --quick rollout  small sizes; results and table are left alone
@@ -35,11 +36,11 @@ TARGETS = REPOSITORY / "benchmarks" / "targets.json"
 """{ratio: {"min": …} or {"max": …}}: what a ratio must reach."""
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 NOT_BENCHMARKS = {"__main__", "common"}
-STUDIES = (
-    *("tracin_effect", "findings", "validity", "deletion"),
-    *("probe_accuracy", "token_value", "verify_precision", "token_selection"),
-)
-"""What does not time anything, the longest first."""
+STUDIES = {
+    *("tracin_effect", "findings", "validity", "deletion", "probe_accuracy", "token_value", "verify_precision"),
+    *("token_selection", "growth", "peers.prime_rl_export"),
+}
+"""What does not time anything: another program beside it changes nothing but the minutes."""
 WRITE_PAGES = ("deletion", "findings", "growth", "token_selection", "token_value", "tracin_effect", "validity")
 """These have `--write-docs`."""
 NEW_DOCUMENT = f"""# Benchmarks
@@ -83,16 +84,24 @@ def run(name: str, quick: bool) -> dict[str, Any] | None:
 
 
 def run_all(names: list[str], quick: bool) -> dict[str, dict[str, Any] | None]:
-    """Benchmark → its result: first what is timed, one after the other, then the studies side by side."""
+    """Benchmark → its result: first what is timed, one after the other, then the studies side by side, the longest
+    first, so that all cores end at about the same time."""
     found: dict[str, dict[str, Any] | None] = {}
     timed = [name for name in names if name not in STUDIES]
     for place, name in enumerate(timed, 1):
         print(f"{name} ({place} of {len(timed)}):", flush=True)
         found[name] = run(name, quick)
-    studies = [name for name in STUDIES if name in names]
+    studies = sorted((name for name in names if name in STUDIES), key=last_minutes, reverse=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found |= dict(zip(studies, pool.map(lambda name: run(name, quick), studies), strict=True))
     return found
+
+
+def last_minutes(name: str) -> float:
+    """What a benchmark took the last time; one that was never timed counts as long, so that it does not come last."""
+    path = RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    return float(stored.get("minutes", float("inf")))
 
 
 def missed_targets(ratios: dict[str, float]) -> list[str]:

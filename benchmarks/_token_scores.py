@@ -36,6 +36,16 @@ class TokenScores:
     entropies: Tensor
 
 
+@torch.no_grad()
+def token_statistics(parts: Parts, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens, [R, T] each and 0 where there is no token, from a forward pass alone."""
+    policy, rows = parts.policy, torch.arange(len(batch))
+    found = policy.statistics(Sequences.of(batch).micro_batch(rows, policy.best_layout()))
+    mask = batch.response_mask
+    log_probs, entropies = (torch.zeros(mask.shape).masked_scatter(mask, values) for values in found)
+    return log_probs, entropies
+
+
 def token_scores(parts: Parts, batch: RolloutBatch, config: InfluenceConfig = DEFAULT) -> TokenScores:
     """Under GRPO's loss at ratio 1, whose terms are A ℓ with one advantage for all tokens of a response."""
     assert batch.rewards is not None

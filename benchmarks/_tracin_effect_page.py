@@ -71,7 +71,7 @@ def accuracies(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, fl
     """(noise, arm) → accuracy after the last step, by seed."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for run in runs:
-        found.setdefault((run["noise"], run["arm"]), {})[run["seed"]] = run["points"][-1]["accuracy"]
+        found.setdefault((run["noise"], run["arm"]), {})[run["seed"]] = run["accuracy"]
     return found
 
 

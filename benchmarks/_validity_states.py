@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +18,19 @@ from benchmarks.common import REPOSITORY, smollm2_path
 from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
+from gradtrace.instruments.entropy_probe.passes import KeepDouble
 from gradtrace.instruments.observer import StepObserver
 from gradtrace.instruments.verify.copies import optimizer_like
 from gradtrace.instruments.verify.trial import Trial
+from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
+
+
+class AllKeptError(Exception):
+    """Ends training once the last chosen state is kept: nobody needs the update that would follow."""
 
 
 class Keeper(StepObserver):
@@ -37,6 +45,8 @@ class Keeper(StepObserver):
             part = self.steps[step].with_suffix(".part")
             torch.save(self.kept(batch, rows), part)
             part.rename(self.steps[step])
+        if step >= max(self.steps):
+            raise AllKeptError
         return batch
 
     def kept(self, batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
@@ -66,7 +76,7 @@ class Keeper(StepObserver):
 
 
 def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Path) -> None:
-    """Train as the recipe does, up to the last of the steps, unless their states are there."""
+    """Train as the recipe does, up to the last of the steps and not through it, unless their states are there."""
     if all(path.exists() for path in steps.values()):
         return
     quiet = [
@@ -77,20 +87,54 @@ def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Pat
     ]
     parts = build_parts(load_config([*overrides, *quiet]))
     name = next(iter(steps.values())).stem
-    Trainer(parts, RunFiles(runs / name), Keeper(parts, steps, groups), SilentDisplay()).fit()
-    del parts
+    trainer = Trainer(parts, RunFiles(runs / name), Keeper(parts, steps, groups), SilentDisplay())
+    with contextlib.suppress(AllKeptError):
+        for step in itertools.count(1):
+            batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
+            trainer.train_step(batch, step, Timer())
+    del parts, trainer
     gc.collect()
 
 
-def trial_of(path: Path) -> Trial:
-    """In float64, from a file of `collect`."""
+class SharedPrompts(Trial):
+    """A trial that computes a group's prompt once when it measures: most of its tokens are prompt on SmolLM2."""
+
+    def contrasts(self, groups: list[int]) -> Tensor:
+        """[G]: of each group."""
+        found = []
+        for g in groups:
+            members = self.members[g]
+            means = torch.stack([values.mean() for values in self._behind_one_prompt(members)])
+            good = self.accepted[members]
+            found.append(means[good].mean() - means[~good].mean())
+        return torch.stack(found)
+
+    def _behind_one_prompt(self, responses: list[int]) -> list[Tensor]:
+        """The log-probs of each response's tokens, [T_r] each; all of them are answers to one prompt."""
+        prompt = self.sequences[responses[0]][: self.prompt_lengths[responses[0]]]
+        answers = [self.sequences[r][len(prompt) :] for r in responses]
+        ids = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True)
+        double = next(self.model.parameters()).dtype == torch.float64
+        with KeepDouble() if double else contextlib.nullcontext():
+            read = self.model(input_ids=prompt[None], use_cache=True, logits_to_keep=1)
+            read.past_key_values.batch_repeat_interleave(len(ids))
+            written = self.model(input_ids=ids, past_key_values=read.past_key_values).logits[:, :-1]
+            logits = torch.cat([read.logits.expand(len(ids), -1, -1), written], 1) / self.temperature
+            found = torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
+        return [values[: len(own)] for values, own in zip(found, answers, strict=True)]
+
+
+def trial_of(path: Path, dtype: torch.dtype = torch.float64) -> Trial:
+    """In this precision, from a file of `collect`."""
     kept = torch.load(path, weights_only=False)
     model = AutoModelForCausalLM.from_config(kept["model_config"])
     model.load_state_dict(kept["model"])
-    model = model.double().eval()
+    model = model.to(dtype).eval()
     optimizer = optimizer_like(torch.optim.AdamW, model, kept["groups"], kept["names"], kept["state"])
     names = ("sequences", "prompt_lengths", "group", "accepted", "advantages", "temperature", "grad_clip")
-    return Trial(model, optimizer, **{name: kept[name] for name in names})
+    # Two passes for one pay where more than half of the tokens are prompt.
+    kind = SharedPrompts if 2 * sum(kept["prompt_lengths"]) > sum(map(len, kept["sequences"])) else Trial
+    return kind(model, optimizer, **{name: kept[name] for name in names})
 
 
 def countdown_overrides() -> list[str]:

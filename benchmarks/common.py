@@ -68,10 +68,16 @@ def code() -> str:
     return digest.hexdigest()[:12]
 
 
+def bench_folder() -> Path:
+    """Where runs of this very code are kept. As `trainer.runs_dir` it lets all benchmarks share one warm start of the
+    demo, which takes half a minute to make; a run's own files go to the folder that its `RunFiles` names."""
+    return REPOSITORY / "runs" / "bench" / code()
+
+
 def study_folder(name: str) -> Path:
     """Where a study keeps the runs that it made. It belongs to this very code: an interrupted study goes on where it
     was, and nothing that other code has made is taken for it."""
-    return REPOSITORY / "runs" / "bench" / code() / name
+    return bench_folder() / name
 
 
 def study_arguments(parser: argparse.ArgumentParser, name: str, page: str) -> None:
@@ -297,7 +303,7 @@ def median_interval(values: list[float]) -> Interval:
     return Interval(statistics.median(ordered), ordered[below], ordered[n - 1 - below], n)
 
 
-def wilson(found: int, runs: int) -> tuple[float, float]:
+def wilson(found: float, runs: int) -> tuple[float, float]:
     """A 95 % interval of the share found/runs."""
     if not runs:
         return 0.0, 1.0

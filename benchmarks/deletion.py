@@ -2,8 +2,9 @@
 
 GRPO trains as in the demo for a few steps. Before every update each token is scored (its own term's effect on its
 group's contrast, in the optimizer's geometry); the advantages of the tokens that a rule leaves out are set to 0, and
-the rest is scaled up to the same mass Σ|A|. Held-out accuracy afterwards, for several seeds. The controls leave out
-equally many tokens: a random choice, those of low entropy, those with a small |A|(1−p), and the inverse of each.
+the rest is scaled up to the same mass Σ|A|. Held-out accuracy afterwards, for several seeds. The controls keep the
+same share of the tokens in every step as the run of the same seed that they are compared with: a random choice, those
+of high entropy, those with a large |A|(1−p), and those with a small one. They need no scores, only log-probs.
 
 Two tasks: the demo's chains with the reward for the whole chain, and with a reward for the final answer alone, where
 several chains are right. Results stay in --folder: what is there is not run again.
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks._deletion_page import write_deletion
-from benchmarks._token_scores import ANSWER_ONLY, token_scores
+from benchmarks._token_scores import ANSWER_ONLY, token_scores, token_statistics
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative, study_arguments
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
@@ -36,56 +38,60 @@ from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
+EVERYTHING, HELPFUL, OTHERS = "all tokens", "score > 0", "score ≤ 0"
 RULES = {
-    "all tokens": "everything is trained on",
-    "score > 0": "tokens whose step helps the accepted responses",
-    "score ≤ 0": "the others alone",
+    EVERYTHING: "everything is trained on",
+    HELPFUL: "tokens whose step helps the accepted responses",
+    OTHERS: "the others alone",
     "random": "as many as `score > 0`, at random",
     "entropy, top": "as many, of the highest entropy",
     "|A|(1−p), top": "as many, of the largest |A|(1−p)",
     "|A|(1−p), bottom": "as many as `score ≤ 0`, of the smallest",
 }
+LIKE = {"random": HELPFUL, "entropy, top": HELPFUL, "|A|(1−p), top": HELPFUL, "|A|(1−p), bottom": OTHERS}
+"""Control → the rule whose share of tokens it keeps."""
 
 
 class Deletion(StepObserver):
     """Sets the advantages of left-out tokens to 0 before the update."""
 
-    def __init__(self, parts: Parts, rule: str, seed: int) -> None:
-        self.parts, self.rule = parts, rule
+    def __init__(self, parts: Parts, rule: str, seed: int, like: list[float]) -> None:
+        """`like`: for a control, the share of the tokens to keep in each step."""
+        self.parts, self.rule, self.like = parts, rule, like
         self.generator = torch.Generator().manual_seed(seed)
         self.shares: list[float] = []
-        """Of the tokens that have an advantage, the part that is trained on."""
+        """Of the tokens that have an advantage, the part that is trained on, step by step."""
 
     def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        if self.rule == "all tokens":
+        if self.rule == EVERYTHING:
             return batch
-        assert batch.advantages is not None
-        scores = token_scores(self.parts, batch)
-        counts = batch.response_mask & (batch.advantages != 0)
-        helps = counts & (scores.step > 0)
-        size = batch.advantages.abs()
-        ranked = {
-            "random": torch.rand(counts.shape, generator=self.generator),
-            "entropy, top": scores.entropies,
-            "|A|(1−p), top": size * (1 - scores.log_probs.exp()),
-            "|A|(1−p), bottom": -size * (1 - scores.log_probs.exp()),
-        }
-        if self.rule == "score > 0":
-            kept = helps
-        elif self.rule == "score ≤ 0":
-            kept = counts & ~helps
-        else:
-            number = int((counts & ~helps).sum() if "bottom" in self.rule else helps.sum())
-            values = ranked[self.rule].masked_fill(~counts, -torch.inf).flatten()
-            kept = torch.zeros_like(values, dtype=torch.bool)
-            kept[values.topk(number).indices] = True
-            kept = kept.view_as(counts)
+        advantages = batch.need("advantages")
+        counts = batch.response_mask & (advantages != 0)
+        kept = self._chosen(batch, counts, self.like[step - 1]) if self.like else self._scored(batch, counts)
         self.shares.append(float(kept.sum() / counts.sum().clamp(min=1)))
+        size = advantages.abs()
         mass = float(size[counts].sum() / size[kept].sum().clamp(min=1e-9))
-        return batch.replace(advantages=torch.where(kept, batch.advantages * mass, 0.0))
+        return batch.replace(advantages=torch.where(kept, advantages * mass, 0.0))
+
+    def _scored(self, batch: RolloutBatch, counts: Tensor) -> Tensor:
+        helps = counts & (token_scores(self.parts, batch).step > 0)
+        return helps if self.rule == HELPFUL else counts & ~helps
+
+    def _chosen(self, batch: RolloutBatch, counts: Tensor, share: float) -> Tensor:
+        """This share of the tokens that count, those that the rule ranks highest."""
+        if self.rule == "random":
+            ranked = torch.rand(counts.shape, generator=self.generator)
+        else:
+            log_probs, entropies = token_statistics(self.parts, batch)
+            weight = batch.need("advantages").abs() * (1 - log_probs.exp())
+            ranked = {"entropy, top": entropies, "|A|(1−p), top": weight, "|A|(1−p), bottom": -weight}[self.rule]
+        values = ranked.masked_fill(~counts, -torch.inf).flatten()
+        kept = torch.zeros_like(values, dtype=torch.bool)
+        kept[values.topk(round(share * int(counts.sum()))).indices] = True
+        return kept.view_as(counts)
 
 
-def train(task: str, rule: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
+def train(task: str, rule: str, seed: int, steps: int, folder: Path, like: list[float]) -> dict[str, Any]:
     """One run: held-out accuracy before and after, and the share of the tokens that it trained on."""
     overrides = [
         *("recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"),
@@ -97,7 +103,7 @@ def train(task: str, rule: str, seed: int, steps: int, folder: Path) -> dict[str
         (folder / "reward.py").write_text(ANSWER_ONLY)
         overrides.append(f"reward.path={folder / 'reward.py'}:reward")
     parts = build_parts(load_config(overrides))
-    observer = Deletion(parts, rule, seed)
+    observer = Deletion(parts, rule, seed, like)
     run = Path(tempfile.mkdtemp(dir=folder))
     trainer = Trainer(parts, RunFiles(run), observer, SilentDisplay())
     before = accuracy(trainer)
@@ -111,7 +117,12 @@ def train(task: str, rule: str, seed: int, steps: int, folder: Path) -> dict[str
         "before": before,
         "after": accuracy(trainer),
         "share": share,
+        "shares": observer.shares,
     }
+
+
+def kept_result(folder: Path, task: str, rule: str, seed: int) -> Path:
+    return folder / f"{task.replace(' ', '_')}_{list(RULES).index(rule)}_{seed}.json"
 
 
 def accuracy(trainer: Trainer) -> float:
@@ -124,13 +135,13 @@ def summary(results: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any
     own = {(r["rule"], r["seed"]): r for r in results if r["task"] == task}
     found: dict[str, dict[str, Any]] = {}
     for rule in RULES:
-        seeds = sorted(s for name, s in own if name == rule and ("all tokens", s) in own)
+        seeds = sorted(s for name, s in own if name == rule and (EVERYTHING, s) in own)
         if not seeds:
             continue
         values = [own[rule, s]["after"] for s in seeds]
         found[rule] = {
             "accuracy": interval(values),
-            "difference": paired_difference(values, [own["all tokens", s]["after"] for s in seeds]),
+            "difference": paired_difference(values, [own[EVERYTHING, s]["after"] for s in seeds]),
             "share": sum(own[rule, s]["share"] for s in seeds) / len(seeds),
             "before": sum(own[rule, s]["before"] for s in seeds) / len(seeds),
         }
@@ -155,14 +166,17 @@ def main(arguments: list[str] | None = None) -> None:
     folder = Path(tempfile.mkdtemp()) / "quick" if args.quick else args.folder
     folder.mkdir(parents=True, exist_ok=True)
     tasks = ["whole chain"] if args.quick else ["whole chain", "answer only"]
-    rules = list(RULES)[:3] if args.quick else list(RULES)
+    rules = list(RULES)[:4] if args.quick else list(RULES)
     deadline = time.time() + 60 * args.minutes
     for seed in range(1 if args.quick else args.seeds):
         for task in tasks:
-            for number, rule in enumerate(rules):
-                path = folder / f"{task.replace(' ', '_')}_{number}_{seed}.json"
-                if not path.exists() and time.time() < deadline:
-                    path.write_text(json.dumps(train(task, rule, seed, 2 if args.quick else args.steps, folder)))
+            for rule in rules:
+                path = kept_result(folder, task, rule, seed)
+                if path.exists() or time.time() > deadline:
+                    continue
+                like = json.loads(kept_result(folder, task, LIKE[rule], seed).read_text()) if rule in LIKE else {}
+                made = train(task, rule, seed, 2 if args.quick else args.steps, folder, like.get("shares", []))
+                path.write_text(json.dumps(made))
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if args.quick:
         shutil.rmtree(folder.parent)
@@ -176,9 +190,9 @@ def main(arguments: list[str] | None = None) -> None:
     chain = found["whole chain"]
     if args.write_docs:
         write_deletion(REPOSITORY / "docs", found)
-    names = {"kept_positive": "score > 0", "kept_negative": "score ≤ 0", "kept_random": "random"}
+    names = {"kept_positive": HELPFUL, "kept_negative": OTHERS, "kept_random": "random"}
     ratios = {
-        f"accuracy_{label}_over_all": relative(chain[rule]["difference"], chain["all tokens"]["accuracy"].mean)
+        f"accuracy_{label}_over_all": relative(chain[rule]["difference"], chain[EVERYTHING]["accuracy"].mean)
         for label, rule in names.items()
         if rule in chain
     }

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -28,11 +30,14 @@ from benchmarks._findings_page import write_table
 from benchmarks.common import emit, parse_arguments, study_arguments, wilson
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
+from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.findings.statistics import repeated_share
+from gradtrace.instruments.observer import StepObserver
 from gradtrace.intervals import Interval
 from gradtrace.metrics import Timer
 from gradtrace.trace.reader import open_run
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.writer import SilentWriter
 from gradtrace.training.instruments import build_findings, build_observer
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import build_parts
@@ -56,74 +61,112 @@ CLEAN = "clean"
 ALL_FAULTS = {**FAULTS, CLEAN: Fault(()), **smollm2.SMOLLM2_FAULTS}
 
 
-def run_one(kind: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
-    """A run with that fault, or none; what was found in it."""
-    fault = ALL_FAULTS[kind]
-    clean_with_critic = kind == CLEAN and seed % 5 == 4
+def settings_of(kind: str, seed: int) -> list[str]:
+    """Of a run with that fault; a fifth of the clean runs has a critic."""
     own = smollm2.settings() if kind in smollm2.SMOLLM2_FAULTS else SETTINGS
-    overrides = [*own, *fault.overrides, *(GAE if clean_with_critic else ())]
-    config = load_config(
-        [*overrides, f"trainer.runs_dir={folder.parent}", f"trainer.seed={seed}", f"trainer.total_steps={steps}"]
-    )
-    parts = build_parts(config)
-    run_dir = Path(tempfile.mkdtemp(dir=folder))
-    began = time.perf_counter()
+    clean_with_critic = kind == CLEAN and seed % 5 == 4
+    return [*own, *ALL_FAULTS[kind].overrides, *(GAE if clean_with_critic else ()), f"trainer.seed={seed}"]
+
+
+def make_runs(kinds: list[str], seed: int, folder: Path, steps: int) -> None:
+    """A run with each of these faults, or none; what was found in it goes to its file. Several kinds must have the same
+    settings: the steps before a fault begins are the same then and are made once, and a process for each goes on."""
+    places = [f"trainer.runs_dir={folder.parent}", f"trainer.total_steps={steps}"]
+    parts = build_parts(load_config([*settings_of(kinds[0], seed), *places]))
+    run_dir, process = Path(tempfile.mkdtemp(dir=folder)), os.getpid()
     try:
         with RunFiles(run_dir) as files:
             observer = build_observer(parts, files, lambda text: None)
+            leave_blame_unwritten(observer)
             findings = build_findings(parts, files, lambda text: None, observer)
             trainer = Trainer(parts, files, observer, SilentDisplay(), findings=findings)
             trainer.save = lambda step: run_dir  # type: ignore[method-assign]
             trainer.export = lambda: None  # type: ignore[method-assign]
-            hacked = plant(trainer, fault, kind)
+            planted = Planted(trainer, kinds)
             trainer.fit()
+        result_file(folder, planted.kind, seed, steps).write_text(json.dumps(planted.result(run_dir, seed, steps)))
+    finally:
+        if os.getpid() == process:
+            shutil.rmtree(run_dir)
+    if os.getpid() != process:
+        os._exit(0)
+
+
+def result_file(folder: Path, kind: str, seed: int, steps: int) -> Path:
+    return folder / f"{kind.replace(' ', '_')}_{seed}_{steps}.json"
+
+
+def leave_blame_unwritten(observer: StepObserver) -> None:
+    """Nobody reads the files of these runs' blame, and the thread that writes them would not live on in a child."""
+    for own in getattr(observer, "observers", []):
+        if isinstance(own, BlameInstrument):
+            own.writer.close()
+            own.writer = own.record.writer = SilentWriter(own.writer.kind)
+
+
+class Planted:
+    """Lets a fault into the steps of a trainer. Of several kinds, the process splits where they begin."""
+
+    def __init__(self, trainer: Trainer, kinds: list[str]) -> None:
+        self.trainer, self.kinds, self.kind = trainer, kinds, kinds[0]
+        self.step, self.began = 0, time.perf_counter()
+        self.hacked: list[dict[str, float]] = []
+        """AUROCs where rewards are hacked."""
+        self._collect = trainer.experience.collect
+        trainer.experience.collect = self.collect  # type: ignore[method-assign]
+        assert trainer.findings is not None
+        self._see = trainer.findings.see
+        if kinds == ["loophole"]:
+            trainer.findings.see = self.see_and_compare  # type: ignore[method-assign]
+
+    def collect(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
+        self.step += 1
+        if begins := self.step == ALL_FAULTS[self.kind].first_step:
+            self._branch()
+        fault = ALL_FAULTS[self.kind]
+        if begins and fault.begin is not None:
+            fault.begin(self.trainer)
+        batch, metrics = self._collect(generator, timer)
+        if fault.spoil is not None and (begins or (self.step > fault.first_step and not fault.once)):
+            batch = fault.spoil(self.trainer, batch)
+        return batch, metrics
+
+    def _branch(self) -> None:
+        """One kind goes on in each child, one child after the other, and the last kind in this process. All write to
+        the same files: what an earlier one found is dropped, its metrics are overwritten line by line."""
+        for kind in self.kinds[:-1]:
+            self.kind = kind
+            child = os.fork()
+            if not child:
+                break
+            if os.waitpid(child, 0)[1]:
+                sys.exit(f"benchmark: the run with {self.kind} failed; its error is above")
+        else:
+            self.kind = self.kinds[-1]
+        self.began = time.perf_counter()
+        findings = self.trainer.findings
+        assert findings is not None and findings._file is not None
+        findings._file.keep(lambda record: int(record["step"]) < self.step)
+
+    def see_and_compare(self, step: int, batch: RolloutBatch, metrics: Any) -> dict[str, float]:
+        own = self._see(step, batch, metrics)
+        if found := compare_scores(self.trainer, batch):
+            self.hacked.append({"step": step, **found})
+        return own
+
+    def result(self, run_dir: Path, seed: int, steps: int) -> dict[str, Any]:
+        """What was found in the run that has ended."""
         run = open_run(run_dir)
-        metrics = run.metrics()[0]
+        untold = ("timing", "perf", "findings/")
         return {
-            "kind": kind,
+            "kind": self.kind,
             "seed": seed,
             "steps": steps,
             "findings": run.findings(),
-            "hacking": hacked,
-            "seconds": round(time.perf_counter() - began, 1),
-            "metrics": [
-                {k: v for k, v in row.items() if not k.startswith(("timing", "perf", "findings/"))} for row in metrics
-            ],
+            "hacking": self.hacked,
+            "seconds": round(time.perf_counter() - self.began, 1),
+            "metrics": [{k: v for k, v in row.items() if not k.startswith(untold)} for row in run.metrics()[0]],
         }
-    finally:
-        shutil.rmtree(run_dir)
-
-
-def plant(trainer: Trainer, fault: Fault, kind: str) -> list[dict[str, float]]:
-    """Let the fault into the trainer's steps. Returns a list that fills with AUROCs where rewards are hacked."""
-    collect, state = trainer.experience.collect, {"step": 0}
-    hacked: list[dict[str, float]] = []
-
-    def collect_with_fault(generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
-        state["step"] += 1
-        step = state["step"]
-        if fault.begin is not None and step == fault.first_step:
-            fault.begin(trainer)
-        batch, metrics = collect(generator, timer)
-        if fault.spoil is not None and (step == fault.first_step or (step > fault.first_step and not fault.once)):
-            batch = fault.spoil(trainer, batch)
-        return batch, metrics
-
-    trainer.experience.collect = collect_with_fault  # type: ignore[method-assign]
-    if kind == "loophole":
-        findings = trainer.findings
-        assert findings is not None
-        see = findings.see
-
-        def see_and_compare(step: int, batch: RolloutBatch, metrics: Any) -> dict[str, float]:
-            own = see(step, batch, metrics)
-            found = compare_scores(trainer, batch)
-            if found:
-                hacked.append({"step": step, **found})
-            return own
-
-        findings.see = see_and_compare  # type: ignore[method-assign]
-    return hacked
 
 
 # ---------------------------------------------------------------- reward hacking against statistics
@@ -295,23 +338,34 @@ def planned(args: argparse.Namespace) -> list[tuple[str, int]]:
     return [(kind, seed) for kind, seed in plan if not args.only or kind in args.only]
 
 
+def together(plan: list[tuple[str, int]]) -> list[tuple[list[str], int]]:
+    """The plan's runs, those that are the same until their faults begin in one entry."""
+    found: dict[tuple[str, ...], tuple[list[str], int]] = {}
+    for kind, seed in plan:
+        fault = ALL_FAULTS[kind]
+        alone = (kind,) if kind == CLEAN or fault.first_step == 1 else ()
+        found.setdefault((*settings_of(kind, seed), *alone), ([], seed))[0].append(kind)
+    return list(found.values())
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, add_options)
     args.folder.mkdir(parents=True, exist_ok=True)
     plan = planned(args)
     began, results, left = time.perf_counter(), [], 0
-    for kind, seed in plan:
-        steps = 8 if args.quick else smollm2.STEPS if kind in smollm2.SMOLLM2_FAULTS else STEPS
-        file = args.folder / f"{kind.replace(' ', '_')}_{seed}{'_quick' if args.quick else ''}.json"
-        if not file.is_file():
-            if time.perf_counter() - began > 60 * args.minutes:
-                left += 1
-                continue
-            result = run_one(kind, seed, args.folder, steps)
-            file.write_text(json.dumps(result))
-            said = [(f["step"], f["detector"]) for f in result["findings"]]
-            print(f"{kind}, seed {seed}: {result['seconds']} s, {said}", flush=True)
-        results.append(json.loads(file.read_text()))
+    for kinds, seed in together(plan):
+        steps = 8 if args.quick else smollm2.STEPS if kinds[0] in smollm2.SMOLLM2_FAULTS else STEPS
+        made = {kind: result_file(args.folder, kind, seed, steps) for kind in kinds}
+        missing = [kind for kind, file in made.items() if not file.is_file()]
+        if missing and time.perf_counter() - began > 60 * args.minutes:
+            left += len(missing)
+        elif missing:
+            make_runs(missing, seed, args.folder, steps)
+        for kind, file in made.items():
+            if file.is_file():
+                results.append(json.loads(file.read_text()))
+                said = [(f["step"], f["detector"]) for f in results[-1]["findings"]]
+                print(f"{kind}, seed {seed}: {results[-1]['seconds']} s, {said}", flush=True)
     if left:
         print(f"{left} of {len(plan)} runs are left: run it again", flush=True)
     found = summary(results)

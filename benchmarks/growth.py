@@ -3,9 +3,10 @@
 The tracer of the default score (tail for every group, loss terms for four) on random responses. Work is counted, not
 timed: floating-point operations and the peak of allocated bytes of a traced pass less those of the same pass without a
 trace, so a busy machine changes nothing. One size varies at a time; the slope of the logarithms is 1 where the trace
-grows in proportion. `peak_memory` is the largest ratio of the peaks with and without. Width is shown against the number
-of weights in a layer: a slope of 2 would be a matrix of weights by weights. `--write-docs` rewrites the table and the
-picture of docs/scaling.md.
+grows in proportion. Nothing is left to chance: what stands as its interval is the range of the slopes from each size to
+the next. `peak_memory` is the largest ratio of the peaks with and without, beside the range over all sizes. Width is
+shown against the number of weights in a layer: a slope of 2 would be a matrix of weights by weights. `--write-docs`
+rewrites the table and the picture of docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks._growth_page import write_page
 from benchmarks.common import REPOSITORY, emit, parse_arguments
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
+from gradtrace.intervals import Interval
 
 
 @dataclass(frozen=True)
@@ -147,13 +150,19 @@ def slope(sizes: list[float], values: list[float]) -> float:
     return above / sum((a - mean_x) ** 2 for a in x)
 
 
+def growth(sizes: list[float], values: list[float]) -> Interval:
+    """The slope over all sizes, and the range of those from each size to the next."""
+    steps = [slope(list(pair), list(of)) for pair, of in zip(pairwise(sizes), pairwise(values), strict=True)]
+    return Interval(slope(sizes, values), min(steps), max(steps), len(sizes))
+
+
 def main(arguments: list[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--write-docs", action="store_true", help="rewrite docs/scaling.md")
 
     args = parse_arguments(__doc__, arguments, extra)
     detail: dict[str, Any] = {}
-    ratios: dict[str, float] = {}
+    ratios: dict[str, Interval] = {}
     for name, values in VARIED.items():
         rows = []
         for value in values[:2] if args.quick else values:
@@ -171,10 +180,11 @@ def main(arguments: list[str] | None = None) -> None:
             )
         detail[name] = rows
         sizes = [float(row["size"]) for row in rows]
-        ratios[f"growth_flops_{name}"] = slope(sizes, [row["added_flops"] for row in rows])
-        ratios[f"peak_memory_{name}"] = max(1 + row["added_bytes"] / row["plain_bytes"] for row in rows)
+        ratios[f"growth_flops_{name}"] = growth(sizes, [row["added_flops"] for row in rows])
+        peaks = [1 + row["added_bytes"] / row["plain_bytes"] for row in rows]
+        ratios[f"peak_memory_{name}"] = Interval(max(peaks), min(peaks), max(peaks), len(peaks))
     if args.write_docs:
-        write_page(REPOSITORY / "docs", detail, ratios)
+        write_page(REPOSITORY / "docs", detail, {label: ratio.mean for label, ratio in ratios.items()})
     emit("growth", ratios, detail)
 
 

@@ -37,6 +37,7 @@ from gradtrace.config import Config
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.entropy_probe import (
     EntropyProbe,
+    Prediction,
     TokenBatch,
     Update,
     evaluation_batch,
@@ -144,15 +145,16 @@ def trained_run(folder: Path, seed: int, steps: list[int]) -> Path:
     return run_dir
 
 
-def same_batch(probe: EntropyProbe, E: TokenBatch, update: Update, etas: tuple[float, ...]) -> dict[str, Any]:
-    """Predicted and measured on one E over η."""
-    prediction = probe.predict(E, update)
-    sweep = []
-    for eta in etas:
-        measured, _ = probe.measure(prediction, E, update, eta)
-        sweep.append({"eta": eta, "predicted": eta * prediction.change.value, "measured": measured.change.value})
+def same_batch(
+    probe: EntropyProbe, prediction: Prediction, E: TokenBatch, update: Update, etas: tuple[float, ...]
+) -> dict[str, Any]:
+    """Predicted and measured on one E over η; `last`: the estimate of the change at the last η."""
+    sweep, changes = [], [probe.measure(prediction, E, update, eta)[0].change for eta in etas]
+    for eta, change in zip(etas, changes, strict=True):
+        sweep.append({"eta": eta, "predicted": eta * prediction.change.value, "measured": change.value})
     return {
         "sweep": sweep,
+        "last": changes[-1],
         "ratio": sweep[-1]["predicted"] / sweep[-1]["measured"],
         "slope": log_log_slope(sweep),
     }
@@ -167,12 +169,14 @@ def probe_checkpoint(run_dir: Path, step: int, batches: int, prompts: int) -> di
     first: dict[str, Any] = {}
     entropy = 0.0
     for rollout_batch, E, seed in checkpoint.evaluation_batches(batches, prompts):
-        if not first:
-            first = same_batch(probe, E, update, SMALL)
         prediction = probe.predict(E, update)
         entropy = prediction.base.mean_entropy
         predicted.append(prediction.change)
-        small.append(probe.measure(prediction, E, update, SMALL[-1])[0].change)
+        if not first:
+            first = same_batch(probe, prediction, E, update, SMALL)
+            small.append(first["last"])
+        else:
+            small.append(probe.measure(prediction, E, update, SMALL[-1])[0].change)
         real.append(probe.measure(prediction, E, update, REAL)[0].change)
         with probe.moved(update, REAL):
             anew = evaluation_batch(checkpoint.policy, checkpoint.sample(rollout_batch.prompts, seed))
@@ -235,15 +239,17 @@ def kept_row(run_dir: Path, seed: int, step: int, batches: int, prompts: int) ->
     return json.loads(path.read_text())
 
 
-def coverage(rows: list[dict[str, Any]], key: str, eta: float) -> float:
-    """Over all pairs of different batches of E, predicted on one and measured on the other."""
+def coverage(rows: list[dict[str, Any]], key: str, eta: float) -> Interval:
+    """Over all pairs of different batches of E, predicted on one and measured on the other. A batch is in many pairs:
+    for the interval there are as many trials as pairs that have no batch in common."""
     inside = [
         abs(eta * row["predicted"][a][0] - row[key][b][0])
         <= 1.96 * math.hypot(eta * row["predicted"][a][1], row[key][b][1])
         for row in rows
         for a, b in itertools.permutations(range(len(row["predicted"])), 2)
     ]
-    return sum(inside) / len(inside)
+    trials, share = sum(len(row["predicted"]) // 2 for row in rows), sum(inside) / len(inside)
+    return Interval(share, *wilson(share * trials, trials), trials)
 
 
 def smollm2(quick: bool) -> dict[str, Any]:
@@ -278,8 +284,8 @@ def smollm2(quick: bool) -> dict[str, Any]:
     U = loss_of(300)
     update = probe.update(U)
     E = evaluation_batch(policy, sample(0, 8 if quick else 24, 1), token_budget=1024)
-    found = same_batch(probe, E, update, (0.03, 0.1, 0.3))
     prediction = probe.predict(E, update)
+    found = same_batch(probe, prediction, E, update, (0.03, 0.1, 0.3))
     shares = probe.shares(prediction, E, update, U)
     measured, _ = probe.measure(prediction, E, update, 1.0)
     return {

@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import (
     REPOSITORY,
     Timing,
+    bench_folder,
     emit,
     load_smollm2,
     median_interval,
@@ -97,7 +98,7 @@ def update(overrides: list[str], rounds: int, clock: Clock) -> dict[str, Any]:
     """The update phase of GRPO steps without instruments, on one batch."""
     with tempfile.TemporaryDirectory() as folder:
         off = [f"trainer.{name}.enable=false" for name in ("influence_trace", "entropy_trace", "blame")]
-        parts = build_parts(load_config([*overrides, *off, f"trainer.runs_dir={folder}"]))
+        parts = build_parts(load_config([*overrides, *off, f"trainer.runs_dir={bench_folder()}"]))
         trainer = Trainer(parts, RunFiles(Path(folder) / "run"), StepObserver(), SilentDisplay())
         batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
         taken: list[float] = []
@@ -139,37 +140,73 @@ def operations(work: Callable[[], None]) -> dict[str, float]:
     return {event.key: round(event.self_cpu_time_total / total, 3) for event in events[:10]}
 
 
-def decoding_speed(busy: bool, settings: dict[str, str]) -> float:
-    """Tokens per second of the sampler on SmolLM2 in a fresh process with two threads, started with these settings of
-    the environment."""
-    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "2"}
-    neighbour = subprocess.Popen([sys.executable, "-c", BUSY]) if busy else None
-    try:
-        done = subprocess.run(
+class Decoder:
+    """The sampler on SmolLM2 in a process of its own with two threads, started with these settings of the environment.
+    It decodes when it is asked to and sleeps otherwise, so that the model is loaded once for all rounds."""
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+        environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "2"}
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.roofline", "--decode"],
             cwd=REPOSITORY,
             env=environment | settings,
-            check=True,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-    finally:
-        if neighbour is not None:
-            neighbour.kill()
-            neighbour.wait()
-    return float(done.stdout.split()[-1])
+
+    def speed(self, busy: bool) -> float:
+        """Tokens per second, alone or beside a process that keeps one core busy."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        neighbour = subprocess.Popen([sys.executable, "-c", BUSY]) if busy else None
+        try:
+            print("decode", file=self.process.stdin, flush=True)
+            return float(self.process.stdout.readline())
+        finally:
+            if neighbour is not None:
+                neighbour.kill()
+                neighbour.wait()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def print_decoding_speed() -> None:
-    """What `decoding_speed` runs: few tokens, since some settings make few of them in a second."""
+def answer_with_decoding_speeds() -> None:
+    """What the process of a `Decoder` runs: a speed for every line it is sent, of few tokens, since some settings make
+    few of them in a second."""
     model, _ = load_smollm2()
     prompts = random_prompts(2, 32, model.config.vocab_size)
     generate_with_gradtrace(model, prompts, 8, 1)()
-    run, taken = generate_with_gradtrace(model, prompts, 8, 8), [0.0]
-    while len(taken) <= 5 and sum(taken) < 15:
-        taken.append(seconds(run))
-    print(16 * 8 / median(taken[1:]))
+    run = generate_with_gradtrace(model, prompts, 8, 8)
+    for _ in sys.stdin:
+        run()  # its threads have slept
+        taken = [0.0]
+        while len(taken) <= 3 and sum(taken) < 15:
+            taken.append(seconds(run))
+        print(16 * 8 / median(taken[1:]), flush=True)
+
+
+def contention(rounds: int) -> tuple[dict[str, Timing], dict[str, Any]]:
+    """What a busy neighbour does to decoding, with either way of waiting."""
+    decoders = {"contention_decode": Decoder(WAITING), "contention_decode_spinning": Decoder({})}
+    for decoder in decoders.values():
+        decoder.speed(busy=False)  # both have loaded their models after this, and nothing else runs
+    speeds: dict[tuple[str, bool], list[float]] = {}
+    for _ in range(rounds):
+        for (label, decoder), busy in itertools.product(decoders.items(), (False, True)):
+            speeds.setdefault((label, busy), []).append(decoder.speed(busy))
+    for decoder in decoders.values():
+        decoder.close()
+    ratios = {label: Timing(speeds[label, False], speeds[label, True]) for label in decoders}
+    detail = {
+        label: {"alone_tokens_per_s": speeds[label, False], "beside_tokens_per_s": speeds[label, True]}
+        for label in decoders
+    }
+    alone = [speeds[label, False] for label in reversed(decoders)]
+    return ratios | {"overhead_sleeping_decode": Timing(*alone)}, detail
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -179,7 +216,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, options)
     if args.decode:
-        print_decoding_speed()
+        answer_with_decoding_speeds()
         return
     keep_freed_memory()
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -203,16 +240,9 @@ def main(arguments: list[str] | None = None) -> None:
                 f"roofline_update_{name}": median_interval(made["shares"]),
             }
             detail[name] = {"decode": found, "update": made}
-    speeds: dict[tuple[str, bool], list[float]] = {}
-    waiting = {"contention_decode": WAITING, "contention_decode_spinning": {}}
-    for _ in range(1 if args.quick else 3):
-        for (label, settings), busy in itertools.product(waiting.items(), (False, True)):
-            speeds.setdefault((label, busy), []).append(decoding_speed(busy, settings))
-    for label in waiting:
-        ratios[label] = Timing(speeds[label, False], speeds[label, True])
-        detail[label] = {"alone_tokens_per_s": speeds[label, False], "beside_tokens_per_s": speeds[label, True]}
-    alone = [speeds[label, False] for label in reversed(waiting)]
-    ratios["overhead_sleeping_decode"] = Timing(*alone)
+    of_neighbour, more = contention(1 if args.quick else 4)
+    ratios |= of_neighbour
+    detail |= more
     emit("roofline", ratios, detail)
 
 

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks._pages import between_marks
-from benchmarks._token_scores import token_scores
+from benchmarks._token_scores import token_scores, token_statistics
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative, study_arguments
 from benchmarks.deletion import accuracy
 from gradtrace.batch import RolloutBatch
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
 from gradtrace.intervals import Interval, mean_interval, paired_difference
-from gradtrace.policy.microbatch import Sequences
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.loop import Trainer
 from gradtrace.training.parts import Parts, build_parts
@@ -62,9 +61,7 @@ class LeaveOut(StepObserver):
         if self.rule in SCORED:
             values = token_scores(self.parts, batch).step
         elif self.rule == "entropy":
-            with torch.no_grad():
-                own = self.parts.policy.statistics(Sequences.of(batch).padded(torch.arange(len(batch))))[1]
-            values = torch.zeros(rejected.shape).masked_scatter(batch.response_mask, own)
+            values = token_statistics(self.parts, batch)[1]
         else:
             values = torch.rand(rejected.shape, generator=self.generator)
         count = int((rejected & (values < 0)).sum()) if self.rule == "keep_helpful" else self.counts[step - 1]

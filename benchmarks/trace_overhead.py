@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Timing, emit, parse_arguments, peak_memory, smollm2_path
+from benchmarks.common import Timing, bench_folder, emit, parse_arguments, peak_memory, smollm2_path
 from gradtrace import open_run
 from gradtrace.config_loader import load_config
 from gradtrace.instruments.observer import StepObserver
@@ -123,7 +123,7 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, Timing], dict[
     """Steps with each tier and without the trace on the same rollouts, in turns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        common = [f"trainer.runs_dir={folder}", "trainer.influence_trace.enable=true", *ALONE]
+        common = [f"trainer.runs_dir={bench_folder()}", "trainer.influence_trace.enable=true", *ALONE]
         parts = build_parts(load_config([*overrides, *common]))
         trainer = Trainer(parts, RunFiles(folder / "plain"), StepObserver(), SilentDisplay())
         observers = {"without": StepObserver()}
@@ -133,7 +133,8 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, Timing], dict[
         generating: list[tuple[float, float]] = []
         steps: dict[str, list[Step]] = {key: [] for key in observers}
         order = list(observers)
-        for step in range(rounds + 1):  # the first round warms up
+        warm_up(trainer, observers)
+        for step in range(1, rounds + 1):
             clocks = Clocks()
             batch, _ = trainer.experience.collect(parts.generators["rollout"], clocks)
             generating.append((clocks.cpu_total, clocks.total))
@@ -141,7 +142,7 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, Timing], dict[
                 trainer.observer = observers[key]
                 gc.collect()
                 clocks = Clocks()
-                trainer.train_step(batch, step + 1, clocks)
+                trainer.train_step(batch, 1 + step, clocks)
                 update = (clocks.cpu_seconds["update_actor"], clocks.seconds["update_actor"])
                 steps[key].append(Step((clocks.cpu_total, clocks.total), update))
             order.reverse()
@@ -149,7 +150,18 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, Timing], dict[
             observer.close()
         size, tokens = stored(folder / "default")
     detail = {"tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 2), "rounds": rounds}
-    return compare(generating[1:], {key: found[1:] for key, found in steps.items()}, detail), detail
+    return compare(generating, steps, detail), detail
+
+
+def warm_up(trainer: Trainer, observers: dict[str, StepObserver]) -> None:
+    """Step 1 of all, on a quarter of the prompts: everything has run once after it, and the optimizer has a state."""
+    experience, usual = trainer.experience, trainer.experience.prompts_per_step
+    experience.prompts_per_step = max(1, usual // 4)
+    batch, _ = experience.collect(trainer.parts.generators["rollout"], Timer())
+    experience.prompts_per_step = usual
+    for observer in observers.values():
+        trainer.observer = observer
+        trainer.train_step(batch, 1, Timer())
 
 
 def compare(

@@ -61,7 +61,7 @@ from gradtrace.trace.writer import SilentWriter
 from gradtrace.training.experience import Experience, flip_rewards
 from gradtrace.training.instruments import tracin_instrument
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import Parts, build_parts
+from gradtrace.training.parts import Parts, build_parts, build_task
 from gradtrace.training.terminal import SilentDisplay
 
 SEEDS = (10, 11, 12, 13, 14, 15)
@@ -69,7 +69,7 @@ SEEDS = (10, 11, 12, 13, 14, 15)
 USED = ("vanilla", "trusted_only", "trusted_too", "trusted_selection")
 GRID = {"0": USED, "0.2": USED, "0.4": tuple(ARMS), "systematic": (*USED, "selection", "trusted_random")}
 """The arms of each kind of error: all of them where errors are worst, elsewhere those that a person would choose."""
-STEPS, EVALUATE_EVERY = 12, 6
+STEPS = 12
 EVALUATION_PROMPTS, EVALUATION_N = 512, 2
 TRUSTED, TRUSTED_PER_STEP, NOISY, N = 32, 16, 32, 8
 AVERAGED_STEPS = 4
@@ -244,7 +244,7 @@ def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int], run
         trusted_file = Path(folder) / "trusted.jsonl"
         settings = configuration(arm, seed, steps, trusted_file, runs)
         # The configuration names the file of the trusted prompts, and the prompts come from a task built by it.
-        held_out = build_parts(settings).task.validation_prompts(EVALUATION_PROMPTS + TRUSTED)
+        held_out = build_task(settings, None)[1].validation_prompts(EVALUATION_PROMPTS + TRUSTED)
         lines = [json.dumps({"prompt": p.item["prompt"]}) for p in held_out[EVALUATION_PROMPTS:]]
         trusted_file.write_text("\n".join(lines))
         parts = build_parts(settings)
@@ -252,9 +252,7 @@ def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int], run
         trainer = Trainer(parts, RunFiles(Path(folder) / "run"), observer, SilentDisplay())
         trusted = held_out[EVALUATION_PROMPTS:] if not SETUPS[arm].noisy else []
         trainer.experience = NoisyExperience(trainer.experience, noise, trusted)
-        prompts = held_out[:EVALUATION_PROMPTS]
-        points = [{"step": 0, "accuracy": accuracy(parts, prompts)}]
-        record: dict[str, Any] = {"points": points, "dropped": [], "shares": [], "generated": 0, "updates": 0}
+        record: dict[str, Any] = {"dropped": [], "shares": [], "generated": 0, "updates": 0}
         for step in range(1, steps + 1):
             batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
             sampled = len(batch)
@@ -264,8 +262,7 @@ def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int], run
             kept = len(batch) if batch.kept is None else int(batch.kept.sum())
             record["dropped"].append(len(batch) - kept)
             record["shares"].append(dropped_shares(batch))
-            if step % EVALUATE_EVERY == 0 or step == steps:
-                points.append({"step": step, "accuracy": accuracy(parts, prompts)})
+        record["accuracy"] = accuracy(parts, held_out[:EVALUATION_PROMPTS])
         state = next(iter(parts.optimizer.adamw.state.values()))
         record["updates"] = int(state["step"])
     record["seconds"] = round(time.perf_counter() - begin, 1)
@@ -348,9 +345,8 @@ def main(arguments: list[str] | None = None) -> None:
                     run = None if run is None else run | {"noise": noise}
                 else:
                     run = results.get(arm, noise, seed, args.steps)
-                    last = run["points"][-1]["accuracy"]
                     print(
-                        f"seed {seed}  {noise:10}  {arm:18} {last:.3f}  ({run['cpu_seconds']:.0f} s)",
+                        f"seed {seed}  {noise:10}  {arm:18} {run['accuracy']:.3f}  ({run['cpu_seconds']:.0f} s)",
                         flush=True,
                     )
                 runs += [] if run is None else [run]

@@ -1,7 +1,8 @@
 """Does a score predict training? The yardstick of every score that this product shows.
 
 From real states of real runs (weights, Adam's moments, a rollout) one real optimizer step is taken on single tokens,
-on single responses and on random halves of a group or of the mini-batch, in float64. What each does to the contrast of
+on single responses and on random halves of a group or of the mini-batch, in float64 (scores of SmolLM2 are taken in
+float32, as training has them: in float64 they take as long as the steps). What each does to the contrast of
 accepted and rejected responses is measured, what momentum does by itself is subtracted, and Spearman's rank
 correlation with each score is taken per group. Shown are means over groups with 95 % bootstrap intervals, and paired
 differences to |A|(1−p), which needs no gradient at all. Beside each score stands what it costs: the update with it
@@ -88,11 +89,8 @@ def few_scores() -> dict[str, Score]:
 # ---------------------------------------------------------------- one state
 
 
-def judge(trial: Trial, chosen: dict[str, Score], size: Size, seed: int) -> dict[str, Any]:
-    """{"agreement": score → kind → one number per group, "cost": score → ratio, …} of one state."""
-    if not trial.members:  # every group had one constant reward
-        return {"agreement": {}, "cost": {}, "groups": 0, "steps_taken": 0}
-    trial.keep(list(trial.members)[: size.groups])
+def scored(trial: Trial, chosen: dict[str, Score]) -> tuple[dict[str, Scores], dict[str, float]]:
+    """What every score says of the trial's tokens, and what it costs."""
     trial.update_seconds()  # warms up
     passes, step = trial.update_seconds()
     predictions: dict[str, Scores] = {}
@@ -101,13 +99,29 @@ def judge(trial: Trial, chosen: dict[str, Score], size: Size, seed: int) -> dict
         begun = time.perf_counter()
         predictions[name] = trial.scores(score.config, score.coming)
         cost[name] = (time.perf_counter() - begun + step) / (passes + step)
+    return predictions, cost
+
+
+def judge(
+    path: Path, chosen: dict[str, Score], size: Size, seed: int, scores_in: torch.dtype = torch.float64
+) -> dict[str, Any]:
+    """{"agreement": score → kind → one number per group, "cost": score → ratio, …} of one state."""
+    trial = trial_of(path, scores_in)
+    if not trial.members:  # every group had one constant reward
+        return {"agreement": {}, "cost": {}, "groups": 0, "steps_taken": 0}
+    groups = list(trial.members)[: size.groups]
+    trial.keep(groups)
+    predictions, cost = scored(trial, chosen)
+    if scores_in != torch.float64:
+        del trial
+        trial = trial_of(path)
+        trial.keep(groups)
     predictions |= trial.baselines()
     effects = [some.take_all(trial) for some in planned(trial, size, seed)]
     singles = [some for some in effects if some.kind == "single_token"]
     predictions[BY_NORM] = {r: v for some in singles for r, v in some.squared_norms(trial).items()}
     agreement = Verification(DEFAULT, predictions, effects, 0.0).agreement
-    groups = len(trial.members)
-    return {"agreement": agreement, "cost": cost, "groups": groups, "steps_taken": trial.steps_taken}
+    return {"agreement": agreement, "cost": cost, "groups": len(groups), "steps_taken": trial.steps_taken}
 
 
 # ---------------------------------------------------------------- all of them
@@ -154,8 +168,9 @@ def run(source: Source, folder: Path, deadline: float) -> None:
             return
         if not path.exists():
             collect(source.overrides, {s: p for s, p in missing.items() if s >= step}, source.groups, folder)
-        chosen = few_scores() if source.name == "smollm2" else scores(4)
-        found = judge(trial_of(path), chosen, source.size, seed=step)
+        of_smollm2 = source.name == "smollm2"
+        chosen, scores_in = (few_scores(), torch.float32) if of_smollm2 else (scores(4), torch.float64)
+        found = judge(path, chosen, source.size, step, scores_in)
         results[step].write_text(json.dumps(found | {"source": source.name, "step": step}))
         path.unlink()
         print(f"{source.name} step {step}: {found['groups']} groups, {found['steps_taken']} steps", flush=True)

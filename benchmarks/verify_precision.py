@@ -1,101 +1,97 @@
 """Is float32 enough for `gradtrace verify` above 50 million parameters, where it does not go to float64 by itself?
 
-The same single-token steps are taken twice from one checkpoint of SmolLM2-135M, by `gradtrace verify --precision
-float32` and `--precision float64`. Reported: the rank correlation of the two measurements within each group
-(`rank_correlation_float32_float64`, mean over groups), their median relative difference, and what the run's scores have
-against each. The run is made at first use: two steps of the countdown recipe.
+The same single-token steps are taken twice, in float32 and in float64, from states of SmolLM2-135M in a run of its
+countdown recipe, one group of each. Reported: the rank correlation of the two measurements within a group
+(`rank_correlation_float32_float64`, mean over groups), their median relative difference over all steps, and what the
+default score has against each. States and results stay in --folder: what is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks._validity_states import countdown_overrides
-from benchmarks.common import emit, parse_arguments, study_folder
+from benchmarks._validity_states import collect, countdown_overrides, trial_of
+from benchmarks.common import emit, machine, median_interval, parse_arguments, study_folder
 from gradtrace.instruments.verify.agreement import spearman
+from gradtrace.instruments.verify.measure import Effects, Size, planned
+from gradtrace.instruments.verify.verification import exact
+from gradtrace.intervals import mean_interval
 
-PRECISIONS = ("float32", "float64")
-
-
-def gradtrace(*arguments: str, allowed: tuple[int, ...] = (0,)) -> None:
-    done = subprocess.run([sys.executable, "-m", "gradtrace.cli", *arguments])
-    if done.returncode not in allowed:
-        sys.exit(f"benchmark: gradtrace {arguments[0]} ended with {done.returncode}; its error is above")
-
-
-def make_run(folder: Path) -> Path:
-    """Two traced steps of SmolLM2-135M on countdown with a checkpoint after each, unless they are there."""
-    run = folder / "smollm2_countdown"
-    if not (run / "summary.json").is_file():
-        sizes = (
-            "data.train_batch_size=6",
-            "rollout.n=8",
-            "trainer.total_steps=2",
-            "trainer.checkpoint.every=1",
-        )
-        traced = ("trainer.traces=true", "trainer.blame.enable=false", f"trainer.runs_dir={folder}")
-        gradtrace("train", *countdown_overrides(), *sizes, *traced)
-    return run
+STEPS, TOKENS = (2, 3, 4), 8
+GROUPS_KEPT = 4
+"""Of each rollout: all of the recipe's. The first with accepted and rejected responses is measured."""
 
 
-def measure(run: Path, folder: Path, precision: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The report of a verification in this precision: single tokens of a few groups."""
-    size = ("--groups", str(args.groups), "--tokens", str(6 if args.quick else args.tokens), "--halves", "0")
-    where = ("--precision", precision, "--output", str(folder / precision), "--budget", args.budget)
-    gradtrace("verify", str(run), *size, *where, allowed=(0, 1, 3))
-    report: dict[str, Any] = json.loads((folder / precision / "report.json").read_text())
-    return report
+def measured(state: Path, dtype: torch.dtype, tokens: int, scored: bool) -> tuple[Effects, list[float]] | None:
+    """Steps on single tokens of a state's first group in this precision, and the default score of each if `scored`;
+    None where no group has a contrast."""
+    trial = trial_of(state, dtype)
+    if not trial.members:
+        return None
+    trial.keep(list(trial.members)[:1])
+    (steps,) = planned(trial, Size(groups=1, tokens=tokens, halves=0), seed=0)
+    steps.take_all(trial)
+    return steps, steps.predicted(trial.scores(exact())) if scored else []
 
 
-def compared(single: dict[str, Any], double: dict[str, Any]) -> dict[str, Any]:
-    """How far the two reports' measurements are apart, one entry per group."""
-    rows = []
-    for theirs, ours in zip(double["steps"], single["steps"], strict=False):
-        assert (theirs["kind"], theirs["group"]) == (ours["kind"], ours["group"])
-        exact, rounded = (torch.tensor(some["measured"], dtype=torch.float64) for some in (theirs, ours))
-        steps = min(len(exact), len(rounded))  # a budget may have ended one of them earlier
-        exact, rounded = exact[:steps], rounded[:steps]
-        rows.append(
-            {
-                "group": ours["group"],
-                "steps": steps,
-                "rank_correlation": spearman(rounded, exact),
-                "median_relative_difference": float(((rounded - exact).abs() / exact.abs()).median()),
-                "median_effect": float(exact.abs().median()),
-                "largest_difference": float((rounded - exact).abs().max()),
-                "score_against_float32": spearman(torch.tensor(ours["predicted"][:steps]), rounded),
-                "score_against_float64": spearman(torch.tensor(theirs["predicted"][:steps]), exact),
-            }
-        )
-    return {"groups": rows, "verdicts": {"float32": single["verdict"], "float64": double["verdict"]}}
+def compared(state: Path, tokens: int) -> dict[str, Any] | None:
+    """How far the measurements in both precisions are apart."""
+    single = measured(state, torch.float32, tokens, scored=True)
+    double = measured(state, torch.float64, tokens, scored=False)
+    if single is None or double is None:
+        return None
+    (steps, scores), (exact_steps, _) = single, double
+    rounded, truth = (torch.tensor(some.measured, dtype=torch.float64) for some in (steps, exact_steps))
+    return {
+        "group": steps.groups[0],
+        "steps": len(truth),
+        "rank_correlation": spearman(rounded, truth),
+        "relative_differences": ((rounded - truth).abs() / truth.abs()).tolist(),
+        "median_effect": float(truth.abs().median()),
+        "largest_difference": float((rounded - truth).abs().max()),
+        "score_against_float32": spearman(torch.tensor(scores), rounded),
+        "score_against_float64": spearman(torch.tensor(scores), truth),
+    }
+
+
+def measure(steps: tuple[int, ...], tokens: int, folder: Path) -> list[dict[str, Any]]:
+    """One entry for each step whose rollout had a mixed group."""
+    found, states = [], {step: folder / f"state_{step}.pt" for step in steps}
+    for step in steps:
+        result = folder / f"step_{step}_{tokens}.json"
+        if not result.exists():
+            collect(countdown_overrides(), {s: path for s, path in states.items() if s >= step}, GROUPS_KEPT, folder)
+            result.write_text(json.dumps(compared(states[step], tokens)))
+            states[step].unlink()
+            print(f"step {step}: {result.read_text()}", flush=True)
+        found.append(json.loads(result.read_text()))
+    return [row for row in found if row is not None]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=study_folder("verify_precision"), help="where results stay")
-    parser.add_argument("--run", type=Path, help="a run with checkpoints (default: made in the folder)")
-    parser.add_argument("--groups", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=12, help="single tokens of each group")
-    parser.add_argument("--budget", default="none", help="of each verification, such as 10m; it goes on next time")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments, add_options)
-    run = args.run or make_run(args.folder)
-    found = compared(*(measure(run, args.folder, precision, args) for precision in PRECISIONS))
-    rows = found["groups"]
+    torch.set_num_threads(args.threads or 1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "quick" if args.quick else args.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = measure((2,) if args.quick else STEPS, 3 if args.quick else TOKENS, folder)
+    if not rows:
+        raise SystemExit("benchmark: no rollout had a group with accepted and rejected responses")
     ratios = {
-        "rank_correlation_float32_float64": np.mean([row["rank_correlation"] for row in rows]),
-        "median_relative_difference_float32": np.median([row["median_relative_difference"] for row in rows]),
+        "rank_correlation_float32_float64": mean_interval([row["rank_correlation"] for row in rows]),
+        "median_relative_difference_float32": median_interval([d for row in rows for d in row["relative_differences"]]),
     }
-    emit("verify_precision", {name: float(value) for name, value in ratios.items()}, found)
+    emit("verify_precision", ratios, {"groups": rows, "machine": machine()})
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_the_code_that_is_measured_is_that_of_the_files(tmp_path: Path, monkeypa
     assert common.code() != first and common.study_folder("validity").parent.name == common.code()
 
 
-def test_what_is_timed_runs_alone_and_studies_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_timed_runs_alone_and_studies_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running: set[str] = set()
     beside: dict[str, set[str]] = {}
     both = threading.Barrier(2)
@@ -102,11 +102,24 @@ def test_what_is_timed_runs_alone_and_studies_side_by_side(monkeypatch: pytest.M
         running.remove(name)
         return {"name": name}
 
+    for name, minutes in (("deletion", 9), ("validity", 20.5)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"minutes": minutes}))
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
     monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: {0, 1})
     found = runner.run_all(["deletion", "rollout", "solvers", "validity"], quick=True)
     assert list(found) == ["rollout", "solvers", "validity", "deletion"]
     assert beside == {"rollout": set(), "solvers": set(), "validity": {"deletion"}, "deletion": {"validity"}}
+
+
+def test_the_longest_study_begins_first_and_an_unknown_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, minutes in (("deletion", 9), ("validity", 20.5)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"minutes": minutes}))
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    names = ["deletion", "growth", "validity"]
+    assert sorted(names, key=runner.last_minutes, reverse=True) == ["growth", "validity", "deletion"]
 
 
 def test_studies_and_pages_are_of_benchmarks_that_exist() -> None:

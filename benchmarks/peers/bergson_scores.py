@@ -109,7 +109,7 @@ def compare(sizes: Sizes) -> tuple[dict[str, float | Timing], dict[str, Any]]:
     error = difference(theirs.scores(), our_scores(case))
     if error > TOLERANCE:
         sys.exit(f"benchmark: scores differ by {error:.1e}: times would compare different things")
-    timing = alternate(theirs.scores, lambda: our_scores(case), rounds=sizes.rounds)
+    timing = alternate(theirs.scores, lambda: our_scores(case), rounds=sizes.rounds, warmup=0)  # both ran just now
     their_memory = peak_memory(Theirs, their_total, sizes)
     our_memory = peak_memory(make_case, our_total, sizes)
     ratios: dict[str, float | Timing] = {
