@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import AttentionInterface
 
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.cpu.short_attention import LONGEST, ShortLayout
+from gradtrace.policy.cpu.short_attention import LONGEST, ShortLayout, causal_attention
 from gradtrace.policy.rectangles import Rectangle
 
 NAME = "gradtrace_packed"
@@ -97,7 +98,10 @@ def attend(
     prefixes, sequences = packing.prefixes, packing.sequences
     heads = [part.split([prefixes.size, sequences.size]) for part in (query, key, value)]
     q, k, v = (prefixes.spread(of_prefixes) for of_prefixes, _ in heads)
-    prefix_output = prefixes.collect(F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped))
+    if packing.short is not None and forward_ad.unpack_dual(k).tangent is not None:
+        prefix_output = prefixes.collect(causal_attention(q, k, v, scaling or query.shape[-1] ** -0.5))
+    else:
+        prefix_output = prefixes.collect(F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped))
     if sequences.mask.shape[1] == 0:  # responses of one token each: all predicted from the prompts
         return prefix_output[None], None
     own_q, own_k, own_v = (own for _, own in heads)

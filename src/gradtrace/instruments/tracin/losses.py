@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import Denominator, token_weights
+from gradtrace.attribution.tangent import at_rest
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.tracin.selector import Loss, Piece
 from gradtrace.policy.cpu import accelerated
@@ -75,7 +76,7 @@ def response_losses(
 
         def losses(micro: MicroBatch = micro, own: Tensor = own) -> Tensor:
             log_probs = micro.unflatten(policy.statistics(micro)[0])
-            return (log_probs * own).sum(1)
+            return (log_probs * at_rest(own)).sum(1)
 
         yield losses, micro
 

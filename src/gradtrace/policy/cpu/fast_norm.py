@@ -46,12 +46,13 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, weight_tangent: Tensor | None, _: None) -> Tensor:
         x, weight, scale = ctx.saved_tensors
-        result = torch.zeros_like(x)
-        if tangent is not None:
+        if tangent is None:
+            result = torch.zeros_like(x)
+        else:
             along_x = torch.linalg.vecdot(x, tangent).unsqueeze(-1)
             result = (scale * tangent).addcmul_(x, along_x * scale**3, value=-1 / x.shape[-1]).mul_(weight)
         if weight_tangent is not None:
-            result = result.addcmul_(x * scale, weight_tangent)
+            result.addcmul_(x * scale, weight_tangent)
         return result
 
 

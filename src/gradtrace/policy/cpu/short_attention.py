@@ -80,8 +80,9 @@ class ShortAttention(torch.autograd.Function):
     ) -> Tensor:
         # Scores move by dq·k + q·dk, weights w by w (ds − ⟨w, ds⟩), and the output by dw·v + w·dv.
         queries, keys, values, prompt_keys, prompt_values, weights = ctx.saved_tensors
-        scores = torch.zeros_like(weights)
-        if query_tangent is not None:
+        if query_tangent is None:
+            scores = torch.zeros_like(weights)
+        else:
             scores = products(query_tangent.contiguous(), keys, prompt_keys)
         if key_tangent is not None and prompt_key_tangent is not None:
             scores.add_(products(queries, key_tangent, prompt_key_tangent))
@@ -126,6 +127,31 @@ def mixed(weights: Tensor, own: Tensor, shared: Tensor) -> Tensor:
     return torch.bmm(to_prompt, shared).view(*to_own.shape[:2], -1).baddbmm_(to_own, own)
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query [G, H, P, D], key and value [G, K, P, D] → like query: every position sees those up to itself.
+
+    For forward mode, where the fused kernel is no choice, and its plain form several times as slow on short rows.
+    """
+    (groups, heads, length, size), key_heads = query.shape, key.shape[1]
+    keys, values = key.reshape(-1, length, size), value.reshape(-1, length, size)
+    output = ShortAttention.apply(
+        query.reshape(groups * key_heads, -1, size),
+        keys,
+        values,
+        keys[:, :0],
+        values[:, :0],
+        causal_bias(length, heads // key_heads, query.dtype),
+        query.new_zeros(1, 1, 1),
+        scale,
+    )
+    return output.view(query.shape)
+
+
+def causal_bias(length: int, copies: int, dtype: torch.dtype) -> Tensor:
+    """[copies · L, L]: −inf for positions that come later."""
+    return torch.full((length, length), -torch.inf, dtype=dtype).triu(1).repeat(copies, 1)
+
+
 class ShortLayout:
     """Where queries, keys and values of a packed row stand for `ShortAttention`; found once for all layers."""
 
@@ -151,7 +177,6 @@ class ShortLayout:
         key_into, key_out_of = self._movement(key_heads, key_heads)
         queries = MoveRows.apply(query.reshape(-1, size), into, out_of)
         keys, values = (MoveRows.apply(part.reshape(-1, size), key_into, key_out_of) for part in (key, value))
-        causal = torch.full((length, length), -torch.inf, dtype=query.dtype).triu(1)
         shared_bias = query.new_zeros(1, 1, 1)
         if self.hidden is not None:
             visible = torch.zeros(self.hidden.shape, dtype=query.dtype)
@@ -162,7 +187,7 @@ class ShortLayout:
             values.view(-1, length, size),
             prompt_keys.flatten(0, 1),
             prompt_values.flatten(0, 1),
-            causal.repeat(heads // key_heads, 1),
+            causal_bias(length, heads // key_heads, query.dtype),
             shared_bias,
             scale,
         )
