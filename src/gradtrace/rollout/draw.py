@@ -79,6 +79,7 @@ def _draw_from(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The first index whose running sum exceeds `uniform * total`."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
+    # A double below 1 times the total is below the total, after rounding too: no need to see to it.
     return _first_above(cumulative, uniforms * cumulative[:, -1])
 
 
@@ -93,13 +94,13 @@ def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
     block = _first_above(cumulative, target)
     before = torch.where(block > 0, _at(cumulative, (block - 1).clamp_(min=0)), 0.0)
     inside = blocks[torch.arange(len(blocks), device=blocks.device), block].cumsum(-1, dtype=torch.float64)
-    return block * BLOCK + _first_above(inside, target - before)
+    below_total = torch.nextafter(inside[:, -1], torch.zeros_like(target))
+    return block * BLOCK + _first_above(inside, torch.minimum(target - before, below_total))
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index of the first running sum above the target: never one of zero weight, whatever the rounding."""
-    below_total = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
-    index = torch.searchsorted(cumulative, torch.minimum(target, below_total)[:, None], right=True).squeeze(-1)
+    """Index of the first running sum above the target, which is below the last one: never one of zero weight."""
+    index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
     return index.clamp_(max=cumulative.shape[1] - 1)  # NaN compares as it likes; the sampler reports it
 
 

@@ -213,17 +213,22 @@ class Sampler:
         longest = int(limits.max())
         decoder = make_decoder(self.model, rectangle, row_prompts.to(device), longest)
 
-        alive, limits = rows, limits.to(device)  # long[B]: the response that each row of the decoder holds
+        alive = rows  # long[B]: the response that each row of the decoder holds
+        soonest, limits = int(limits.min()), limits.to(device)
         stop_tokens = torch.tensor(params.stop_token_ids, device=device, dtype=torch.long)
         banned = _banned_pairs(here, row_prompts).to(device)
-        logits = decoder.first_logits
+        logits, unwritten = decoder.first_logits, _Unwritten()
         for step in range(longest):
-            tokens, log_probs = draw(logits, params, uniforms[alive, step].to(device), banned if step == 0 else None)
-            responses.tokens[alive, step] = tokens.cpu()
-            responses.log_probs[alive, step] = log_probs.cpu()
-            stopped = torch.isin(tokens, stop_tokens)
-            ended = stopped | (limits == step + 1)
-            if bool(ended.any()):
+            own_uniforms = uniforms[:, step].index_select(0, alive).to(device)
+            tokens, log_probs = draw(logits, params, own_uniforms, banned if step == 0 else None)
+            unwritten.add(tokens, log_probs)
+            if params.stop_token_ids or step + 1 >= soonest:  # else nobody can end here
+                stopped = torch.isin(tokens, stop_tokens)
+                ended = stopped if step + 1 < soonest else stopped | (limits == step + 1)
+            else:
+                ended = None
+            if ended is not None and bool(ended.any()):
+                unwritten.write(responses, alive, step + 1)
                 leaving = alive[ended.cpu()]
                 responses.finished[alive[stopped.cpu()]] = True
                 responses.lengths[leaving] = step + 1
@@ -234,6 +239,26 @@ class Sampler:
                 alive, tokens, limits = alive[kept.cpu()], tokens[kept], limits[kept]
                 decoder.keep(kept)
             logits = decoder.step(tokens)
+
+
+class _Unwritten:
+    """Tokens and log-probs of the steps since rows last left. They are written all at once, when the next rows leave:
+    for a small model, scattering them at every step takes about as long as drawing them."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Both [B], of one more step."""
+        self.steps.append((tokens, log_probs))
+
+    def write(self, responses: Responses, alive: Tensor, end: int) -> None:
+        """Into the rows `alive` long[B] of the responses, which are now `end` tokens long."""
+        tokens, log_probs = (torch.stack(columns, 1).cpu() for columns in zip(*self.steps, strict=True))
+        columns = slice(end - len(self.steps), end)
+        responses.tokens[:, columns].index_copy_(0, alive, tokens)
+        responses.log_probs[:, columns].index_copy_(0, alive, log_probs)
+        self.steps = []
 
 
 def _banned_pairs(starts: list[Start], row_prompts: Tensor) -> Tensor:
