@@ -45,8 +45,6 @@ class Keeper(StepObserver):
             part = self.steps[step].with_suffix(".part")
             torch.save(self.kept(batch, rows), part)
             part.rename(self.steps[step])
-        if step >= max(self.steps):
-            raise AllKeptError
         return batch
 
     def kept(self, batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
@@ -75,6 +73,14 @@ class Keeper(StepObserver):
         return next(name for name, p in self.parts.optimizer.parameters.items() if p is parameter)
 
 
+class EndingKeeper(Keeper):
+    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        super().before_update(batch, step)
+        if step >= max(self.steps):
+            raise AllKeptError
+        return batch
+
+
 def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Path) -> None:
     """Train as the recipe does, up to the last of the steps and not through it, unless their states are there."""
     if all(path.exists() for path in steps.values()):
@@ -87,7 +93,7 @@ def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Pat
     ]
     parts = build_parts(load_config([*overrides, *quiet]))
     name = next(iter(steps.values())).stem
-    trainer = Trainer(parts, RunFiles(runs / name), Keeper(parts, steps, groups), SilentDisplay())
+    trainer = Trainer(parts, RunFiles(runs / name), EndingKeeper(parts, steps, groups), SilentDisplay())
     with contextlib.suppress(AllKeptError):
         for step in itertools.count(1):
             batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
