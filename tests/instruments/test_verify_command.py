@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import gradtrace
-from benchmarks._validity_states import Keeper, trial_of
+from benchmarks._validity_states import Keeper
 from benchmarks.validity import Score, judge
 from gradtrace import open_run
 from gradtrace.ablate.grid import parse_grid
@@ -90,7 +90,7 @@ def test_it_reproduces_the_figures_of_the_benchmark(made: tuple[Path, Path], tmp
     run, kept = made
     found = verify(run / "checkpoints" / "step_000001", output=tmp_path / "v").verification
     chosen = {name: Score(config, coming=True) for name, config in usual_scores().items()}
-    benchmark = judge(trial_of(kept), chosen, SMALL, seed=0)["agreement"]
+    benchmark = judge(kept, chosen, SMALL, seed=0)["agreement"]
     for name in (*chosen, BASELINE):
         for kind, values in benchmark[name].items():
             assert found.agreement[name][kind] == pytest.approx(values, abs=1e-9), (name, kind)
