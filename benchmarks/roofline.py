@@ -79,6 +79,24 @@ def matrix_parameters(model: Any) -> tuple[int, int]:
     return layers, model.get_output_embeddings().weight.numel()
 
 
+def bare_products_ms(model: Any, rows: int, clock: Clock, rounds: int = 5, steps: int = 15) -> float:
+    """Milliseconds that BLAS takes for the products of one decode step alone, in their real shapes: whether small ones
+    can reach the speed of a large one."""
+    layers = [
+        p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "lm_head" not in name
+    ]
+    weights = [*layers, model.get_output_embeddings().weight]
+    inputs = {width: torch.randn(rows, width) for width in {weight.shape[1] for weight in weights}}
+
+    def multiply() -> None:
+        for weight in weights * steps:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    with torch.inference_mode():
+        multiply()
+        return 1e3 * median(seconds(multiply, clock) for _ in range(rounds)) / steps
+
+
 def decode(model: Any, prompts: list[list[int]], n: int, tokens: int, rounds: int, clock: Clock) -> dict[str, Any]:
     before = products_per_second(clock)
     found = bandwidth_share(model, prompts, n, tokens, rounds, clock)
@@ -89,6 +107,7 @@ def decode(model: Any, prompts: list[list[int]], n: int, tokens: int, rounds: in
     return found | {
         "gflops": round(gemm / 1e9, 1),
         "products_ms_per_step": round(products_ms, 3),
+        "bare_products_ms_per_step": round(bare_products_ms(model, len(prompts) * n, clock), 3),
         "shares": [times_limit * share for share in found["shares_of_limit"]],
         "operations": operations(run),
     }
