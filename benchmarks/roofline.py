@@ -5,9 +5,10 @@ seconds, which other programs hardly change; freed memory stays with the process
 cannot be faster than its weights and cache are read from memory, nor than its products are multiplied:
 `roofline_decode` is the larger of the two times over the time taken, `bandwidth_decode` the first one alone.
 `roofline_update` is the time that the products of forward and backward pass take at the speed of a large square
-product, over the time of the update phase of a GRPO step with its optimizer step (padding, attention, losses and
-everything else that is no product of a token with a weight count against it); in the details, where the time goes, by
-operation.
+product, over the time of the update phase of a GRPO step with its optimizer step. Products are those of the tokens that
+an update needs at the least: each prompt once, and responses without their last tokens, which predict nothing. Tokens
+that are computed twice, attention, losses and everything else that is no product of a token with a weight count against
+it. In the details: where the time goes, by operation.
 
 `contention_decode` is tokens per second alone over those beside a process that keeps one core busy, on two threads, as
 the command line starts (see `gradtrace.cli`); `contention_decode_spinning` with threads that spin while they wait,
@@ -138,14 +139,14 @@ def update(overrides: list[str], rounds: int, clock: Clock) -> dict[str, Any]:
         measured = list(zip(taken[1:], around, strict=True))
         found = operations(step)
     layers, head = matrix_parameters(parts.policy.model)
-    lengths = batch.prompt_lengths + batch.response_lengths
-    products = 6 * (layers * int(lengths.sum()) + head * int(batch.response_mask.sum()))
+    tokens = sum(map(len, batch.prompts)) + int((batch.response_lengths - 1).sum())
+    products = 6 * (layers * tokens + head * int(batch.response_mask.sum()))
     return {
         "gflops": round(median(around) / 1e9, 1),
         "update_s": round(median(taken[1 : 1 + rounds]), 4),
         "products_s": round(products / median(around), 4),
         "shares": [products / gemm / update_s for update_s, gemm in measured],
-        "tokens": int(lengths.sum()),
+        "tokens": tokens,
         "operations": found,
     }
 
