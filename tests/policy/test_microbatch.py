@@ -20,6 +20,7 @@ from gradtrace.instruments.observer import OptimizerStep, StepObserver
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches, Sequences, split_rows
 from gradtrace.policy.optimizer import Optimizer
+from gradtrace.policy.packed_attention import can_attend
 from gradtrace.policy.policy import Policy
 from gradtrace.training.update import PolicyUpdate
 from tests.training.small import model, policy, random_batch
@@ -119,6 +120,39 @@ def test_sliding_windows_are_refused_when_packed() -> None:
     micro = next(MicroBatches(random_batch(), 10**6, "packed")(torch.arange(9)))
     with pytest.raises(GradtraceError, match=r"sliding_window.*actor\.packing=never"):
         actor.statistics(micro)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "longest", "expected"),
+    [
+        ("qwen2", {}, 100, True),
+        ("mistral", {"sliding_window": 3}, 3, True),
+        ("mistral", {"sliding_window": 3}, 4, False),
+        ("gemma2", {"head_dim": 8}, 4, False),  # soft caps
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, 4, False),
+    ],
+)
+def test_a_model_is_asked_whether_packed_rows_are_what_rows_are(
+    family: str, options: dict, longest: int, expected: bool
+) -> None:
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model(family, vocab_size=18, num_key_value_heads=2, **size, **options)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert can_attend(model, longest) == expected
+    assert not model.training and model.config._attn_implementation != "gradtrace_packed"
+
+
+def test_a_layer_that_mixes_positions_without_attention_is_noticed() -> None:
+    """Even one that nothing in the model's structure tells of."""
+    model = policy().model
+
+    def mix(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return output + output.roll(1, 1)
+
+    assert can_attend(model, 10)
+    model.model.layers[0].mlp.register_forward_hook(mix)
+    assert not can_attend(model, 10)
 
 
 def test_model_attends_as_before_outside_of_packed_passes() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers import AttentionInterface
 
@@ -142,25 +142,42 @@ AttentionInterface.register(NAME, attend)
 
 
 def is_supported(model: Any) -> bool:
-    """The model calls its attention through transformers' interface and hands options down to it."""
-    return bool(getattr(model, "_supports_attention_backend", False))
+    """The model calls its attention through transformers' interface and hands options down to it, and no layer of
+    another kind mixes positions: a convolution or a recurrence would run from one sequence of a row into the next."""
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    return kinds <= ATTENTION_LAYERS and not any(isinstance(module, nn.Conv1d) for module in model.modules())
+
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""What transformers calls layers that mix positions by attention alone."""
+SAME = 1e-4
+"""By which share of the largest logit two passes may differ that compute the same."""
 
 
 @torch.no_grad()
 def can_attend(model: Any, longest: int) -> bool:
-    """Whether `attend` computes this model's attention over sequences of up to `longest` positions. A pass over two
-    tokens tells, since layers say what they want of their attention only when they call it."""
+    """Whether the model computes packed sequences of up to `longest` positions as it computes them alone. It is asked:
+    two sequences of two tokens behind one another, and the second by itself. So whatever a layer wants of its
+    attention that `attend` does not do shows here, and not in a gradient that is wrong without a word."""
     if not is_supported(model):
         return False
-    packing = Packing(Rectangle.of(torch.tensor([2]))).to(model.device)
+    packing = Packing(Rectangle.of(torch.tensor([2, 2]))).to(model.device)
     packing.__dict__["longest"] = longest
-    positions = torch.arange(2, device=model.device)[None]
+    ids = torch.tensor([[0, 1, 1, 0]], device=model.device)
+    positions = torch.tensor([[0, 1, 0, 1]], device=model.device)
+    was_training = model.training
+    model.eval()
     try:
-        with torch.random.fork_rng(devices=[]), packed_attention(model):
-            model(input_ids=torch.zeros_like(positions), position_ids=positions, packing=packing, use_cache=False)
+        alone = model(input_ids=ids[:, 2:], use_cache=False).logits
+        with packed_attention(model):
+            packed = model(input_ids=ids, position_ids=positions, packing=packing, use_cache=False).logits[:, 2:]
     except GradtraceError:
         return False
-    return True
+    finally:
+        model.train(was_training)
+    return bool((packed - alone).abs().max() <= SAME * alone.abs().max())
 
 
 @contextlib.contextmanager
