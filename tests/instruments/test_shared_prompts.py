@@ -161,6 +161,6 @@ def test_a_trace_of_prompts_of_one_token(tmp_path: Path) -> None:
         trainer.observer.close()
         found.append(columns(trainer.files.path))
     for name in ("influence_tail", "influence_loss_term"):
-        if name in found[0]:
-            scale = np.nanmax(np.abs(found[1][name]))
-            np.testing.assert_allclose(found[0][name] / scale, found[1][name] / scale, atol=2e-4, err_msg=name)
+        scale = np.nanmax(np.abs(found[1][name]))
+        assert scale > 0, name
+        np.testing.assert_allclose(found[0][name] / scale, found[1][name] / scale, atol=2e-3, err_msg=name)
