@@ -167,10 +167,7 @@ class InfluenceTracer:
         a sign, as a policy-gradient loss does with advantages. infl(t→r) is then the effect on the log-prob of r, not
         on "its loss", so that the contrast of accepted and rejected does not count the sign a second time.
 
-        Where responses share the positions of their prompt (id −1 there), `predicted_at` lists the flat positions whose
-        logits predict response tokens, and such a pass `takes` the "scores" of the tail alone. The "directions" that
-        loss terms need then come from one more pass, of Σ_r `direction_weights()[r]` Σ_t ℓ_t, in which all positions of
-        a group, prompts included, have the id of one of its responses; see `InfluenceConfig.needs_prompts`.
+        `predicted_at` and `takes` are for responses that share the positions of their prompt: `direction_weights`.
 
         With `accepted` and `group` of *all* responses given here, groups that this micro-batch holds whole are
         scored inside the backward pass and nothing of them is stored, and constant groups cost nothing.
@@ -203,7 +200,14 @@ class InfluenceTracer:
 
     def direction_weights(self) -> dict[int, float]:
         """How the log-probs of each response count in the contrast of its scope, where that has loss terms; after the
-        passes that were captured for scores."""
+        passes that were captured for scores.
+
+        Where responses share the positions of their prompt (id −1 there), `predicted_at` of `capture` lists the flat
+        positions whose logits predict response tokens, and such a pass `takes` the "scores" of the tail alone. The
+        "directions" that loss terms need then come from one more pass, of Σ_r `direction_weights()[r]` Σ_t ℓ_t, in
+        which all positions of a group, prompts included, have the id of one of its responses; see
+        `InfluenceConfig.needs_prompts`.
+        """
         mean = self.config.response_reduction == "mean"
         return {
             r: float(scope.contrast[0, i]) / (max(self._ledger.counts.get(r, 1), 1) if mean else 1)
