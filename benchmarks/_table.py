@@ -81,9 +81,14 @@ def _details(results: list[dict[str, Any]], targets: dict[str, dict[str, float]]
     return [
         "## Details, without a target",
         "",
+        '<details markdown="1">',
+        f"<summary>{len(rows)} more figures</summary>",
+        "",
         "| | value | interval | benchmark |",
         "|---|---:|---|---|",
         *rows,
+        "",
+        "</details>",
         "",
     ]
 

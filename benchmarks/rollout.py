@@ -121,7 +121,6 @@ def bandwidth_share(
         "limit_ms_per_step": round(limit_s * 1e3, 4),
         "ours_ms_per_step": round(step_s * 1e3, 3),
         "share_of_limit": round(limit_s / step_s, 3),
-        "shares_of_limit": [limit_s * (new_tokens - 1) / one for one in taken],
     }
 
 
