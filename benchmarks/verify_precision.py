@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
         rows = measure((2,) if args.quick else STEPS, 3 if args.quick else TOKENS, folder)
     if not rows:
         raise SystemExit("benchmark: no rollout had a group with accepted and rejected responses")
+    agreement = mean_interval([row["rank_correlation"] for row in rows])
     ratios = {
-        "rank_correlation_float32_float64": mean_interval([row["rank_correlation"] for row in rows]),
+        "rank_correlation_float32_float64": replace(agreement, high=min(1.0, agreement.high)),
         "median_relative_difference_float32": median_interval([d for row in rows for d in row["relative_differences"]]),
     }
     emit("verify_precision", ratios, {"groups": rows, "machine": machine()})
