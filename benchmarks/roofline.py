@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
             # As long as SmolLM2 takes for one round, the demo's model makes some, for a median of each block.
             blocks, in_block = (2 * rounds + 2, 5) if name == "tiny" else (rounds + 1, 1)
             found = decode(model, questions, 8, tokens, blocks, in_block, clock)
-            made = update(overrides, rounds, clock)
+            made = update(overrides, 3 * rounds if name == "tiny" else rounds + 1, clock)
             ratios |= {
                 f"roofline_decode_{name}": median_interval(found["shares"]),
                 f"bandwidth_decode_{name}": median_interval(found["shares_of_reading"]),
