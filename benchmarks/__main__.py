@@ -38,7 +38,7 @@ BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 NOT_BENCHMARKS = {"__main__", "common"}
 STUDIES = {
     *("tracin_effect", "findings", "validity", "deletion", "probe_accuracy", "token_value", "verify_precision"),
-    *("token_selection", "growth", "peers.prime_rl_export"),
+    *("token_selection", "early_steps", "growth", "peers.prime_rl_export"),
 }
 """What does not time anything: another program beside it changes nothing but the minutes."""
 WRITE_PAGES = ("deletion", "findings", "growth", "token_selection", "token_value", "tracin_effect", "validity")

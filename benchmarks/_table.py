@@ -18,6 +18,7 @@ QUESTIONS = {
     "Are short ways shorter?": ("solvers", "verification"),
     "Does it say something true?": (
         "validity",
+        "early_steps",
         "token_value",
         "probe_accuracy",
         "deletion",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from benchmarks._findings_smollm2 import SMOLLM2_FAULTS
 from benchmarks._validity_states import SharedPrompts
 from benchmarks.common import tiny_model
 from benchmarks.deletion import LIKE, RULES
+from benchmarks.early_steps import main as early_steps
 from benchmarks.growth import growth
 from benchmarks.probe_accuracy import coverage
 from gradtrace.instruments.verify.trial import Trial
@@ -69,3 +72,13 @@ def test_pairs_that_share_batches_do_not_narrow_the_interval_of_a_coverage() -> 
     row = {"predicted": [(0.0, 1.0)] * 6, "real": [(0.0, 1.0)] * 6}
     found = coverage([row, row], "real", 1.0)
     assert found.mean == 1 and found.count == 6 and 0.5 < found.low < 0.7
+
+
+def test_scores_of_early_steps_are_held_against_real_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    early_steps(["--quick"])
+    torch.set_num_threads(threads)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["ratios"]) == {"single_token_step_1", "single_token_step_2"}
+    assert all(-1 <= value <= 1 for value in found["ratios"].values())
+    assert sum(found["detail"]["groups"].values()) >= 4
