@@ -101,7 +101,7 @@ def bare_products_ms(model: Any, rows: int, clock: Clock, rounds: int = 5, steps
 
 
 def decode(model: Any, prompts: list[list[int]], n: int, tokens: int, blocks: int, rounds: int, clock: Clock) -> Found:
-    """Blocks of a few rounds, each between measurements of both limits: on a machine that is shared with others, these
+    """Blocks of a few rounds, each with both limits measured beside it: on a machine that is shared with others, these
     change by half from one second to the next."""
     operations_per_step = 2 * sum(matrix_parameters(model)) * len(prompts) * n
     speeds, found = [products_per_second(clock)], []

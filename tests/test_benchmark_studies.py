@@ -76,9 +76,12 @@ def test_pairs_that_share_batches_do_not_narrow_the_interval_of_a_coverage() -> 
 
 def test_scores_of_early_steps_are_held_against_real_ones(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
-    early_steps(["--quick"])
-    torch.set_num_threads(threads)
+    try:
+        early_steps(["--quick"])
+    finally:
+        torch.set_num_threads(threads)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["ratios"]) == {"single_token_step_1", "single_token_step_2"}
     assert all(-1 <= value <= 1 for value in found["ratios"].values())
+    assert found["ratios"]["single_token_step_2"] > 0.7  # four tokens of five groups: 1.0
     assert sum(found["detail"]["groups"].values()) >= 4
