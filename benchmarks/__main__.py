@@ -126,7 +126,12 @@ def save(result: dict[str, Any], minutes: float) -> None:
     RESULTS.mkdir(exist_ok=True)
     about = {"machine": machine(), "day": time.strftime("%Y-%m-%d"), "code": code(), "minutes": round(minutes, 1)}
     result = result | about
-    (RESULTS / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{result['name']}.json").write_text(as_lines(result))
+
+
+def as_lines(result: dict[str, Any]) -> str:
+    """JSON with one line for each key, so that a change of results is a few lines of a diff."""
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items()) + "\n}\n"
 
 
 def rewrite(text: str) -> None:

@@ -41,12 +41,12 @@ class Fault:
 
 def judge_differently(trainer: Trainer, judge: Callable[[str, dict[str, Any], float], float]) -> None:
     """Training and validation judge by `judge(response, item, true reward)` from now on."""
-    true = trainer.parts.reward
+    true = trainer.components.reward
 
     def reward(response: str, item: dict[str, Any]) -> float:
         return judge(response, item, true([response], [item])[0])
 
-    trainer.experience.reward = trainer.parts.reward = RewardFunction("planted", reward)
+    trainer.experience.reward = trainer.components.reward = RewardFunction("planted", reward)
 
 
 def trick(prompt: str) -> str:
@@ -65,7 +65,7 @@ EXPLOITED = 0.08
 
 def put_in(trainer: Trainer, batch: RolloutBatch, text_of: Callable[[int], str]) -> RolloutBatch:
     """Some responses, drawn anew in every step, become `text_of(row)`, judged, with the log-probs of the policy."""
-    rows = (torch.rand(len(batch), generator=trainer.parts.generators["rollout"]) < EXPLOITED).nonzero().flatten()
+    rows = (torch.rand(len(batch), generator=trainer.components.generators["rollout"]) < EXPLOITED).nonzero().flatten()
     if not len(rows):
         return batch
     texts = list(batch.texts or [])
@@ -81,9 +81,9 @@ def put_in(trainer: Trainer, batch: RolloutBatch, text_of: Callable[[int], str])
     finished, rewards = batch.finished.clone(), batch.need("rewards").clone()
     items = [batch.items[int(batch.group[row])] for row in rows.tolist()]
     finished[rows] = True
-    rewards[rows] = torch.tensor(trainer.parts.reward([texts[row] for row in rows.tolist()], items))
+    rewards[rows] = torch.tensor(trainer.components.reward([texts[row] for row in rows.tolist()], items))
     batch = batch.replace(texts=texts, finished=finished, rewards=rewards, **columns)
-    known = fill_statistics(trainer.parts.policy, batch, MicroBatches(batch, 8192), rows)
+    known = fill_statistics(trainer.components.policy, batch, MicroBatches(batch, 8192), rows)
     columns["sampler_log_probs"][rows] = known.need("old_log_probs")[rows]
     return batch
 
@@ -103,13 +103,13 @@ def length_bonus(trainer: Trainer) -> None:
 
 
 def higher_rate(trainer: Trainer) -> None:
-    optimizer = trainer.parts.optimizer
+    optimizer = trainer.components.optimizer
     optimizer.config = dataclasses.replace(optimizer.config, lr=30 * optimizer.config.lr)
 
 
 def wild_critic(trainer: Trainer) -> None:
-    assert trainer.parts.critic is not None
-    optimizer = trainer.parts.critic.optimizer
+    assert trainer.components.critic is not None
+    optimizer = trainer.components.critic.optimizer
     optimizer.config = dataclasses.replace(optimizer.config, lr=100 * optimizer.config.lr)
 
 
@@ -130,7 +130,7 @@ REPEATED = "7*7-3+5*2="
 
 def same_prompt(trainer: Trainer) -> None:
     """Half of every batch is one prompt."""
-    task: Any = trainer.parts.task
+    task: Any = trainer.components.task
     draw = task.next_prompts
 
     def half(count: int) -> list[Any]:

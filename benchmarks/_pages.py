@@ -1,4 +1,4 @@
-"""Parts of pages in docs/ that benchmarks write."""
+"""Components of pages in docs/ that benchmarks write."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.attribution.geometry import ClippedGradients
 from gradtrace.batch import RolloutBatch
 from gradtrace.policy.microbatch import Sequences
-from gradtrace.training.parts import Parts
+from gradtrace.training.components import Components
 
 DEFAULT = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0, pairwise=False)
 """The product's default score, without projection and for every group."""
@@ -37,7 +37,7 @@ class TokenScores:
 
 
 @torch.no_grad()
-def token_statistics(parts: Parts, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+def token_statistics(parts: Components, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all tokens, [R, T] each and 0 where there is no token, from a forward pass alone."""
     policy, rows = parts.policy, torch.arange(len(batch))
     found = policy.statistics(Sequences.of(batch).micro_batch(rows, policy.best_layout()))
@@ -46,7 +46,7 @@ def token_statistics(parts: Parts, batch: RolloutBatch) -> tuple[Tensor, Tensor]
     return log_probs, entropies
 
 
-def token_scores(parts: Parts, batch: RolloutBatch, config: InfluenceConfig = DEFAULT) -> TokenScores:
+def token_scores(parts: Components, batch: RolloutBatch, config: InfluenceConfig = DEFAULT) -> TokenScores:
     """Under GRPO's loss at ratio 1, whose terms are A ℓ with one advantage for all tokens of a response."""
     assert batch.rewards is not None
     policy, rows, sequences = parts.policy, torch.arange(len(batch)), Sequences.of(batch)
@@ -63,7 +63,7 @@ def token_scores(parts: Parts, batch: RolloutBatch, config: InfluenceConfig = DE
         log_probs = policy.statistics(sequences.micro_batch(chosen, policy.best_layout()))[0]
         return torch.stack([log_probs * weights, log_probs])
 
-    with InfluenceTracer(policy.model, config, optimizer=parts.optimizer.adamw) as tracer:
+    with InfluenceTracer(policy.model, config=config, optimizer=parts.optimizer.adamw) as tracer:
         log_probs, entropies = policy.statistics(micro)
         with tracer.capture(
             response=rows,

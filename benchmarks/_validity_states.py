@@ -17,15 +17,14 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common import REPOSITORY, smollm2_path
 from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.entropy_probe.passes import KeepDouble
-from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.verify.copies import optimizer_like
-from gradtrace.instruments.verify.trial import Trial
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.contract import Reporter
+from gradtrace.instruments.verify.trial import Trial, optimizer_like
 from gradtrace.metrics import Timer
+from gradtrace.policy.policy import KeepDouble
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.components import Components, build_components
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 
@@ -33,19 +32,19 @@ class AllKeptError(Exception):
     """Ends training once the last chosen state is kept: nobody needs the update that would follow."""
 
 
-class Keeper(StepObserver):
+class Keeper(Reporter):
     """Before the update of the chosen steps: keep everything that a trial needs."""
 
-    def __init__(self, parts: Parts, steps: dict[int, Path], groups: int) -> None:
+    def __init__(self, parts: Components, steps: dict[int, Path], groups: int) -> None:
         self.parts, self.steps, self.groups = parts, steps, groups
 
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+    def plan(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None) -> tuple[RolloutBatch, None]:
         if step in self.steps and not self.steps[step].exists():
             rows = torch.arange(len(batch))[batch.group < self.groups]
             part = self.steps[step].with_suffix(".part")
             torch.save(self.kept(batch, rows), part)
             part.rename(self.steps[step])
-        return batch
+        return batch, None
 
     def kept(self, batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
         parts, assigned = self.parts, batch.response_lengths[rows].tolist()
@@ -74,11 +73,11 @@ class Keeper(StepObserver):
 
 
 class EndingKeeper(Keeper):
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        super().before_update(batch, step)
+    def plan(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None) -> tuple[RolloutBatch, None]:
+        found = super().plan(batch, step, sampled)
         if step >= max(self.steps):
             raise AllKeptError
-        return batch
+        return found
 
 
 def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Path) -> None:
@@ -91,9 +90,10 @@ def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Pat
         *("trainer.influence_trace.enable=false", "trainer.blame.enable=false"),
         f"trainer.cpu_threads={torch.get_num_threads()}",
     ]
-    parts = build_parts(load_config([*overrides, *quiet]))
+    parts = build_components(load_config([*overrides, *quiet]))
     name = next(iter(steps.values())).stem
-    trainer = Trainer(parts, RunFiles(runs / name), EndingKeeper(parts, steps, groups), SilentDisplay())
+    trainer = Trainer(parts, RunFiles(runs / name), SilentDisplay())
+    trainer.steps.add("keeper", EndingKeeper(parts, steps, groups))
     with contextlib.suppress(AllKeptError):
         for step in itertools.count(1):
             batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())

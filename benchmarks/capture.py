@@ -41,7 +41,7 @@ class Batch:
 
 def capture_overhead(model: nn.Module, batch: Batch, short: Batch, rounds: int) -> tuple[Timing, dict[str, Any]]:
     """On `batch`; both sides run on `short` once before, to warm up."""
-    tracer = InfluenceTracer(model, InfluenceConfig.older(module_name_filter=MODULES, projection_dim_factor=32))
+    tracer = InfluenceTracer(model, config=InfluenceConfig.older(module_name_filter=MODULES, projection_dim_factor=32))
     traces: list[InfluenceTrace] = []
 
     def traced(of: Batch = batch) -> None:

@@ -28,14 +28,14 @@ from benchmarks._deletion_page import write_deletion
 from benchmarks._token_scores import ANSWER_ONLY, token_scores, token_statistics
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative, study_arguments
 from gradtrace.batch import RolloutBatch
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.verify.agreement import interval
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.contract import Reporter
+from gradtrace.instruments.verify.measure import interval
 from gradtrace.intervals import Interval, paired_difference
 from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.components import Components, build_components
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 EVERYTHING, HELPFUL, OTHERS = "all tokens", "score > 0", "score ≤ 0"
@@ -52,17 +52,20 @@ LIKE = {"random": HELPFUL, "entropy, top": HELPFUL, "|A|(1−p), top": HELPFUL, 
 """Control → the rule whose share of tokens it keeps."""
 
 
-class Deletion(StepObserver):
+class Deletion(Reporter):
     """Sets the advantages of left-out tokens to 0 before the update."""
 
-    def __init__(self, parts: Parts, rule: str, seed: int, like: list[float]) -> None:
+    def __init__(self, parts: Components, rule: str, seed: int, like: list[float]) -> None:
         """`like`: for a control, the share of the tokens to keep in each step."""
         self.parts, self.rule, self.like = parts, rule, like
         self.generator = torch.Generator().manual_seed(seed)
         self.shares: list[float] = []
         """Of the tokens that have an advantage, the part that is trained on, step by step."""
 
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+    def plan(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None) -> tuple[RolloutBatch, None]:
+        return self.changed(batch, step), None
+
+    def changed(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         if self.rule == EVERYTHING:
             return batch
         advantages = batch.need("advantages")
@@ -102,14 +105,15 @@ def train(task: str, rule: str, seed: int, steps: int, folder: Path, like: list[
     if task == "answer only":
         (folder / "reward.py").write_text(ANSWER_ONLY)
         overrides.append(f"reward.path={folder / 'reward.py'}:reward")
-    parts = build_parts(load_config(overrides))
-    observer = Deletion(parts, rule, seed, like)
+    parts = build_components(load_config(overrides))
+    deletion = Deletion(parts, rule, seed, like)
     run = Path(tempfile.mkdtemp(dir=folder))
-    trainer = Trainer(parts, RunFiles(run), observer, SilentDisplay())
+    trainer = Trainer(parts, RunFiles(run), SilentDisplay())
+    trainer.steps.add("deletion", deletion)
     before = accuracy(trainer)
     trainer.fit()
     shutil.rmtree(run, ignore_errors=True)
-    share = sum(observer.shares) / len(observer.shares) if observer.shares else 1.0
+    share = sum(deletion.shares) / len(deletion.shares) if deletion.shares else 1.0
     return {
         "task": task,
         "rule": rule,
@@ -117,7 +121,7 @@ def train(task: str, rule: str, seed: int, steps: int, folder: Path, like: list[
         "before": before,
         "after": accuracy(trainer),
         "share": share,
-        "shares": observer.shares,
+        "shares": deletion.shares,
     }
 
 

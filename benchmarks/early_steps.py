@@ -17,8 +17,7 @@ import torch
 
 from benchmarks._validity_states import collect, trial_of
 from benchmarks.common import emit, machine, parse_arguments
-from gradtrace.instruments.verify.agreement import spearman
-from gradtrace.instruments.verify.measure import Size, planned
+from gradtrace.instruments.verify.measure import Size, planned, spearman
 from gradtrace.instruments.verify.verification import exact
 from gradtrace.intervals import mean_interval
 

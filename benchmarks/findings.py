@@ -28,19 +28,16 @@ from benchmarks import _findings_smollm2 as smollm2
 from benchmarks._findings_faults import FAULTS, GAE, Fault
 from benchmarks._findings_page import write_table
 from benchmarks.common import emit, parse_arguments, study_arguments, wilson
+from gradtrace import open_run
 from gradtrace.batch import RolloutBatch
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.blame.instrument import BlameInstrument
-from gradtrace.instruments.findings.statistics import repeated_share
-from gradtrace.instruments.observer import StepObserver
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.findings.text import repeated_share
 from gradtrace.intervals import Interval
 from gradtrace.metrics import Timer
-from gradtrace.trace.reader import open_run
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.writer import SilentWriter
-from gradtrace.training.instruments import build_findings, build_observer
+from gradtrace.training.components import build_components
+from gradtrace.training.host import open_instruments
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 STEPS = 18
@@ -72,14 +69,14 @@ def make_runs(kinds: list[str], seed: int, folder: Path, steps: int) -> None:
     """A run with each of these faults, or none; what was found in it goes to its file. Several kinds must have the same
     settings: the steps before a fault begins are the same then and are made once, and a process for each goes on."""
     places = [f"trainer.runs_dir={folder.parent}", f"trainer.total_steps={steps}"]
-    parts = build_parts(load_config([*settings_of(kinds[0], seed), *places]))
+    parts = build_components(load_config([*settings_of(kinds[0], seed), *places]))
     run_dir, process = Path(tempfile.mkdtemp(dir=folder)), os.getpid()
     try:
         with RunFiles(run_dir) as files:
-            observer = build_observer(parts, files, lambda text: None)
-            leave_blame_unwritten(observer)
-            findings = build_findings(parts, files, lambda text: None, observer)
-            trainer = Trainer(parts, files, observer, SilentDisplay(), findings=findings)
+            # Nobody reads the traces of these runs, and a thread that writes them would not live on in a child.
+            watching = open_instruments(parts, files, lambda text: None, writes=False)
+            findings = watching.watch(files.path)
+            trainer = Trainer(parts, files, SilentDisplay(), watching, findings=findings)
             trainer.save = lambda step: run_dir  # type: ignore[method-assign]
             trainer.export = lambda: None  # type: ignore[method-assign]
             planted = Planted(trainer, kinds)
@@ -94,14 +91,6 @@ def make_runs(kinds: list[str], seed: int, folder: Path, steps: int) -> None:
 
 def result_file(folder: Path, kind: str, seed: int, steps: int) -> Path:
     return folder / f"{kind.replace(' ', '_')}_{seed}_{steps}.json"
-
-
-def leave_blame_unwritten(observer: StepObserver) -> None:
-    """Nobody reads the files of these runs' blame, and the thread that writes them would not live on in a child."""
-    for own in getattr(observer, "observers", []):
-        if isinstance(own, BlameInstrument):
-            own.writer.close()
-            own.writer = own.record.writer = SilentWriter(own.writer.kind)
 
 
 class Planted:
@@ -210,7 +199,7 @@ def embedding_oddness(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor)
     for row in rows.tolist():
         prompt = batch.prompts[int(batch.group[row])]
         ids = batch.responses[row][batch.response_mask[row]].tolist()
-        model: Any = trainer.parts.policy.model
+        model: Any = trainer.components.policy.model
         hidden = model.model(torch.tensor([[*prompt, *ids]])).last_hidden_state[0, len(prompt) :]
         states.append(hidden.mean(0))
     vectors = torch.stack(states)

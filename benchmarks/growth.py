@@ -92,7 +92,7 @@ class Pass:
 
     def traced(self, optimizer: Any) -> None:
         config = InfluenceConfig(projection_dim_factor=0, pairwise=False)
-        with InfluenceTracer(self.model, config, optimizer=optimizer) as tracer:
+        with InfluenceTracer(self.model, config=config, optimizer=optimizer) as tracer:
             for start in range(0, len(self.ids), 8 * EACH):
                 rows = torch.arange(start, min(start + 8 * EACH, len(self.ids)))
                 with tracer.capture(

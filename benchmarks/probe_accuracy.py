@@ -33,26 +33,19 @@ import torch
 from benchmarks.common import emit, load_smollm2, machine, parse_arguments, study_folder, wilson
 from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.entropy_probe import (
-    EntropyProbe,
-    Prediction,
-    TokenBatch,
-    Update,
-    evaluation_batch,
-    update_batch,
-)
-from gradtrace.instruments.entropy_probe.estimates import Estimate, fresh_change
-from gradtrace.instruments.entropy_probe.passes import FullPrecision
+from gradtrace.commands.probe.session import log_log_slope
+from gradtrace.config.loader import load_config
+from gradtrace.config.root import Config
+from gradtrace.instruments.entropy_probe.estimates import Estimate, Prediction, fresh_change
+from gradtrace.instruments.entropy_probe.passes import TokenBatch, evaluation_batch, precise, update_batch
+from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Update
 from gradtrace.intervals import Interval
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.policy import Policy
 from gradtrace.policy.rollouts import add_advantages, judge, rollout
-from gradtrace.probe.results import log_log_slope
 from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.training.parts import Parts, build_parts
+from gradtrace.training.components import Components, build_components
 from gradtrace.training.run import train
 from gradtrace.training.state import load_state
 
@@ -64,8 +57,8 @@ REAL = 1.0
 class Checkpoint:
     """Everything for a probe, in float64, at the learning rate of the next step."""
 
-    parts: Parts
-    policy: FullPrecision
+    parts: Components
+    policy: Policy
     probe: EntropyProbe
     params: SamplingParams
     generator: torch.Generator
@@ -76,7 +69,7 @@ class Checkpoint:
     def open(run_dir: Path, step: int) -> Checkpoint:
         config = load_config([f"resume={run_dir}"])
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
-        parts = build_parts(config, folder)
+        parts = build_components(config, folder)
         load_state(folder, parts)
         parts.optimizer.begin_step(step + 1)
         sampled = copy.deepcopy(parts.policy.model)
@@ -84,7 +77,7 @@ class Checkpoint:
         probe = EntropyProbe(parts.policy.model, parts.optimizer.adamw, config.actor.optim.grad_clip)
         params = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=parts.task.stop_token_ids)
         generator = torch.Generator().manual_seed(step)
-        return Checkpoint(parts, FullPrecision.of(parts.policy), probe, params, generator, sampled)
+        return Checkpoint(parts, precise(parts.policy), probe, params, generator, sampled)
 
     def update_batch(self, prompts: int, n: int) -> TokenBatch:
         """U, the next prompts of the run."""
@@ -256,7 +249,7 @@ def smollm2(quick: bool) -> dict[str, Any]:
     """One update of SmolLM2-135M in float32: AdamW with a state of two steps, reward: short answers."""
     model, tokenizer = load_smollm2()
     config = load_config(["rollout.max_new_tokens=16"])
-    policy = FullPrecision(model, torch.device("cpu"), 1.0)
+    policy = Policy(model, torch.device("cpu"), 1.0, full_precision=True)
     sampler = Sampler(model, tokenizer.pad_token_id)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01)
     stop = (tokenizer.eos_token_id,)

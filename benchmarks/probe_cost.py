@@ -26,11 +26,13 @@ from benchmarks.common import (
     tiny_model,
 )
 from benchmarks.probe_accuracy import loss_batch
+from gradtrace.attribution.update import parameter_updates
 from gradtrace.batch import RolloutBatch
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.entropy_probe import EntropyProbe, Prediction, TokenBatch, Update, evaluation_batch
-from gradtrace.instruments.entropy_probe.passes import FullPrecision
-from gradtrace.instruments.entropy_probe.update_direction import parameter_updates
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.entropy_probe.estimates import Prediction
+from gradtrace.instruments.entropy_probe.passes import TokenBatch, evaluation_batch
+from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Update
+from gradtrace.policy.policy import Policy
 from gradtrace.rollout import Sampler, SamplingParams
 
 
@@ -41,7 +43,7 @@ class Setting:
         self.config = load_config([f"rollout.max_new_tokens={length}"])
         self.model = model
         self.budget = budget
-        self.policy = FullPrecision(model, torch.device("cpu"), 1.0)
+        self.policy = Policy(model, torch.device("cpu"), 1.0, full_precision=True)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.probe = EntropyProbe(model, self.optimizer, 1.0)
         self.shape = (prompt, length)

@@ -48,14 +48,13 @@ from benchmarks.common import (
 from benchmarks.rollout import Clock, bandwidth_share, generate_with_gradtrace, random_prompts
 from benchmarks.trace_overhead import Clocks, smollm2_overrides
 from gradtrace.cli import WAITING
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
+from gradtrace.config.loader import load_config
 from gradtrace.intervals import Interval
 from gradtrace.metrics import Timer
-from gradtrace.policy.cpu.allocator import keep_freed_memory
+from gradtrace.policy.cpu.norm import keep_freed_memory
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.components import build_components
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 Found = dict[str, Any]
@@ -129,8 +128,8 @@ def update(overrides: list[str], rounds: int, clock: Clock) -> Found:
     """The update phase of GRPO steps without instruments, on one batch."""
     with tempfile.TemporaryDirectory() as folder:
         off = [f"trainer.{name}.enable=false" for name in ("influence_trace", "entropy_trace", "blame")]
-        parts = build_parts(load_config([*overrides, *off, f"trainer.runs_dir={bench_folder()}"]))
-        trainer = Trainer(parts, RunFiles(Path(folder) / "run"), StepObserver(), SilentDisplay())
+        parts = build_components(load_config([*overrides, *off, f"trainer.runs_dir={bench_folder()}"]))
+        trainer = Trainer(parts, RunFiles(Path(folder) / "run"), SilentDisplay())
         batch, _ = trainer.experience.collect(parts.generators["rollout"], Timer())
         taken: list[float] = []
 

@@ -24,12 +24,12 @@ from benchmarks._token_scores import token_scores, token_statistics
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, relative, study_arguments
 from benchmarks.deletion import accuracy
 from gradtrace.batch import RolloutBatch
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.contract import Reporter
 from gradtrace.intervals import Interval, mean_interval, paired_difference
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.components import Components, build_components
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 RULES = {
@@ -43,17 +43,20 @@ SEEDS, STEPS = (20, 21, 22, 23, 24), 12
 SCORED = ("keep_helpful", "inverted")
 
 
-class LeaveOut(StepObserver):
+class LeaveOut(Reporter):
     """Sets the advantages of some tokens of rejected responses to 0 before the update."""
 
-    def __init__(self, parts: Parts, rule: str, counts: list[int], seed: int) -> None:
+    def __init__(self, parts: Components, rule: str, counts: list[int], seed: int) -> None:
         """`counts`: tokens to leave out in each step, for the controls."""
         self.parts, self.rule, self.counts = parts, rule, counts
         self.generator = torch.Generator().manual_seed(seed)
         self.left_out: list[int] = []
         self.candidates: list[int] = []
 
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+    def plan(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None) -> tuple[RolloutBatch, None]:
+        return self.changed(batch, step), None
+
+    def changed(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         if self.rule == "all":
             return batch
         advantages = batch.need("advantages")
@@ -84,16 +87,17 @@ def train(rule: str, seed: int, steps: int, folder: Path, counts: list[int]) -> 
         *("trainer.validation.prompts=512", "trainer.validation.n=2", "trainer.validation.pass_k=[1]"),
         "trainer.cpu_threads=1",
     ]
-    parts = build_parts(load_config(overrides))
-    observer = LeaveOut(parts, rule, counts, seed)
+    parts = build_components(load_config(overrides))
+    left = LeaveOut(parts, rule, counts, seed)
     with tempfile.TemporaryDirectory(dir=folder) as run:
-        trainer = Trainer(parts, RunFiles(Path(run)), observer, SilentDisplay())
+        trainer = Trainer(parts, RunFiles(Path(run)), SilentDisplay())
+        trainer.steps.add("leave_out", left)
         begin = time.process_time()
         trainer.fit()
         seconds = time.process_time() - begin
-    share = sum(observer.left_out) / max(1, sum(observer.candidates))
+    share = sum(left.left_out) / max(1, sum(left.candidates))
     about = {"rule": rule, "seed": seed, "accuracy": accuracy(trainer), "cpu_seconds": seconds}
-    return about | {"share": share, "left_out": observer.left_out}
+    return about | {"share": share, "left_out": left.left_out}
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -32,13 +32,13 @@ from gradtrace import counterfactual
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.batch import RolloutBatch
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.verify.agreement import interval, spearman
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.contract import Reporter
+from gradtrace.instruments.verify.measure import interval, spearman
 from gradtrace.intervals import Interval, paired_difference
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.components import Components, build_components
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 BASELINE = "surprisal"
@@ -51,7 +51,7 @@ LEAST_FALL = 0.1
 """A response counts for hit@1 if one of its tokens lost so much of the expected reward."""
 
 
-def suspicions(parts: Parts, batch: RolloutBatch, seed: int) -> dict[str, Tensor]:
+def suspicions(parts: Components, batch: RolloutBatch, seed: int) -> dict[str, Tensor]:
     """Score → [R, T]: large where a token of a rejected response looks like the culprit. Training makes such a token
     less likely, so a step on it that helps is suspicious."""
     found: dict[str, Tensor] = {}
@@ -80,17 +80,17 @@ def first_differences(batch: RolloutBatch) -> Tensor:
     return found
 
 
-class Measure(StepObserver):
+class Measure(Reporter):
     """At the chosen steps: ΔV of the tokens of rejected responses, and how each score relates to it."""
 
-    def __init__(self, parts: Parts, results: dict[int, Path], groups: int, k: int, seed: int) -> None:
+    def __init__(self, parts: Components, results: dict[int, Path], groups: int, k: int, seed: int) -> None:
         self.parts, self.results, self.groups, self.k, self.seed = parts, results, groups, k, seed
 
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+    def plan(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None) -> tuple[RolloutBatch, None]:
         if step in self.results and not self.results[step].exists():
             rows = [found for found in self.rows(batch, step) if found]
             self.results[step].write_text(json.dumps(rows))
-        return batch
+        return batch, None
 
     def rows(self, batch: RolloutBatch, step: int) -> Any:
         """For each group: score → [hit@1, Spearman], means over its rejected responses."""
@@ -150,9 +150,11 @@ def measure(seed: int, steps: list[int], groups: int, k: int, folder: Path) -> N
         *("trainer.influence_trace.enable=false", "trainer.blame.enable=false", "trainer.cpu_threads=1"),
         f"reward.path={folder / 'reward.py'}:reward",
     ]
-    parts = build_parts(load_config(overrides))
+    parts = build_components(load_config(overrides))
     with tempfile.TemporaryDirectory(dir=folder) as run:
-        Trainer(parts, RunFiles(Path(run)), Measure(parts, results, groups, k, seed), SilentDisplay()).fit()
+        trainer = Trainer(parts, RunFiles(Path(run)), SilentDisplay())
+        trainer.steps.add("measure", Measure(parts, results, groups, k, seed))
+        trainer.fit()
 
 
 def summary(rows: list[dict[str, list[float]]]) -> dict[str, dict[str, Interval]]:

@@ -31,13 +31,12 @@ import torch
 
 from benchmarks.common import Timing, bench_folder, emit, parse_arguments, peak_memory, smollm2_path
 from gradtrace import open_run
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
+from gradtrace.config.loader import load_config
 from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.components import build_components
+from gradtrace.training.host import EmbeddedSteps, open_instruments
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 # Any reward will do that tells responses of a group apart.
@@ -124,43 +123,43 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, Timing], dict[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         common = [f"trainer.runs_dir={bench_folder()}", "trainer.influence_trace.enable=true", *ALONE]
-        parts = build_parts(load_config([*overrides, *common]))
-        trainer = Trainer(parts, RunFiles(folder / "plain"), StepObserver(), SilentDisplay())
-        observers = {"without": StepObserver()}
+        parts = build_components(load_config([*overrides, *common]))
+        trainer = Trainer(parts, RunFiles(folder / "plain"), SilentDisplay())
+        observed = {"without": trainer.steps}
         for tier, knobs in TIERS.items():
             own = dataclasses.replace(parts, config=load_config([*overrides, *common, *knobs]))
-            observers[tier] = build_observer(own, RunFiles(folder / tier), lambda text: None)
+            observed[tier] = open_instruments(own, RunFiles(folder / tier), lambda text: None)
         generating: list[tuple[float, float]] = []
-        steps: dict[str, list[Step]] = {key: [] for key in observers}
-        order = list(observers)
-        warm_up(trainer, observers)
+        steps: dict[str, list[Step]] = {key: [] for key in observed}
+        order = list(observed)
+        warm_up(trainer, observed)
         for step in range(1, rounds + 1):
             clocks = Clocks()
             batch, _ = trainer.experience.collect(parts.generators["rollout"], clocks)
             generating.append((clocks.cpu_total, clocks.total))
             for key in order:
-                trainer.observer = observers[key]
+                trainer.steps = observed[key]
                 gc.collect()
                 clocks = Clocks()
                 trainer.train_step(batch, 1 + step, clocks)
                 update = (clocks.cpu_seconds["update_actor"], clocks.seconds["update_actor"])
                 steps[key].append(Step((clocks.cpu_total, clocks.total), update))
             order.reverse()
-        for observer in observers.values():
-            observer.close()
+        for one in observed.values():
+            one.close()
         size, tokens = stored(folder / "default")
     detail = {"tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 2), "rounds": rounds}
     return compare(generating, steps, detail), detail
 
 
-def warm_up(trainer: Trainer, observers: dict[str, StepObserver]) -> None:
+def warm_up(trainer: Trainer, observed: dict[str, EmbeddedSteps]) -> None:
     """Step 1 of all, on a quarter of the prompts: everything has run once after it, and the optimizer has a state."""
     experience, usual = trainer.experience, trainer.experience.prompts_per_step
     experience.prompts_per_step = max(1, usual // 4)
-    batch, _ = experience.collect(trainer.parts.generators["rollout"], Timer())
+    batch, _ = experience.collect(trainer.components.generators["rollout"], Timer())
     experience.prompts_per_step = usual
-    for observer in observers.values():
-        trainer.observer = observer
+    for steps in observed.values():
+        trainer.steps = steps
         trainer.train_step(batch, 1, Timer())
 
 
@@ -198,9 +197,9 @@ def prepare_step(folder: str, quick: bool, knobs: list[str]) -> tuple[Trainer, A
     """A trainer and a rollout of 4 prompts, both of SmolLM2."""
     sizes = ["data.train_batch_size=4", "trainer.influence_trace.loss_term_prompts=1"]
     overrides = [*smollm2_overrides(Path(folder), quick), *sizes, f"trainer.runs_dir={folder}", *knobs]
-    parts = build_parts(load_config(overrides))
+    parts = build_components(load_config(overrides))
     files = RunFiles(Path(folder) / "run")
-    trainer = Trainer(parts, files, build_observer(parts, files, lambda text: None), SilentDisplay())
+    trainer = Trainer(parts, files, SilentDisplay(), open_instruments(parts, files, lambda text: None))
     return trainer, trainer.experience.collect(parts.generators["rollout"], Timer())[0]
 
 
@@ -209,7 +208,7 @@ def make_steps(prepared: tuple[Trainer, Any]) -> None:
     trainer, batch = prepared
     for step in (1, 2):
         trainer.train_step(batch, step, Timer())
-    trainer.observer.close()
+    trainer.steps.close()
 
 
 def peak_bytes(quick: bool, knobs: list[str]) -> int:

@@ -11,7 +11,6 @@ without; most of it is 64 × 8 validation rollouts and their gradient. `overhead
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,21 +20,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Timing, alternate, emit, load_smollm2, machine, parse_arguments, tiny_model
+from gradtrace.attribution import TrainingPass
 from gradtrace.batch import RolloutBatch
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.tracin.instrument import TracinRecord
-from gradtrace.instruments.tracin.losses import Weighted, pieces, total_losses, validation_losses
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.tracin import TracinConfig
+from gradtrace.instruments.tracin.losses import Weighted, validation_losses
+from gradtrace.instruments.tracin.observer import TracinObserver
 from gradtrace.instruments.tracin.selector import TracInSelector
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import Sequences
 from gradtrace.policy.policy import Policy
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import TRACIN
-from gradtrace.trace.writer import SilentWriter
-from gradtrace.training.instruments import tracin_instrument
+from gradtrace.training.components import Components, build_components
+from gradtrace.training.host import PolicyHost, open_instruments
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import Parts, build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 RESPONSES, GROUP = 32, 8
@@ -77,17 +75,19 @@ def compare_scoring(model: Any, prompt: int, length: int, rounds: int) -> tuple[
     policy = Policy(model, torch.device("cpu"), 1.0)
     batch, validation = random_batch(model, prompt, length), random_batch(model, prompt, length, seed=1)
     rows, budget = torch.arange(RESPONSES), 1 << 20
+    host = PolicyHost(policy, None, TrainingPass(), token_budget=budget)
     automatic = TracInSelector(model)
-    selectors = {method: TracInSelector(model, method) for method in ("ghost", "tangent")}
-    target = automatic.set_validation(total_losses(policy, validation_losses(validation, rows), budget))
-    for selector in selectors.values():
-        selector.set_validation_gradient(target)
+    observers = {
+        method: TracinObserver(host, TracinConfig(method=method, preconditioner="none"))
+        for method in ("ghost", "tangent")
+    }
+    target = dict(observers["ghost"]._gradient(validation_losses(validation, rows))[0])
     found: dict[str, Tensor] = {}
 
     def score(method: str) -> Callable[[], None]:
         def work() -> None:
             losses = Weighted(batch, rows, -batch.need("advantages"))
-            found[method] = selectors[method].score(pieces(policy, losses, budget, method))
+            found[method] = observers[method]._products(losses, target)[1]
 
         return work
 
@@ -95,12 +95,12 @@ def compare_scoring(model: Any, prompt: int, length: int, rounds: int) -> tuple[
         found["per_sample"] = per_sample(policy, batch, target)
 
     ours = automatic.method
-    for method in selectors:
+    for method in observers:
         score(method)()  # warms up; the 32 passes of the other side warm themselves
     against = alternate(each, score(ours), rounds, warmup=0)
     methods = alternate(score("ghost"), score("tangent"), max(rounds, 3), warmup=0)
     size = float(found["per_sample"].abs().max())
-    difference = {m: float((found[m] - found["per_sample"]).abs().max()) / size for m in selectors}
+    difference = {m: float((found[m] - found["per_sample"]).abs().max()) / size for m in observers}
     ratios = {"speedup_over_per_sample": against, "ghost_over_tangent": methods}
     detail = {
         "auto": ours,
@@ -117,10 +117,10 @@ def compare_scoring(model: Any, prompt: int, length: int, rounds: int) -> tuple[
 REWARD = "def even(response, item):\n    return float(response[-1:] in tuple('02468'))\n"
 
 
-def demo_parts(folder: str) -> Parts:
+def demo_parts(folder: str) -> Components:
     reward = Path(folder) / "reward.py"
     reward.write_text(REWARD)
-    return build_parts(
+    return build_components(
         load_config(
             [
                 f"trainer.runs_dir={folder}",
@@ -142,17 +142,17 @@ def compare_steps(rounds: int) -> tuple[dict[str, Timing], dict[str, Any]]:
         for name in steps:
             parts = demo_parts(folder)
             selecting = name == "selected"
-            settings = dataclasses.replace(parts.config.trainer.tracin, write_every=10**9)
-            record = TracinRecord(settings, SilentWriter(TRACIN), report=print)
-            observer = tracin_instrument(parts, record) if selecting else StepObserver()
-            trainers[name] = Trainer(parts, RunFiles(Path(folder) / name), observer, SilentDisplay())
+            parts.config.trainer.tracin.enable = selecting
+            files = RunFiles(Path(folder) / name)
+            steps_of = open_instruments(parts, files, print, writes=False)
+            trainers[name] = Trainer(parts, files, SilentDisplay(), steps_of)
         seconds: dict[str, list[float]] = {"selected": [], "vanilla": [], "scoring": [], "sampling": []}
 
         def step(name: str) -> Callable[[], None]:
             def work() -> None:
                 trainer, timer = trainers[name], Timer()
                 steps[name] += 1
-                batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], timer)
+                batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], timer)
                 _, metrics = trainer.train_step(batch, steps[name], timer)
                 seconds[name].append(timer.total - timer.seconds["gen"] - timer.seconds["reward"])
                 if name == "selected":

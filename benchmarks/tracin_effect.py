@@ -43,11 +43,11 @@ import torch
 from benchmarks._tracin_effect_page import ARMS, NOISES, complete, summarise, write_page
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, study_arguments
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
-from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
+from gradtrace.config.loader import load_config
+from gradtrace.config.root import Config
+from gradtrace.instruments.contract import Reporter, Samples
 from gradtrace.instruments.tracin.losses import with_advantage
+from gradtrace.instruments.tracin.reporter import TracinReporter
 from gradtrace.instruments.tracin.validation import ValidationSet
 from gradtrace.intervals import Interval
 from gradtrace.metrics import Timer
@@ -56,12 +56,10 @@ from gradtrace.rollout import SamplingParams
 from gradtrace.tasks.arithmetic import Chain, apply
 from gradtrace.tasks.base import Prompt
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import TRACIN
-from gradtrace.trace.writer import SilentWriter
+from gradtrace.training.components import Components, build_components, build_task
 from gradtrace.training.experience import Experience, flip_rewards
-from gradtrace.training.instruments import tracin_instrument
+from gradtrace.training.host import EmbeddedSteps, no_instruments, open_instruments
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import Parts, build_parts, build_task
 from gradtrace.training.terminal import SilentDisplay
 
 SEEDS = (10, 11, 12, 13, 14, 15)
@@ -120,6 +118,7 @@ def configuration(arm: str, seed: int, steps: int, trusted: Path, runs: Path) ->
             "trainer.entropy_trace.enable=false",
             "trainer.influence_trace.enable=false",
             "trainer.blame.enable=false",
+            f"trainer.tracin.enable={setup.observer != 'none'}",
             f"trainer.tracin.val_batch_size={TRUSTED_PER_STEP}",
             f"trainer.tracin.val_files=[{trusted}]",
             "trainer.tracin.diagnose_every=0",
@@ -160,59 +159,65 @@ class NoisyExperience(Experience):
         return batch.replace(rewards=seen, flipped=seen != batch.need("rewards")), metrics
 
 
-class Dropping(StepObserver):
+class Dropping(Reporter):
     """Rollouts of the trusted prompts, trained on, if there is `trusted`; no scores. Leaves out `dropped[step − 1]` of
     the other responses, chosen at random."""
 
-    def __init__(self, trusted: TracinInstrument | None, dropped: list[int], seed: int) -> None:
+    def __init__(self, trusted: TracinReporter | None, dropped: list[int], seed: int) -> None:
         self.trusted, self.dropped = trusted, dropped
         self.generator = torch.Generator().manual_seed(seed)
         self.extra = 0
 
-    def more_rollouts(self, step: int) -> RolloutBatch | None:
-        more = None if self.trusted is None else self.trusted.more_rollouts(step)
+    def samples(self, step: int) -> Samples | None:
+        return None if self.trusted is None else self.trusted.samples(step)
+
+    def more_rollouts(self, step: int, sampled: RolloutBatch | None) -> RolloutBatch | None:
+        more = None if self.trusted is None else self.trusted.more_rollouts(step, sampled)
         self.extra = 0 if more is None else len(more)
         return more
 
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+    def plan(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None) -> tuple[RolloutBatch, None]:
         rows = with_advantage(batch)
         rows = rows[rows < len(batch) - self.extra]
         count = min(self.dropped[step - 1], max(0, len(rows) - 1)) if self.dropped else 0
         kept = torch.ones(len(batch), dtype=torch.bool)
         kept[rows[torch.randperm(len(rows), generator=self.generator)[:count]]] = False
-        return batch.replace(kept=kept)
+        return batch.replace(kept=kept), None
 
 
-class Averaged(TracinInstrument):
+class Averaged(TracinReporter):
     """Scores against the trusted rollouts of the last steps together; only the newest are trained on."""
 
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        newest = self._sample(step)
+    def plan(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None) -> tuple[RolloutBatch, None]:
+        newest = self.source.current
+        assert newest is not None
         earlier = self.__dict__.setdefault("earlier", [])
         earlier.append(newest.batch.replace(advantages=None, returns=None))
         del earlier[:-AVERAGED_STEPS]
         whole = add_advantages(RolloutBatch.concat(earlier), self.source.estimator)
-        self.source._current = ValidationSet(whole, newest.pool_index, step)
-        return super().before_update(batch, step)
+        self.source.current = ValidationSet(whole, newest.pool_index, step)
+        return super().plan(batch, step, sampled)
 
 
-def observer_of(arm: str, parts: Parts, seed: int, dropped: list[int]) -> StepObserver:
+def steps_of(arm: str, parts: Components, files: RunFiles, seed: int, dropped: list[int]) -> EmbeddedSteps:
+    """What chooses in this arm of the study."""
     setup = SETUPS[arm]
     if setup.observer == "none":
-        return StepObserver()
-    record = TracinRecord(parts.config.trainer.tracin, SilentWriter(TRACIN), report=lambda line: None)
-    tracin = tracin_instrument(parts, record)
-    if setup.observer == "selection":
-        if setup.averaged:
-            tracin.__class__ = Averaged
-        return tracin
-    return Dropping(tracin if setup.knobs else None, dropped, seed)
+        return no_instruments(parts, print)
+    steps = open_instruments(parts, files, lambda line: None, writes=False)
+    tracin = steps.reporters["tracin"]
+    assert isinstance(tracin, TracinReporter)
+    if setup.observer != "selection":
+        steps.reporters["tracin"] = Dropping(tracin if setup.knobs else None, dropped, seed)
+    elif setup.averaged:
+        tracin.__class__ = Averaged
+    return steps
 
 
 # ---------------------------------------------------------------- a run
 
 
-def accuracy(parts: Parts, prompts: list[Prompt]) -> float:
+def accuracy(parts: Components, prompts: list[Prompt]) -> float:
     """Share of right answers to held-out prompts, sampled as in training; always the same random numbers."""
     params = SamplingParams(
         n=EVALUATION_N,
@@ -247,9 +252,9 @@ def run_one(arm: str, noise: str, seed: int, steps: int, dropped: list[int], run
         held_out = build_task(settings, None)[1].validation_prompts(EVALUATION_PROMPTS + TRUSTED)
         lines = [json.dumps({"prompt": p.item["prompt"]}) for p in held_out[EVALUATION_PROMPTS:]]
         trusted_file.write_text("\n".join(lines))
-        parts = build_parts(settings)
-        observer = observer_of(arm, parts, seed, dropped)
-        trainer = Trainer(parts, RunFiles(Path(folder) / "run"), observer, SilentDisplay())
+        parts = build_components(settings)
+        files = RunFiles(Path(folder) / "run")
+        trainer = Trainer(parts, files, SilentDisplay(), steps_of(arm, parts, files, seed, dropped))
         trusted = held_out[EVALUATION_PROMPTS:] if not SETUPS[arm].noisy else []
         trainer.experience = NoisyExperience(trainer.experience, noise, trusted)
         record: dict[str, Any] = {"dropped": [], "shares": [], "generated": 0, "updates": 0}

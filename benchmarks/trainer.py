@@ -23,17 +23,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.common import Timing, emit, machine, parse_arguments, seconds, smollm2_path
-from gradtrace.config import ArithmeticConfig, WarmStartConfig
-from gradtrace.config_loader import load_config
-from gradtrace.instruments.observer import StepObserver
+from gradtrace.config.loader import load_config
 from gradtrace.metrics import Timer
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.base import Prompt
 from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.tasks.settings import ArithmeticConfig, WarmStartConfig
 from gradtrace.tasks.warm_start import warm_start
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.training.components import build_components
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 
 QUESTIONS = [
@@ -86,14 +85,14 @@ class OurSide:
                 "algorithm.policy_loss_options.clip_high=0.2",
             ]
         )
-        parts = build_parts(config)
+        parts = build_components(config)
         tokenizer = AutoTokenizer.from_pretrained(case.model)
         prompts = [Prompt(tokenizer(text)["input_ids"], {"prompt": text}) for text in case.prompts]
         parts.task.tokenizer = tokenizer
         parts.task.stop_token_ids = (tokenizer.eos_token_id,)
         parts.task.next_prompts = lambda count: prompts  # type: ignore[method-assign]
         parts.reward = RewardFunction("crc", lambda response, item: reward_of(response))
-        self.trainer = Trainer(parts, RunFiles(folder), StepObserver(), SilentDisplay())
+        self.trainer = Trainer(parts, RunFiles(folder), SilentDisplay())
         self.steps = 0
         self.lengths: list[float] = []
         self.phases: dict[str, list[float]] = {}
@@ -101,7 +100,7 @@ class OurSide:
     def step(self) -> None:
         self.steps += 1
         timer = Timer()
-        batch, _ = self.trainer.experience.collect(self.trainer.parts.generators["rollout"], timer)
+        batch, _ = self.trainer.experience.collect(self.trainer.components.generators["rollout"], timer)
         batch, metrics = self.trainer.train_step(batch, self.steps, timer)
         self.lengths.append(metrics["response_length/mean"])
         for name, value in timer.seconds.items():

@@ -19,8 +19,7 @@ import torch
 
 from benchmarks._validity_states import collect, countdown_overrides, trial_of
 from benchmarks.common import emit, machine, median_interval, parse_arguments, study_folder
-from gradtrace.instruments.verify.agreement import spearman
-from gradtrace.instruments.verify.measure import Effects, Size, planned
+from gradtrace.instruments.verify.measure import Effects, Size, planned, spearman
 from gradtrace.instruments.verify.verification import exact
 from gradtrace.intervals import mean_interval
 

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from benchmarks.common import Timing, emit, parse_arguments, seconds
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import BlameConfig, InfluenceTraceConfig
+from gradtrace.instruments.blame import BLAME, BlameConfig
+from gradtrace.instruments.influence import INFLUENCE_TRACE, InfluenceTraceConfig
 
 GROUPS, GROUP_SIZE = 16, 4
 MICRO_BATCH = 8
@@ -89,27 +90,26 @@ class Traffic:
 
         return counted
 
-    def count_scoring_of(self, tracer: Any) -> None:
-        """What is sent while this tracer scores is attribution's from now on."""
-        score = tracer.score
+    def count_scoring_of(self, steps: Any) -> None:
+        """What is sent before an optimizer step by these instruments is attribution's from now on."""
+        score = steps.before_step
 
         def counted_score() -> None:
             self.owner = "attribution"
             score()
             self.owner = "fsdp"
 
-        tracer.score = counted_score
+        steps.before_step = counted_score
 
 
 def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     """One rank; rank 0 leaves its measurements in `folder`."""
     import verl  # noqa: F401  (registers platform and engine)
-    from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import initialize_global_process_group_ray
 
     from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.told import BLAME_STEP, BlameInputs, StepLabels
+    from gradtrace.integrations.verl.tables import StepMessage
     from tests.integrations.verl import harness
 
     torch.set_num_threads(1)
@@ -119,38 +119,38 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     rollout = batch(response_tokens)
     traffic = Traffic()
     step = 0
-    tracers: dict[GradtraceLoss, Any] = {}
+    made: dict[GradtraceLoss, Any] = {}
 
     def update(rows: list[int], loss: GradtraceLoss) -> None:
         nonlocal step
         step += 1
-        engine.tracer = tracers.get(loss)  # a run has one loss; making its tracer is no part of an update
-        labels = None
-        if loss.influence is not None:
-            labels = StepLabels(StepPlan.of(rollout, step), torch.zeros(len(rollout), dtype=torch.long))
-        data = harness.tensordict(rollout, rows, labels, sequences=len(rollout), micro_batch=MICRO_BATCH)
-        if loss.blame is not None:
-            tu.assign_non_tensor_data(data, BLAME_STEP, BlameInputs(step, 1, True, str(folder)))
+        engine.steps = made.get(loss)  # a run has one loss; making its instruments is no part of an update
+        plans = {INFLUENCE_TRACE: StepPlan.of(rollout, step), BLAME: True}
+        plans = {name: plan for name, plan in plans.items() if name in loss.instruments}
+        message = StepMessage(step, torch.zeros(len(rollout), dtype=torch.long), plans) if plans else None
+        data = harness.tensordict(rollout, rows, message, sequences=len(rollout), micro_batch=MICRO_BATCH)
         with engine.train_mode():
             engine.train_batch(data, loss)
 
-    plain = GradtraceLoss(harness.actor_config())
-    knobs = InfluenceTraceConfig(enable=True, on_error="raise")
-    traced = GradtraceLoss(harness.actor_config(), influence=knobs, parts_dir=str(folder))
-    knobs = InfluenceTraceConfig(enable=True, on_error="raise", credit="tail")
-    tail = GradtraceLoss(harness.actor_config(), influence=knobs, parts_dir=str(folder))
-    blamed = GradtraceLoss(harness.actor_config(), blame=BlameConfig(enable=True))
+    def loss_of(**instruments: Any) -> GradtraceLoss:
+        return GradtraceLoss(harness.actor_config(), instruments=instruments, folder=str(folder))
+
+    plain = loss_of()
+    traced = loss_of(influence_trace=InfluenceTraceConfig(enable=True))
+    tail = loss_of(influence_trace=InfluenceTraceConfig(enable=True, credit="tail"))
+    blamed = loss_of(blame=BlameConfig(enable=True))
     half = len(rollout) // 2
     whole = list(range(rank * half, (rank + 1) * half))
     split = list(range(rank, len(rollout), 2))
     for loss in (plain, blamed):
         update(whole, loss)
+        made[loss] = engine.steps
     shares = {}
     for name, rows, loss in (("whole", whole, traced), ("split", split, traced), ("tail", whole, tail)):
-        if loss not in tracers:
-            update(rows, loss)  # makes the tracer
-            tracers[loss] = engine.tracer
-            traffic.count_scoring_of(engine.tracer)
+        if loss not in made:
+            update(rows, loss)  # makes its instruments
+            made[loss] = engine.steps
+            traffic.count_scoring_of(engine.steps)
         traffic.bytes.clear()
         update(rows, loss)
         shares[name] = dict(traffic.bytes)

@@ -28,9 +28,9 @@ import numpy as np
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from benchmarks.common import Timing, emit, parse_arguments
-from gradtrace.trace.reader import open_run
-from gradtrace.viewer.step_view import load_step_view
-from gradtrace.viewer.view import bind
+from gradtrace import open_run
+from gradtrace.commands.view import bind
+from gradtrace.viewer.scores import load_step
 from tests.browser import find_browser
 from tests.viewer.sample import SampleRun
 from tests.viewer.sample import prose as sentences
@@ -147,12 +147,12 @@ def make_run(folder: Path, responses: int, tokens: int) -> Path:
 def gradio_data(run: Path, file: Path) -> None:
     """The same numbers for Gradio."""
     opened = open_run(run)
-    view = load_step_view(opened, 1)
-    assert view is not None and view.influence is not None and opened.token_bytes is not None
-    responses = range(view.layout.n_responses)
-    ids = np.stack([view.layout["token_id"][view.tokens(r)] for r in responses])
-    blocks = [view.influence.pairwise(r) for r in responses]
-    scores = view.channel("influence_position")
+    view = load_step(opened, 1)
+    assert view is not None and opened.token_bytes is not None
+    responses = range(view.n_responses)
+    ids = np.stack([view.token_id[view.tokens(r)] for r in responses])
+    blocks = [view.pairwise(r) for r in responses]
+    scores = view.column("influence_position")
     assert scores is not None
     np.savez(
         file,

@@ -18,8 +18,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArgumen
 import gradtrace
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.config import ArithmeticConfig
 from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.tasks.settings import ArithmeticConfig
 
 GROUP, PROMPT, LENGTH = 4, 4, 6
 
@@ -68,7 +68,7 @@ class TracedTrainer(Trainer):
     def training_step(self, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Tensor:
         if self.tracer is None:  # ◆ 1. hooks on the model, and the geometry of its optimizer
             config = InfluenceConfig(projection_dim_factor=0)
-            self.tracer = gradtrace.InfluenceTracer(self.model, config, optimizer=self.optimizer)
+            self.tracer = gradtrace.InfluenceTracer(self.model, config=config, optimizer=self.optimizer)
         ids, group, advantages = inputs["input_ids"], inputs["group"], self.advantages(inputs)
         # The loss is −mean(A ℓ): from it to A ℓ, the step of a token, and to ℓ, whose contrast the step is asked about.
         step = -float(len(ids) * LENGTH * self.current_gradient_accumulation_steps)

@@ -31,7 +31,7 @@ torch.manual_seed(0)
 run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/plain_pytorch"
 optimizer = torch.optim.Adam((model := Model()).parameters(), lr=1e-2)
 config = InfluenceConfig(projection_dim_factor=0, credit="both")  # ◆ a model without blocks has no last one
-tracer = gradtrace.InfluenceTracer(model, config, optimizer=optimizer)  # ◆
+tracer = gradtrace.InfluenceTracer(model, config=config, optimizer=optimizer)  # ◆
 prompts, group = torch.arange(4)[:, None], (rows := torch.arange(4 * GROUP)) // GROUP
 for step in range(1, 21):
     ids = prompts[group]

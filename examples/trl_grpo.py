@@ -14,9 +14,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from gradtrace.attribution import InfluenceConfig  # ◆
-from gradtrace.config import ArithmeticConfig
 from gradtrace.integrations.trl import attach  # ◆
 from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.tasks.settings import ArithmeticConfig
 
 
 def even_digits(completions: list[str], **columns: Any) -> list[float]:

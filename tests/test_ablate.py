@@ -9,18 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradtrace.ablate.cell import score_cell
-from gradtrace.ablate.collect import collect
-from gradtrace.ablate.grid import parse_grid
-from gradtrace.ablate.judge import first_wrong_ranks, label_r2, separation, spearman
-from gradtrace.ablate.rollout import parse_rollout, weights_digest
-from gradtrace.ablate.run import ablate
 from gradtrace.cli import main
-from gradtrace.config_loader import load_config
+from gradtrace.commands.ablate.cell import score_cell
+from gradtrace.commands.ablate.results import collect, first_wrong_ranks, label_r2, separation, spearman
+from gradtrace.commands.ablate.session import ablate, parse_grid, parse_rollout, weights_digest
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.training.parts import build_parts
+from gradtrace.training.components import build_components
 from gradtrace.training.run import train
-from gradtrace.viewer.ablation_payload import ablation_payload
+from gradtrace.viewer.pages import ablation_payload
 from tests.training.small import overrides
 
 SWEEP = ["sweep.influence.hessian_mode=inverse,identity", "sweep.influence.projection_dim_factor=0,4"]
@@ -65,7 +62,7 @@ def test_every_cell_has_a_row_and_the_files_say_the_same(done: Path) -> None:
 def test_cells_differ_by_their_settings_alone(done: Path) -> None:
     """A cell computed again, alone and later, has the same scores to the last bit; other settings have others."""
     grid = parse_grid(words(done))
-    parts = build_parts(grid.base)
+    parts = build_components(grid.base)
     batch, _ = parse_rollout((done / "out" / "rollout.npz").read_bytes())
     before = weights_digest(parts)
     for cell in grid.cells[:2]:
@@ -179,6 +176,6 @@ def test_a_checkpoint_gives_the_weights(done: Path, tmp_path: Path) -> None:
     shared = json.loads((tmp_path / "out" / "shared.json").read_text())
     start = json.loads((done / "out" / "shared.json").read_text())
     assert shared["checkpoint"] == str(checkpoint)
-    assert shared["weights_sha256"] == weights_digest(build_parts(load_config(settings), checkpoint))
+    assert shared["weights_sha256"] == weights_digest(build_components(load_config(settings), checkpoint))
     assert shared["weights_sha256"] != start["weights_sha256"]
     assert len(list((tmp_path / "out" / "cells").glob("*.npz"))) == 1

@@ -68,7 +68,9 @@ def test_what_was_measured_with_this_code_is_not_measured_again(
     monkeypatch.setattr(runner, "code", lambda: "abc")
     assert not runner.is_measured("solvers")
     runner.save({"name": "solvers", "ratios": {}}, minutes=1.234)
-    assert json.loads((tmp_path / "solvers.json").read_text())["minutes"] == 1.2
+    stored = (tmp_path / "solvers.json").read_text()
+    assert json.loads(stored)["minutes"] == 1.2
+    assert stored.count("\n") == len(json.loads(stored)) + 2, "one line for each key"
     assert runner.is_measured("solvers")
     monkeypatch.setattr(runner, "code", lambda: "def")
     assert not runner.is_measured("solvers")

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from gradtrace.cli import main
-from gradtrace.compare import Curve, line_picture
-from gradtrace.compare.comparison import compare
-from gradtrace.compare.grouping import group_runs
-from gradtrace.compare.picture import number_text, spread_apart, ticks_between
-from gradtrace.compare.runs import LoadedRun, load_run
+from gradtrace.commands.compare.comparison import compare
+from gradtrace.commands.compare.runs import RunCurves, group_runs, load_run
+from gradtrace.commands.pages.picture import Curve, line_picture, number_text, spread_apart, ticks_between
 from gradtrace.errors import GradtraceError
 from gradtrace.intervals import mean_interval, paired_difference, t_quantile, welch_difference
 from gradtrace.trace.run_files import RunFiles
@@ -57,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def loaded(folder: Path) -> list[LoadedRun]:
+def loaded(folder: Path) -> list[RunCurves]:
     return [load_run(path) for path in sorted(folder.iterdir())]
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gradtrace.cli import main
-from gradtrace.commands.device import check, equality
+from gradtrace.commands.doctor import device as check
+from gradtrace.commands.doctor import equality
 from gradtrace.tasks.arithmetic import build_tokenizer
 from tests.attribution.models import tiny_model
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gradtrace import open_run
 from gradtrace.cli import main
-from gradtrace.run_health import examine
-from gradtrace.trace.reader import Run, open_run
+from gradtrace.commands.doctor.health import examine
+from gradtrace.trace.reader import RunReader
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.run import train
@@ -81,7 +83,7 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path, capsys: pytest.Captur
 # ---------------------------------------------------------------- doctor RUN
 
 
-def log_run(path: Path, steps: int = 20, **metrics: Any) -> Run:
+def log_run(path: Path, steps: int = 20, **metrics: Any) -> RunReader:
     """A run whose metrics are numbers, or functions of the step."""
     with RunFiles(path) as files:
         for step in range(1, steps + 1):
@@ -90,7 +92,7 @@ def log_run(path: Path, steps: int = 20, **metrics: Any) -> Run:
     return open_run(path)
 
 
-def words(run: Run) -> str:
+def words(run: RunReader) -> str:
     return "\n".join(finding.what for finding in examine(run))
 
 
@@ -211,3 +213,36 @@ def test_a_run_without_a_step_is_a_problem_and_a_probe_without_metrics_is_none(t
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "no run at" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- doctor --task
+
+
+def test_rows_of_a_data_set_are_checked_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "p", "data_source": "mbpp", "code": "def f(x): return x * x", "test_list": ["assert f(3) == 9"]}
+    rows = [
+        row,
+        {**row, "test_list": ["f(3) == 9"]},
+        {**row, "code": "def f(x): return x"},
+        {**row, "test_list": [["assert f(3) == 9"]]},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert main(["doctor", "--task", str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert f"2 of 4 rows of {file} can be judged: reward.name=code" in shown
+    assert "row 1 has a test that tests nothing" in shown and "`test_list[0]`" in shown
+    if "isolates no programs" not in shown:
+        assert "2 reference solutions were run, 1 pass" in shown and "row 2: its own solution" in shown
+    file.write_text(json.dumps(row) + "\n")
+    assert main(["doctor", "--task", str(file)]) == 0
+    assert "no row is wrong" in capsys.readouterr().out
+
+
+def test_rows_of_an_unknown_data_set_need_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "p", "test_list": ["assert f(3) == 9"]}\n')
+    assert main(["doctor", "--task", str(file)]) == 2
+    assert "--reward code" in capsys.readouterr().err
+    assert main(["doctor", "--task", str(file), "--reward", "code"]) == 0
+    assert main(["doctor", "--reward", "code"]) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradtrace.cli import build_parser
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
 
 ROOT = Path(__file__).parent.parent

@@ -10,12 +10,21 @@ from typing import Any
 import numpy
 import pytest
 
+from gradtrace import open_run
 from gradtrace.cli import main
+from gradtrace.commands.eval.evaluation import (
+    Result,
+    Settings,
+    compare,
+    estimate,
+    load_result,
+    paired,
+    pass_rates,
+    save,
+    summarise,
+)
 from gradtrace.errors import GradtraceError
-from gradtrace.evaluation.run import Result, Settings, compare, load_result, save, summarise
-from gradtrace.evaluation.statistics import estimate, paired, pass_rates
 from gradtrace.tasks.prepare.prepare import Request, prepare
-from gradtrace.training.checkpoint import model_of
 from tests.tasks.byte_model import save_byte_model
 
 REWARD = """
@@ -126,7 +135,7 @@ def test_command_evaluates_saves_and_compares(
 
 
 def test_original_data_gets_the_same_prompts_as_prepared_data(tmp_path: Path, models: tuple[Path, Path]) -> None:
-    from gradtrace.evaluation.tasks import load_prompts
+    from gradtrace.commands.eval.evaluation import load_prompts
     from tests.tasks.byte_model import byte_tokenizer
 
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(6)]
@@ -139,6 +148,10 @@ def test_original_data_gets_the_same_prompts_as_prepared_data(tmp_path: Path, mo
     assert tokenizer.decode(prepared[0].ids).startswith("<|user|>What is")
     with pytest.raises(GradtraceError, match="is prepared"):
         load_prompts("gsm8k", str(tmp_path / "p" / "validation.parquet"), tokenizer, instruction="!")
+
+
+def model_of(name: str) -> str:
+    return str(open_run(name).checkpoint().weights)
 
 
 def test_runs_checkpoints_folders_and_hub_names_are_understood(tmp_path: Path) -> None:
@@ -187,7 +200,6 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, models: tuple[Path
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gradtrace.evaluation.run import load
     from tests.tasks.byte_model import byte_tokenizer
 
     peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
@@ -196,7 +208,7 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, models: tuple[Path
     model.save_pretrained(tmp_path / "adapter")
     byte_tokenizer().save_pretrained(tmp_path / "adapter")
     tokens = torch.tensor([[5, 6, 7]])
-    loaded = load(str(tmp_path / "adapter")).model(tokens).logits
+    loaded = open_run(tmp_path / "adapter").policy(precision="float32").model(tokens).logits
     assert torch.allclose(loaded, model.eval()(tokens).logits, atol=1e-5)
     with model.disable_adapter():
         assert not torch.allclose(loaded, model(tokens).logits, atol=1e-2)

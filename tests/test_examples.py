@@ -10,7 +10,7 @@ import pytest
 
 import gradtrace
 from gradtrace.viewer.catalog import RunCatalog
-from gradtrace.viewer.payload import group_payload
+from gradtrace.viewer.group import group_payload
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

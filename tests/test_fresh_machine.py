@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace.program import command
+from gradtrace.terminal import command
 from gradtrace.training.terminal import closing_lines
 
 ROOT = Path(__file__).parent.parent

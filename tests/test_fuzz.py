@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from gradtrace.cli import main, parse
-from gradtrace.config import Config, DataConfig, ModelConfig
 from gradtrace.config.keys import schema_keys
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.policy import load_model, load_with_adapters
+from gradtrace.policy.load import load_model, load_tokenizer, load_with_adapters
+from gradtrace.policy.settings import ModelConfig
 from gradtrace.tasks.datasets import DatasetTask
 from gradtrace.tasks.rewards import RewardFunction, named_reward
-from gradtrace.tasks.tokenizer import load_tokenizer
+from gradtrace.tasks.settings import DataConfig
 from gradtrace.training.run import train
 from tests.training import small
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from gradtrace import hub
-from gradtrace.config import ModelConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.policy import load_model
-from gradtrace.tasks.tokenizer import load_tokenizer
+from gradtrace.policy import load as hub
+from gradtrace.policy.load import load_model, load_tokenizer
+from gradtrace.policy.settings import ModelConfig
 
 
 @pytest.fixture

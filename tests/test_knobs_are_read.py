@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 import gradtrace
-from gradtrace.config import Config
+from gradtrace.commands.probe.config import ProbeConfig
 from gradtrace.config.keys import schema_keys
-from gradtrace.probe.config import ProbeConfig
+from gradtrace.config.root import Config
 
 SOURCE = Path(gradtrace.__file__).parent
-DEFINED_IN = ("config/", "attribution/config.py", "probe/config.py")
+DEFINED_IN = (
+    "config/",
+    *(f"{owner}/settings.py" for owner in ("algorithms", "policy", "rollout", "tasks")),
+    "attribution/config.py",
+    "probe/config.py",
+)
 """Where keys are declared and checked, which is not yet a use."""
 OWNERS = {
     "name": ("task", "reward", "trainer", "wandb", "tracker", "settings"),

@@ -11,12 +11,23 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_example_runs_and_prints_scores(capsys: pytest.CaptureFixture[str]) -> None:
+def printed_by_example(number: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
     page = README.parent / "docs" / "own_loop.md"
-    example = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    example = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[number]
     assert len(example.strip().splitlines()) <= 25
     exec(compile(example, str(page), "exec"), {})
-    lines = capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_shortest_example_runs_and_prints_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The step raises the objective, so that its parts have a positive sum."""
+    lines = printed_by_example(0, capsys)
+    assert [line.split()[0] for line in lines[:4]] == ["+1", "-1", "+1", "-1"]
+    assert float(lines[4].split()[-2]) > 0
+
+
+def test_the_example_of_scores_runs_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed_by_example(1, capsys)
     assert [line.split()[0] for line in lines[:4]] == ["accepted", "rejected", "accepted", "rejected"]
     assert "torch.Size([6, 4])" in lines[4]
 

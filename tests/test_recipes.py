@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gradtrace.config import Config
-from gradtrace.config_loader import load_config, recipes
-from gradtrace.tasks.prepare import PREPARATIONS
+from gradtrace import open_run
+from gradtrace.config.loader import load_config, recipes
+from gradtrace.config.root import Config
 from gradtrace.tasks.prepare.prepare import Request, prepare
-from gradtrace.trace.reader import open_run
+from gradtrace.tasks.prepare.recipes import PREPARATIONS
 from gradtrace.training.run import train
 from tests.tasks.byte_model import save_byte_model
 

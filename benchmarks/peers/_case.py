@@ -91,7 +91,7 @@ def our_scores(case: Case) -> Tensor:
         module_name_filter=tuple(f"^{name}$".replace(".", r"\.") for name in case.modules),
     )
     accepted, group = rows == 0, torch.zeros(len(rows), dtype=torch.long)
-    with InfluenceTracer(case.model, config) as tracer:
+    with InfluenceTracer(case.model, config=config) as tracer:
         with tracer.capture(response=rows, tokens=case.tokens, accepted=accepted, group=group):
             token_log_probs(case.model, case.ids, case.sizes.prompt).sum().backward()
         trace = tracer.score()

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.common import emit, machine, parse_arguments
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.entropy_trace.instrument import entropy_columns
-from gradtrace.trace.schema import ENTROPY_TRACE
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.instruments.entropy_trace.reporter import entropy_columns
 from gradtrace.trace.writer import TraceWriter
 
 VOCABULARY = 49152

@@ -1,4 +1,4 @@
-"""Parts of the site that are made from the code, so that they cannot go stale.
+"""Components of the site that are made from the code, so that they cannot go stale.
 
 `<!-- generated: knobs -->` becomes one table per configuration class, from the fields and the docstrings under them;
 `columns` the columns of step files, `meta` the keys of their meta_json, `commands` each command's `--help`. Beside the
@@ -15,6 +15,7 @@ import inspect
 import io
 import re
 import tempfile
+import textwrap
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,11 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from gradtrace import cli, config
-from gradtrace.trace.schema import COLUMNS, KINDS
-from gradtrace.viewer.report import make_report
-from gradtrace.viewer.view import unpack_demo
+from gradtrace import cli
+from gradtrace.commands.report import make_report
+from gradtrace.commands.view import unpack_demo
+from gradtrace.config.root import Config
+from gradtrace.trace.columns import COLUMNS, KINDS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -79,10 +81,15 @@ def first_sentence(markdown: str) -> str:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """{field: the string literal under it}."""
-    (definition,) = ast.parse(inspect.getsource(cls)).body
+    """{field: the string literal under it}, those of its bases included."""
+    found = {
+        name: text
+        for base in cls.__bases__
+        if dataclasses.is_dataclass(base)
+        for name, text in docstrings(base).items()
+    }
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
     for statement, following in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
             value = following.value
@@ -110,7 +117,7 @@ def tables(cls: type, prefix: str) -> list[str]:
             continue
         default = default_of(field)
         choices = field.metadata.get("choices")
-        meaning = cell(texts.get(field.name, ""))
+        meaning = cell(texts.get(field.name) or field.metadata.get("meaning", ""))
         if choices:
             meaning += " One of " + ", ".join(f"`{choice}`" for choice in choices) + "."
         shown = repr(default) if default != "" else "empty"
@@ -120,12 +127,14 @@ def tables(cls: type, prefix: str) -> list[str]:
 
 
 def knobs() -> str:
-    return "\n".join(tables(config.Config, ""))
+    return "\n".join(tables(Config, ""))
 
 
 def columns() -> str:
     lines = ["| column | level | type | meaning |", "|---|---|---|---|"]
     for name, column in COLUMNS.items():
+        if column.derived is not None:  # no file has it
+            continue
         meaning = cell(column.meaning) + (f" [{column.unit}]" if column.unit else "")
         lines.append(f"| `{name}` | {column.level} | {column.dtype} | {meaning} |")
     return "\n".join(lines)

@@ -9,10 +9,10 @@ _LAZY = {
     "InfluenceTracer": "gradtrace.attribution",
     "TracInSelector": "gradtrace.instruments.tracin.selector",
     "TraceWriter": "gradtrace.trace.writer",
-    "counterfactual": "gradtrace.instruments.counterfactual.function",
-    "open_run": "gradtrace.trace.reader",
-    "record": "gradtrace.instruments.recording",
-    "show": "gradtrace.viewer.report",
+    "counterfactual": "gradtrace.instruments.counterfactual.measure",
+    "open_run": "gradtrace.runs",
+    "record": "gradtrace.instruments.own_loop",
+    "show": "gradtrace.commands.report",
     "verify": "gradtrace.instruments.verify.function",
 }
 __all__ = [

@@ -14,16 +14,16 @@ from gradtrace import __version__
 COMMANDS = {
     "train": ("commands.train", "train a policy; without arguments, the demo"),
     "view": ("commands.view", "look at runs in the browser: curves, groups, token heat maps"),
-    "report": ("viewer.report", "one HTML file of a run, to send or to keep"),
+    "report": ("commands.report", "one HTML file of a run, to send or to keep"),
     "trace": ("commands.trace", "list, show, export or import the traces of a run"),
-    "compare": ("compare.command", "curves of several runs with intervals over seeds, at equal cost"),
-    "eval": ("evaluation.command", "how good a model is at a task, and whether it got better"),
-    "data": ("tasks.prepare.command", "make data sets ready for training: gsm8k, dapo_math, mbpp …"),
+    "compare": ("commands.compare.command", "curves of several runs with intervals over seeds, at equal cost"),
+    "eval": ("commands.eval.command", "how good a model is at a task, and whether it got better"),
+    "data": ("commands.data", "make data sets ready for training: gsm8k, dapo_math, mbpp …"),
     "verify": (
         "commands.verify.command",
         "how far the scores of a run can be trusted, measured by real optimizer steps",
     ),
-    "probe": ("probe.command", "what the next update will do to entropy, predicted, measured, and by whom"),
+    "probe": ("commands.probe.command", "what the next update will do to entropy, predicted, measured, and by whom"),
     "blame": ("commands.blame", "who made a step's gradient, entropy, reward, length or KL what it is"),
     "attribute": (
         "commands.attribute",
@@ -34,8 +34,8 @@ COMMANDS = {
         "commands.counterfactual",
         "what was each token worth: expected reward with and without it, by sampled continuations",
     ),
-    "ablate": ("ablate.command", "one rollout scored with every combination of influence settings"),
-    "doctor": ("commands.doctor", "check the installation, a run, a new GPU, or the gradients of a model"),
+    "ablate": ("commands.ablate.command", "one rollout scored with every combination of influence settings"),
+    "doctor": ("commands.doctor.command", "check the installation, a run, a new GPU, or the gradients of a model"),
     "completion": ("commands.completion", "print a script that completes commands and keys in your shell"),
 }
 

@@ -14,6 +14,8 @@ from gradtrace.batch import RolloutBatch
 GENERATED = "perf/generated_responses"
 """Responses sampled in a step, whatever for (evaluation on `trainer.validation` left out). An instrument that samples,
 such as TracIn its validation set, reports its own under the same name, and the counts are added up."""
+UNTRACED = "influence_trace/debug_untraced_rollouts"
+"""Rollouts of the run so far of which no instrument has a trace."""
 TRAINED = "perf/trained_responses"
 """Responses that the update of a step used."""
 

@@ -1,25 +1,39 @@
-"""What commands share: their settings from the command line, and lines, tables and bars in the terminal.
+"""What commands share: settings from the command line; lines, tables and bars in the terminal; how the program is
+called; peak memory.
 
-rich is imported when something is shown, so that `gradtrace --help` answers at once.
+rich and torch are imported when they are needed, so that `gradtrace --help` answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import math
+import os
 import re
-from collections.abc import Callable, Iterator
+import resource
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradtrace.errors import GradtraceError
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
     from rich.table import Table
 
 Settings = TypeVar("Settings")
+Progress = Callable[[int, int], None]
+"""Called with (done, all)."""
+StageProgress = Callable[[str, int, int], None]
+"""Called with (what is being done, done, all)."""
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -48,13 +62,15 @@ def say(console: Console, text: str, mark: str = "", style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def titled_table(title: str, *headings: str, left: int = 1) -> Table:
+def titled_table(title: str, *headings: str, rows: Iterable[Sequence[str]] = (), left: int = 1) -> Table:
     """A table whose first `left` columns are words and whose others are numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -72,9 +88,86 @@ def progress_bar(console: Console | None, what: str = "") -> Iterator[Callable[.
     if console is None:
         yield lambda done, total, what=what: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich import progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total, what=what: bar.update(task, description=what, completed=done, total=total)
+
+
+NAME = "gradtrace"
+
+
+def command() -> str:
+    """`gradtrace` where the shell finds this installation under that name, else the path that finds it."""
+    own = os.path.join(os.path.dirname(sys.executable), NAME)
+    found = shutil.which(NAME)
+    if not os.path.isfile(own) or (found and os.path.realpath(found) == os.path.realpath(own)):
+        return NAME
+    here = os.path.relpath(own)
+    return own if here.startswith("..") else here
+
+
+@contextlib.contextmanager
+def large_imports() -> Iterator[None]:
+    """Import torch and transformers without the garbage collector, which would look again and again at a million
+    objects that stay: a fifth of the time. Later collections leave them out as well."""
+    if "transformers" in sys.modules:  # too late, and by now there may be objects that do not stay
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+MEMORY_SAMPLE_SECONDS = 0.002
+"""Between two looks at the resident set."""
+STATM = Path("/proc/self/statm")
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """The largest memory above that before `work`: allocated by torch on a GPU, resident set (sampled) on a CPU.
+    None where the system does not tell."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not STATM.exists():
+        work()
+        return None
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # memory that earlier work freed would hide what this one needs
+    before = peak = resident_bytes()
+    finished = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not finished.wait(MEMORY_SAMPLE_SECONDS):
+            peak = max(peak, resident_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        work()
+    finally:
+        finished.set()
+        watcher.join()
+    return max(peak, resident_bytes()) - before
+
+
+def resident_bytes() -> int:
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()

@@ -30,7 +30,7 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
 
 @pytest.fixture(autouse=True)
 def restore_registries() -> Iterator[None]:
-    before = dict(policy_losses._entries), dict(advantages._entries)
+    before = dict(policy_losses.entries()), dict(advantages.entries())
     yield
     policy_losses._entries, advantages._entries = before
 
@@ -90,7 +90,8 @@ def test_an_option_without_default_must_be_given() -> None:
 def test_the_package_imports_without_the_rest_of_gradtrace() -> None:
     # A person with a training loop of their own uses this alone: no Ray, no config, no command line.
     code = (
-        "import sys, gradtrace.algorithms; "
+        "import sys, gradtrace.algorithms as package; "
+        "[getattr(package, name) for name in package.__all__]; package.policy_loss('ppo'); package.advantage('grpo'); "
         "print(sorted(m for m in sys.modules if m.startswith(('gradtrace.', 'ray', 'hydra', 'transformers'))))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -13,12 +13,12 @@ from gradtrace.algorithms import (
     LossInputs,
     LossOutputs,
     aggregate,
-    aspo_weights,
     high_entropy_tokens,
     policy_loss,
     policy_loss_names,
     value_loss,
 )
+from gradtrace.algorithms.losses.archer import aspo_weights
 from gradtrace.errors import GradtraceError
 
 

@@ -36,7 +36,7 @@ def engine_scores(
 ) -> InfluenceTrace:
     """`splits`: the responses of each micro-batch."""
     splits = [list(range(len(batch)))] if splits is None else splits
-    with InfluenceTracer(model, config, optimizer=optimizer) as tracer:
+    with InfluenceTracer(model, config=config, optimizer=optimizer) as tracer:
         for rows in splits:
             capture(tracer, model, batch, rows, labels_at_capture, packed, sign)
         return tracer.score(
@@ -81,7 +81,7 @@ def brute_force(
     sign: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Scores, pairwise influences and kernel from explicit gradients and an explicit Hessian."""
-    with InfluenceTracer(model, config) as tracer:  # only for which modules are meant
+    with InfluenceTracer(model, config=config) as tracer:  # only for which modules are meant
         sites = [(site, block) for block in tracer.blocks for site in block.sites]
     modules = {site.name: site.module for site, _ in sites}
     names = {site.name: block.parameter_name for site, block in sites}

@@ -45,7 +45,7 @@ def assert_gradients_match(model: nn.Module, batch: Responses, tracer: Influence
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sum_over_positions_is_the_weight_gradient(family: str, tied: bool, packed: bool) -> None:
     model, batch = tiny_model(family, tied), random_responses()
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1, 2, 3], packed=packed)
         capture(tracer, model, batch, [5, 4], packed=packed)
         assert len(tracer.blocks) == len([m for m in model.modules() if "Linear" in str(type(m)) or hasattr(m, "nf")])
@@ -58,7 +58,7 @@ def test_gradient_checkpointing_changes_no_factor(reentrant: bool) -> None:
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()  # reentrant checkpointing needs an input that requires grad
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         capture(tracer, model, batch, list(range(6)))
         model.gradient_checkpointing_disable()
         assert_gradients_match(model, batch, tracer)
@@ -71,7 +71,7 @@ def test_checkpointing_still_frees_the_inputs_of_traced_layers() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     alive = []
     down = model.model.layers[0].mlp.down_proj
-    with InfluenceTracer(model, exact_config()):
+    with InfluenceTracer(model, config=exact_config()):
         import weakref
 
         handle = down.register_forward_pre_hook(lambda m, args: alive.append(weakref.ref(args[0])))
@@ -89,7 +89,7 @@ def test_lora_adapters_are_traced_and_frozen_base_layers_are_not() -> None:
     lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = get_peft_model(base, lora).double()
     batch = random_responses()
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         names = [block.name for block in tracer.blocks]
         assert len(names) == 8 and all("lora_A" in name or "lora_B" in name for name in names)
         capture(tracer, model, batch, list(range(6)))
@@ -128,7 +128,7 @@ def test_autocast_factors_give_the_weight_gradient_of_the_rounded_pass() -> None
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
             module.float()
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         ids, attention, tokens, weights = batch.padded(list(range(6)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = model(input_ids=ids, attention_mask=attention).logits
@@ -147,7 +147,7 @@ def test_an_inplace_operation_on_the_logits_is_harmless() -> None:
     model, batch = tiny_model(), random_responses(groups=1)
     ids, attention, tokens, weights = batch.padded([0, 1, 2])
     config = exact_config(module_name_filter="lm_head")
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         logits = model(input_ids=ids, attention_mask=attention).logits
         logits.div_(0.7)  # verl does this
         with tracer.capture(response=torch.arange(3), tokens=tokens):
@@ -163,7 +163,7 @@ def test_an_output_head_on_some_positions_gives_the_same_scores(how: str) -> Non
     rows = torch.arange(4)
     config = exact_config()
     whole = engine_scores(model, batch, config)
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         positions = None
         if how == "logits_to_keep":
             keep = ids.shape[1] - batch.prompt_lengths[0] + 1
@@ -193,7 +193,7 @@ def test_left_padding_gives_the_same_scores() -> None:
         for tensor in (ids, attention, tokens, weights):
             tensor[row] = tensor[row].roll(length - len(sequence))
     position_ids = (attention.cumsum(1) - 1).clamp(min=0)
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         logits = model(input_ids=ids, attention_mask=attention, position_ids=position_ids).logits
         with tracer.capture(response=torch.arange(4), tokens=tokens):
             (token_log_probs(logits, ids) * weights).sum().backward()
@@ -203,7 +203,7 @@ def test_left_padding_gives_the_same_scores() -> None:
 
 def test_whole_groups_are_scored_inside_the_backward_pass_and_nothing_is_stored() -> None:
     model, batch = tiny_model(), random_responses(groups=2, n=3)
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1, 2], labels_at_capture=True)
         assert all(not stored for stored in tracer._store.targets.values())
         capture(tracer, model, batch, [3, 4], labels_at_capture=True)
@@ -212,7 +212,7 @@ def test_whole_groups_are_scored_inside_the_backward_pass_and_nothing_is_stored(
 
 def test_passes_outside_a_capture_are_not_recorded() -> None:
     model, batch = tiny_model(), random_responses()
-    with InfluenceTracer(model, InfluenceConfig()) as tracer:
+    with InfluenceTracer(model, config=InfluenceConfig()) as tracer:
         padded_objective(model, batch, [0, 1]).backward()
         with torch.no_grad():
             padded_objective(model, batch, [0, 1])
@@ -224,7 +224,7 @@ def test_a_second_pass_through_a_kept_graph_can_be_captured() -> None:
     model, batch = tiny_model(), random_responses()
     rows = list(range(len(batch)))
     _, _, tokens, _ = batch.padded(rows)
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         objective = padded_objective(model, batch, rows)
         objective.backward(retain_graph=True)
         with tracer.capture(response=torch.tensor(rows), tokens=tokens):
@@ -234,7 +234,7 @@ def test_a_second_pass_through_a_kept_graph_can_be_captured() -> None:
 
 def test_max_modules_are_spread_over_the_depth() -> None:
     model = tiny_model(layers=4)
-    with InfluenceTracer(model, InfluenceConfig(module_name_filter=("down_proj",), max_modules=2)) as tracer:
+    with InfluenceTracer(model, config=InfluenceConfig(module_name_filter=("down_proj",), max_modules=2)) as tracer:
         assert [block.name for block in tracer.blocks] == [
             "model.layers.1.mlp.down_proj",
             "model.layers.3.mlp.down_proj",
@@ -243,7 +243,7 @@ def test_max_modules_are_spread_over_the_depth() -> None:
 
 def test_the_output_head_is_traced_only_when_named() -> None:
     model = tiny_model()
-    with InfluenceTracer(model, InfluenceConfig()) as tracer:
+    with InfluenceTracer(model, config=InfluenceConfig()) as tracer:
         assert not any("lm_head" in block.name for block in tracer.blocks)
 
 
@@ -254,7 +254,7 @@ def test_ignored_rows_change_no_score(head: str) -> None:
     config = exact_config()
     alone = engine_scores(model, batch, config)
     ids, attention, tokens, weights = batch.padded(list(range(6)))
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         positions = None
         if head == "whole":
             logits = model(input_ids=ids, attention_mask=attention).logits
@@ -286,7 +286,7 @@ def test_every_response_can_have_a_scale_of_its_own(packed: bool) -> None:
     lengths = torch.tensor(batch.lengths(), dtype=torch.float64)
     for response in range(6):
         batch.weights[response] = batch.weights[response] / lengths[response]
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         ids, positions, response_ids, tokens, weights = batch.packed(list(range(6)))
         if packed:
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits

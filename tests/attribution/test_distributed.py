@@ -54,7 +54,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     for name, knobs in CASES.items():
         for streamed in (False, True):
             config = exact_config(credit="both", **knobs)
-            with InfluenceTracer(model, config, dist.group.WORLD, optimizer=optimizer) as tracer:
+            with InfluenceTracer(model, config=config, process_group=dist.group.WORLD, optimizer=optimizer) as tracer:
                 for rows in ROWS[rank]:
                     capture(tracer, model, batch, rows, labels_at_capture=streamed)
                 trace = tracer.score(
@@ -70,7 +70,7 @@ def worker(rank: int, port: int, folder: str) -> None:
                 "bytes": trace.metrics["influence_trace/debug_bytes_moved"],
                 "dims": [block.dim for block in tracer.blocks],
             }
-    with InfluenceTracer(model, exact_config()) as tracer, warnings.catch_warnings(record=True) as told:
+    with InfluenceTracer(model, config=exact_config()) as tracer, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for rows in ROWS[rank]:
             capture(tracer, model, batch, rows)

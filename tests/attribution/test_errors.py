@@ -43,7 +43,7 @@ def test_a_mask_that_cannot_be_right_is_refused(
     model: nn.Module, response: torch.Tensor, tokens: torch.Tensor, message: str
 ) -> None:
     with (
-        InfluenceTracer(model, exact_config()) as tracer,
+        InfluenceTracer(model, config=exact_config()) as tracer,
         pytest.raises(AttributionError, match=message),
         tracer.capture(response=response, tokens=tokens),
     ):
@@ -52,7 +52,7 @@ def test_a_mask_that_cannot_be_right_is_refused(
 
 def test_a_mask_of_another_batch_is_refused_in_the_backward_pass(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         loss = padded_objective(model, batch, [0, 1, 2])
         with (
             pytest.raises(AttributionError, match="batch that is going backward"),
@@ -63,12 +63,12 @@ def test_a_mask_of_another_batch_is_refused_in_the_backward_pass(model: nn.Modul
 
 def test_a_response_id_out_of_range_is_refused(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         capture(tracer, model, batch, [0, 5])
         with pytest.raises(AttributionError, match="response id 5"):
             tracer.score(accepted=batch.accepted[:4], group=batch.group[:4])
     with (
-        InfluenceTracer(model, exact_config()) as tracer,
+        InfluenceTracer(model, config=exact_config()) as tracer,
         pytest.raises(AttributionError, match="response id 5 is out of range"),
         tracer.capture(
             response=torch.tensor([0, 5]), tokens=masks(), accepted=batch.accepted[:4], group=batch.group[:4]
@@ -79,7 +79,7 @@ def test_a_response_id_out_of_range_is_refused(model: nn.Module) -> None:
 
 def test_a_response_captured_twice_is_refused(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1])
         with pytest.raises(AttributionError, match="captured already"):
             capture(tracer, model, batch, [1, 2])
@@ -87,7 +87,7 @@ def test_a_response_captured_twice_is_refused(model: nn.Module) -> None:
 
 def test_labels_that_change_between_captures_are_refused(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1], labels_at_capture=True)
         with pytest.raises(AttributionError, match="differ"):
             tracer.score(accepted=~batch.accepted, group=batch.group)
@@ -126,7 +126,7 @@ def test_a_nan_gradient_costs_its_group_and_no_other(model: nn.Module, streamed:
 
 def test_nothing_captured_is_an_error(model: nn.Module) -> None:
     with (
-        InfluenceTracer(model, exact_config()) as tracer,
+        InfluenceTracer(model, config=exact_config()) as tracer,
         pytest.raises(AttributionError, match="nothing was captured"),
     ):
         tracer.score(accepted=torch.tensor([True, False]), group=torch.zeros(2, dtype=torch.long))
@@ -135,7 +135,7 @@ def test_nothing_captured_is_an_error(model: nn.Module) -> None:
 def test_a_backward_pass_that_fires_no_hook_is_an_error_that_says_why(model: nn.Module) -> None:
     batch = random_responses(groups=1)
     loss = padded_objective(model, batch, [0, 1, 2])  # before the tracer exists
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         with tracer.capture(response=torch.arange(3), tokens=batch.padded([0, 1, 2])[2]):
             loss.backward()
         with pytest.raises(AttributionError, match=r"no hook .* fired"):
@@ -146,7 +146,7 @@ def test_hooks_that_come_after_torch_compile_do_not_fire_and_it_is_said(model: n
     """Therefore TRL with torch_compile is refused."""
     compiled, batch = torch.compile(model, backend="eager"), random_responses(groups=1)
     padded_objective(compiled, batch, [0, 1, 2])  # type: ignore[arg-type]
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         with tracer.capture(response=torch.arange(3), tokens=batch.padded([0, 1, 2])[2]):
             padded_objective(compiled, batch, [0, 1, 2]).backward()  # type: ignore[arg-type]
         with pytest.raises(AttributionError, match=r"no hook .* fired.*torch\.compile"):
@@ -155,7 +155,7 @@ def test_hooks_that_come_after_torch_compile_do_not_fire_and_it_is_said(model: n
 
 def test_autograd_grad_towards_the_weights_fires_the_hooks(model: nn.Module) -> None:
     batch = random_responses(groups=1)
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         with tracer.capture(response=torch.arange(3), tokens=batch.padded([0, 1, 2])[2]):
             torch.autograd.grad(padded_objective(model, batch, [0, 1, 2]), model.model.embed_tokens.weight)
         trace = tracer.score(accepted=batch.accepted, group=batch.group)
@@ -172,12 +172,12 @@ def test_layers_below_a_detach_are_named(model: nn.Module) -> None:
 def test_frozen_layers_are_named(model: nn.Module) -> None:
     model.requires_grad_(False)
     with pytest.raises(AttributionError, match=r"frozen .* model\.layers\.0\.self_attn\.q_proj"):
-        InfluenceTracer(model, exact_config())
+        InfluenceTracer(model, config=exact_config())
 
 
 def test_a_filter_that_matches_nothing_shows_what_there_is(model: nn.Module) -> None:
     with pytest.raises(AttributionError, match=r"c_attn.*none of the 15.*q_proj"):
-        InfluenceTracer(model, InfluenceConfig(module_name_filter=("c_attn",)))
+        InfluenceTracer(model, config=InfluenceConfig(module_name_filter=("c_attn",)))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
@@ -188,15 +188,15 @@ def test_a_model_without_linear_layers_is_refused() -> None:
 def test_missing_labels_terms_and_advantages_are_named(model: nn.Module) -> None:
     batch = random_responses()
     with (
-        InfluenceTracer(model, exact_config()) as tracer,
+        InfluenceTracer(model, config=exact_config()) as tracer,
         pytest.raises(AttributionError, match="accepted and group"),
     ):
         tracer.score()
-    with InfluenceTracer(model, exact_config(credit="both")) as tracer:
+    with InfluenceTracer(model, config=exact_config(credit="both")) as tracer:
         capture(tracer, model, batch, list(range(6)))
         with pytest.raises(AttributionError, match="terms"):
             tracer.score(accepted=batch.accepted, group=batch.group)
-    with InfluenceTracer(model, exact_config(contrastive_agg="advantage")) as tracer:
+    with InfluenceTracer(model, config=exact_config(contrastive_agg="advantage")) as tracer:
         capture(tracer, model, batch, list(range(6)))
         with pytest.raises(AttributionError, match="needs advantages"):
             tracer.score(accepted=batch.accepted, group=batch.group)
@@ -204,7 +204,7 @@ def test_missing_labels_terms_and_advantages_are_named(model: nn.Module) -> None
 
 def test_terms_of_the_wrong_length_are_refused(model: nn.Module) -> None:
     batch = random_responses()
-    with InfluenceTracer(model, exact_config(credit="loss_term")) as tracer:
+    with InfluenceTracer(model, config=exact_config(credit="loss_term")) as tracer:
         capture(tracer, model, batch, list(range(6)))
         with pytest.raises(AttributionError, match="one term for each"):
             tracer.score(
@@ -234,7 +234,7 @@ def test_a_knob_that_cannot_be_right_is_refused(knobs: dict[str, object], messag
 
 def test_a_failed_backward_leaves_no_half_capture(model: nn.Module) -> None:
     batch = random_responses(groups=1)
-    with InfluenceTracer(model, exact_config()) as tracer:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
         tokens = batch.padded([0, 1, 2])[2]
         with pytest.raises(ValueError), tracer.capture(response=torch.arange(3), tokens=tokens):
             padded_objective(model, batch, [0, 1, 2]).backward()
@@ -245,20 +245,20 @@ def test_a_failed_backward_leaves_no_half_capture(model: nn.Module) -> None:
 
 def test_the_memory_estimate_follows_the_sizes() -> None:
     model = tiny_model()
-    with InfluenceTracer(model, exact_config(pairwise=False)) as tracer:
+    with InfluenceTracer(model, config=exact_config(pairwise=False)) as tracer:
         small, large = tracer.memory_estimate(4, 100), tracer.memory_estimate(4, 200)
         per_token = 4 * sum(block.k_out + block.k_in for block in tracer.blocks)
         assert large.stored_factors - small.stored_factors == 100 * per_token
         assert tracer.memory_estimate(4, 100, whole_groups=True).stored_factors == 0
         assert small.projections == 0
-    with InfluenceTracer(model, exact_config(projection_dim_factor=4)) as tracer:
+    with InfluenceTracer(model, config=exact_config(projection_dim_factor=4)) as tracer:
         assert tracer.memory_estimate(4, 100).stored_factors < small.stored_factors
         assert tracer.memory_estimate(4, 100).projections > 0
 
 
 def test_deferred_errors_leave_the_backward_pass_alone(model: nn.Module) -> None:
     batch = random_responses(groups=1)
-    with InfluenceTracer(model, exact_config(), defer_errors=True) as tracer:
+    with InfluenceTracer(model, config=exact_config(), defer_errors=True) as tracer:
         loss = padded_objective(model, batch, [0, 1, 2])
         with tracer.capture(response=torch.arange(2), tokens=masks(2, 30)):
             loss.backward()
@@ -283,7 +283,7 @@ def test_a_pass_with_shared_prompts_cannot_give_what_needs_them(
 ) -> None:
     config = InfluenceConfig(projection_dim_factor=0, output_function="log_prob", **knobs)
     with (
-        InfluenceTracer(model, config) as tracer,
+        InfluenceTracer(model, config=config) as tracer,
         pytest.raises(AttributionError, match=message),
         tracer.capture(
             response=torch.tensor([[-1, 0, 0, 1, 1]]),
@@ -298,7 +298,7 @@ def test_a_pass_with_shared_prompts_cannot_give_what_needs_them(
 
 def test_positions_that_predict_are_given_for_packed_rows_only(model: nn.Module) -> None:
     with (
-        InfluenceTracer(model, exact_config()) as tracer,
+        InfluenceTracer(model, config=exact_config()) as tracer,
         pytest.raises(AttributionError, match="packed rows"),
         tracer.capture(response=torch.arange(2), tokens=masks(), predicted_at=torch.tensor([1, 2])),
     ):

@@ -53,7 +53,7 @@ def test_layers_around_experts_equal_brute_force_and_the_experts_are_named(famil
     model, batch = exact(mixture(family)), random_responses()
     config = exact_config(credit="both")
     trace = engine_scores(model, batch, config)
-    names = [block.name for block in InfluenceTracer(model, config).blocks]
+    names = [block.name for block in InfluenceTracer(model, config=config).blocks]
     assert any("shared_expert" in name for name in names) == (family == "qwen2_moe")
     assert_close(trace.position_scores, brute_force(model, batch, config)[0])
     # the router's softmax is in float32
@@ -91,7 +91,7 @@ def test_a_loss_without_logits_has_the_same_scores_and_its_head_cannot_be_traced
     for name in ("", "lm_head"):
         config = exact_config(module_name_filter=name or ())
         usual = engine_scores(model, batch, config)
-        with InfluenceTracer(model, config) as tracer:
+        with InfluenceTracer(model, config=config) as tracer:
             for r, ids in enumerate(batch.sequences):
                 terms = chunked_cross_entropy(model, ids[None])[batch.prompt_lengths[r] - 1 :] * batch.weights[r]
                 tokens = torch.zeros(1, len(ids), dtype=torch.bool)
@@ -160,5 +160,5 @@ def test_adapters_on_a_quantised_base_equal_brute_force() -> None:
     assert len(trace.position_scores[0]) and float(trace.position_scores[0].abs().max()) > 0
     assert_close(trace.position_scores, brute_force(model, batch, config)[0])
     assert_close(trace.loss_term_scores, brute_force(model, batch, config, credit="loss_term")[0])
-    default = InfluenceTracer(model, InfluenceConfig(credit="position"))
+    default = InfluenceTracer(model, config=InfluenceConfig(credit="position"))
     assert all("lora_" in block.name for block in default.blocks), "without a filter frozen layers are passed over"

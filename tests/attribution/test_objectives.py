@@ -75,7 +75,7 @@ def test_riding_on_the_training_pass_gives_the_scores_of_the_objective(name: str
     per_token = batch.advantages[:, None].expand(ids.shape)
 
     def scores(rides: bool) -> list[torch.Tensor]:
-        with InfluenceTracer(model, exact_config()) as tracer:
+        with InfluenceTracer(model, config=exact_config()) as tracer:
             log_probs = token_log_probs(model(input_ids=ids, attention_mask=attention).logits, ids)
             scale = torch.ones(len(batch), dtype=torch.float64)
             if rides:

@@ -84,7 +84,7 @@ def traced(
     pass over own terms."""
     splits = splits or [list(range(len(batch)))]
     labels = {"accepted": batch.accepted, "group": batch.group} if labels_at_capture else {}
-    with InfluenceTracer(model, config, optimizer=optimizer) as tracer:
+    with InfluenceTracer(model, config=config, optimizer=optimizer) as tracer:
         for rows in splits:
             step, response, tokens = objective(model, batch, rows, packed)
             common: dict[str, Any] = {"response": response, "tokens": tokens, **labels}
@@ -163,7 +163,7 @@ def config_of(**knobs: Any) -> InfluenceConfig:
 
 
 def names_of(model: nn.Module, config: InfluenceConfig, scored: bool = False) -> list[str]:
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         return [block.parameter_name for block in tracer.blocks if block.scored or not scored]
 
 
@@ -270,7 +270,7 @@ def test_projected_scores_are_the_products_of_projected_gradients() -> None:
     trace = traced(model, batch, config, RIDING, optimizer)
     assert trace.meta["preconditioner_form"] == "factored"
     root = factored_form(model, optimizer)
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         blocks = {block.parameter_name: block for block in tracer.blocks}
 
     def there_and_back(name: str, gradient: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def test_two_tiers_in_one_step() -> None:
 def test_the_host_may_choose_the_groups_with_loss_terms() -> None:
     model, batch = tiny_model(), responses_of(RIDING, groups=3)
     rows = list(range(9))
-    with InfluenceTracer(model, config_of(loss_term_prompts=1)) as tracer:
+    with InfluenceTracer(model, config=config_of(loss_term_prompts=1)) as tracer:
         tracer.begin(loss_term_groups=[2])
         with tracer.capture(
             response=torch.tensor(rows),
@@ -403,7 +403,7 @@ def test_log_probs_beside_the_terms_say_what_likelier_would_do() -> None:
         both = [[token_terms(model, b, r) for r in responses] for b in (batch, unweighted(batch))]
         return torch.stack([torch.cat(parts) for parts in both])
 
-    with InfluenceTracer(model, config_of()) as tracer:
+    with InfluenceTracer(model, config=config_of()) as tracer:
         labels = {"accepted": batch.accepted, "group": batch.group, "target_scale": 1 / batch.advantages}
         with tracer.capture(response=torch.tensor(rows), tokens=batch.padded(rows)[2], **labels):
             padded_objective(model, batch, rows).backward()
@@ -438,7 +438,7 @@ def test_tracing_changes_no_bit_of_training() -> None:
 def test_a_target_that_is_not_clear_is_refused(knobs: dict, arguments: dict, message: str) -> None:
     model, batch = tiny_model(), responses_of(RIDING)
     with (
-        InfluenceTracer(model, config_of(**knobs)) as tracer,
+        InfluenceTracer(model, config=config_of(**knobs)) as tracer,
         pytest.raises(AttributionError, match=message),
         tracer.capture(response=torch.arange(6), tokens=batch.padded(list(range(6)))[2], **arguments),
     ):
@@ -447,7 +447,7 @@ def test_a_target_that_is_not_clear_is_refused(knobs: dict, arguments: dict, mes
 
 def test_a_target_pass_without_a_step_is_refused() -> None:
     model, batch = tiny_model(), responses_of(APART)
-    with InfluenceTracer(model, config_of(credit="tail")) as tracer:
+    with InfluenceTracer(model, config=config_of(credit="tail")) as tracer:
         with tracer.capture(response=torch.arange(6), tokens=batch.padded(list(range(6)))[2], role="target"):
             padded_objective(model, batch, list(range(6))).backward()
         with pytest.raises(AttributionError, match="role='step'"):
@@ -457,7 +457,7 @@ def test_a_target_pass_without_a_step_is_refused() -> None:
 @pytest.mark.parametrize("credit", ["tail", "loss_term"])
 def test_credit_in_a_tail_that_is_not_selected_is_refused(credit: str) -> None:
     with pytest.raises(AttributionError, match=f"credit='{credit}' .* use credit='position' or 'both'"):
-        InfluenceTracer(tiny_model(), config_of(credit=credit, module_name_filter=("layers.0",)))
+        InfluenceTracer(tiny_model(), config=config_of(credit=credit, module_name_filter=("layers.0",)))
 
 
 def test_small_damping_repeats_the_labels_and_says_so() -> None:

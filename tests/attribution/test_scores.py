@@ -187,7 +187,7 @@ def test_tracing_changes_no_bit_of_the_gradients() -> None:
         if not traced:
             batch_loss.backward()
             return [p.grad for p in model.parameters()]
-        with InfluenceTracer(model, exact_config()) as tracer:
+        with InfluenceTracer(model, config=exact_config()) as tracer:
             capture(tracer, model, batch, list(range(6)))
         return [p.grad for p in model.parameters()]
 
@@ -208,7 +208,7 @@ def test_an_sgd_step_on_one_token_changes_each_response_as_predicted() -> None:
         )
         batch.advantages = chosen
         trace = engine_scores(model, batch, config)
-        with InfluenceTracer(model, config) as tracer:
+        with InfluenceTracer(model, config=config) as tracer:
             names = [block.parameter_name for block in tracer.blocks]
         parameters = [dict(model.named_parameters())[name] for name in names]
         for source in range(3):
@@ -233,7 +233,7 @@ def test_scale_undoes_a_normaliser_of_the_loss() -> None:
     model, batch = tiny_model(), random_responses()
     config = exact_config(hessian_mode="identity")
     expected = engine_scores(model, batch, config)
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         _, _, tokens, _ = batch.padded(list(range(6)))
         loss = -padded_objective(model, batch, list(range(6))) / 17.0
         with tracer.capture(response=torch.arange(6), tokens=tokens, scale=17.0):

@@ -9,7 +9,7 @@ import pytest
 
 import gradtrace
 from gradtrace.cli import main
-from gradtrace.trace.schema import GroupStatus
+from gradtrace.trace.columns import GroupStatus
 from gradtrace.trace.step import Step
 from gradtrace.training.run import train
 from tests.commands.test_import import imported, plain_rows, write

@@ -13,12 +13,12 @@ from playwright.sync_api import expect
 
 import gradtrace
 from gradtrace.cli import main
-from gradtrace.config import ArithmeticConfig
-from gradtrace.run_health import examine
+from gradtrace.commands.doctor.health import examine
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.datasets import encode
-from gradtrace.trace.reader import Run
-from gradtrace.viewer.step_view import load_step_view
+from gradtrace.tasks.settings import ArithmeticConfig
+from gradtrace.trace.reader import RunReader
+from gradtrace.viewer.scores import load_step
 from tests.tasks.byte_model import byte_tokenizer, save_byte_model
 from tests.viewer.serving import Watched, chromium, serving
 
@@ -57,13 +57,13 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def imported(source: Path, model: Path, *words: str) -> Run:
+def imported(source: Path, model: Path, *words: str) -> RunReader:
     run = source.with_name(f"{source.stem}-run")
     assert main(["trace", "import", str(source), str(run), "--tokenizer", str(model), *words]) == 0
     return gradtrace.open_run(run)
 
 
-def texts(run: Run, step: int) -> list[tuple[str, str, float]]:
+def texts(run: RunReader, step: int) -> list[tuple[str, str, float]]:
     """(prompt, response, reward) of every response, as the files have them."""
     trace = run.step("entropy_trace", step)
     prompts = [TOKENIZER.decode(trace.group(g).prompt_ids) for g in range(trace.n_groups)]
@@ -92,8 +92,8 @@ def test_an_imported_run_opens_in_the_viewer_and_the_trace_commands(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = imported(write(tmp_path / "rows.jsonl", plain_rows()), model)
-    view = load_step_view(run, 3)
-    assert view is not None and view.n_groups == 2 and view.channel("entropy") is None
+    view = load_step(run, 3)
+    assert view is not None and view.n_groups == 2 and view.column("entropy") is None
     for words in (["ls", str(run.path), "--verify"], ["show", str(run.path), "--color", "never"]):
         assert main(["trace", *words]) == 0
     assert "'!'" in capsys.readouterr().out

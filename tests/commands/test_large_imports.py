@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gradtrace.program import large_imports
+from gradtrace.terminal import large_imports
 
 
 @pytest.mark.parametrize("is_early", [True, False])

@@ -15,9 +15,9 @@ from gradtrace import open_run
 from gradtrace.batch import RolloutBatch
 from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.components import build_components
+from gradtrace.training.host import open_instruments
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 from tests.device.standin import DEVICE, OnDevice, standin
 from tests.training import small
@@ -49,16 +49,17 @@ class Step:
 
 def one_step(folder: Path, name: str, words: tuple[str, ...], like: Step | None = None) -> Step:
     """A step on a rollout of its own, or on the rollout and from the weights of another one."""
-    parts = build_parts(small.config(folder, *words))
+    parts = build_components(small.config(folder, *words))
     files = RunFiles(folder / name)
-    trainer = Trainer(parts, files, build_observer(parts, files, lambda text: None), SilentDisplay())
+    steps = open_instruments(parts, files, lambda text: None)
+    trainer = Trainer(parts, files, SilentDisplay(), steps)
     if like is not None:  # random first weights of adapters are other ones on another device
         parts.policy.model.load_state_dict(like.weights)
     weights = {name: value.clone() for name, value in parts.policy.model.state_dict().items()}
     timer = Timer()
     batch = like.batch if like else trainer.experience.collect(parts.generators["rollout"], timer)[0]
     metrics = trainer.train_step(batch, 1, timer)[1]
-    trainer.observer.close()
+    trainer.steps.close()
     return Step(batch, weights, metrics, trainer)
 
 
@@ -86,10 +87,10 @@ def test_a_step_on_a_device_gives_the_numbers_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     expected = one_step(tmp_path, "cpu", (*EVERYTHING, *words))
-    monkeypatch.setattr("gradtrace.policy.policy.choose_device", lambda name: DEVICE)
+    monkeypatch.setattr("gradtrace.policy.load.choose_device", lambda name: DEVICE)
     with standin():
         found = one_step(tmp_path, "device", (*EVERYTHING, *words), expected)
-        assert all(p.device == DEVICE for p in found.trainer.parts.policy.model.parameters())
+        assert all(p.device == DEVICE for p in found.trainer.components.policy.model.parameters())
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-6), name
     runs = [open_run(tmp_path / name) for name in ("device", "cpu")]
@@ -106,7 +107,7 @@ def test_a_step_on_a_device_gives_the_numbers_of_the_cpu(
 
 def test_the_backward_pass_never_makes_the_host_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs for every layer and micro-batch queues work and goes on; the host looks when a step is over."""
-    monkeypatch.setattr("gradtrace.policy.policy.choose_device", lambda name: DEVICE)
+    monkeypatch.setattr("gradtrace.policy.load.choose_device", lambda name: DEVICE)
     counts = []
     with standin() as waits:
         for budget in (10_000, 40):  # tokens of a micro-batch: one micro-batch, or many
@@ -139,13 +140,13 @@ def test_the_backward_pass_never_makes_the_host_wait(tmp_path: Path, monkeypatch
 
 def test_a_checkpoint_of_a_device_opens_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("trainer.total_steps=1", "trainer.validation.every=1", "trainer.validation.prompts=2")
-    monkeypatch.setattr("gradtrace.policy.policy.choose_device", lambda name: DEVICE)
+    monkeypatch.setattr("gradtrace.policy.load.choose_device", lambda name: DEVICE)
     with standin():
         trainer = small.trainer(tmp_path, *words)
         trainer.fit()
         folder = trainer.save(1)
-        moved = {name: p.detach().cpu() for name, p in trainer.parts.policy.model.named_parameters()}
+        moved = {name: p.detach().cpu() for name, p in trainer.components.policy.model.named_parameters()}
     monkeypatch.undo()
-    parts = build_parts(small.config(tmp_path, *words), folder)
+    parts = build_components(small.config(tmp_path, *words), folder)
     for name, p in parts.policy.model.named_parameters():
         assert torch.equal(p, moved[name]), name

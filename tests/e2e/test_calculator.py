@@ -9,7 +9,7 @@ import pytest
 
 from gradtrace import open_run
 from gradtrace.cli import main
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.tasks.calculator import VOCABULARY
 from gradtrace.trace.step import Step
 from gradtrace.training.run import train

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gradtrace import open_run
 from gradtrace.commands.resampling import Resampler
 from gradtrace.commands.view import LiveSampling
-from gradtrace.config import ArithmeticConfig
 from gradtrace.instruments.counterfactual.columns import stored_groups
-from gradtrace.instruments.counterfactual.results import results
+from gradtrace.instruments.counterfactual.measure import results
 from gradtrace.tasks.arithmetic import STOP, ArithmeticTask
+from gradtrace.tasks.settings import ArithmeticConfig
 from tests.viewer.serving import Watched, chromium, serving
 
 

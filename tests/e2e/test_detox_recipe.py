@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from gradtrace.config_loader import load_config
+from gradtrace import open_run
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin import TracinReason
 from gradtrace.tasks.rewards import named_reward
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import TracinReason
 from gradtrace.training.run import train
 from tests.tasks.byte_model import byte_tokenizer, save_byte_model
 

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from gradtrace.cli import build_parser, main
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.training.run import train
 from tests.documented import ROOT, Documented, all_commands
 

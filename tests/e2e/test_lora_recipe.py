@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradtrace.config_loader import load_config
-from gradtrace.evaluation.run import Settings, evaluate, load
-from gradtrace.evaluation.tasks import load_prompts
+from gradtrace import open_run
+from gradtrace.commands.eval.evaluation import Settings, evaluate, load_prompts
+from gradtrace.config.loader import load_config
 from gradtrace.tasks.prepare.prepare import Request, prepare
 from gradtrace.tasks.rewards import RewardFunction, named_reward
-from gradtrace.trace.reader import open_run
 from gradtrace.training.run import train
 from tests.tasks.byte_model import save_byte_model
 
@@ -51,7 +50,7 @@ def test_lora_step_is_traced_saved_and_evaluated(tmp_path: Path) -> None:
     reward: RewardFunction = named_reward("countdown")
     texts = []
     for path in (outcome.run_dir, adapters.parent):  # merged weights, and adapters on their base
-        loaded = load(str(path))
+        loaded = open_run(path, ["model.attention=auto"])
         prompts = load_prompts("countdown", str(data / "validation.parquet"), loaded.tokenizer)
         assert loaded.tokenizer.decode(prompts[0].ids).startswith("<|user|>")
         texts.append([line["response"] for line in evaluate(loaded, prompts, reward, greedy).responses])

@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import group_columns, response_columns, token_column
-from gradtrace.instruments.observer import StepObserver
-from gradtrace.trace.kinds.shared import EVERY_KIND
-from gradtrace.trace.record import COLUMNS, KINDS, Column, InstrumentRecord, register_instrument
+from gradtrace.instruments.columns import token_column
+from gradtrace.instruments.contract import Reporter, Table
+from gradtrace.instruments.record import Record
+from gradtrace.trace.columns import COLUMNS, KINDS, Column, InstrumentRecord, register_instrument
 from gradtrace.trace.writer import TraceWriter
 
 RECORD = InstrumentRecord(
     name="calibration",
     label="Calibration",
     meaning="how sure the policy was of its answers",
-    switch="trainer.calibration.enable=true",
     brings=(
         Column("confidence", "float32", "response", "mean probability of its tokens", unit="probability"),
-        Column("probability", "float32", "token", "probability of the token", ragged_by="token_offsets"),
+        Column("probability", "float32", "token", "probability of the token", unit="of 1", channel="Probability"),
     ),
-    required=(*EVERY_KIND, "confidence", "probability"),
+    required=("confidence", "probability"),
     optional=("accepted", "advantage", "expected_offsets", "expected_ids", "first_wrong"),
     meta={"brier": "mean squared distance of confidence and acceptance"},
 )
@@ -43,21 +43,20 @@ def forget() -> None:
         del COLUMNS[column.name]
 
 
-class Calibration(StepObserver):
+class Calibration(Reporter):
     def __init__(self, run_dir: Path) -> None:
-        self.writer = TraceWriter(run_dir, RECORD.name, on_error="raise")
+        self.record = Record(RECORD, None, TraceWriter(run_dir, RECORD.name, on_error="raise"))
 
-    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        assert batch.old_log_probs is not None
+    def write(self, batch: RolloutBatch, step: int, table: Table | None) -> dict[str, float]:
         rows = torch.arange(len(batch))
-        columns = {**group_columns(batch), **response_columns(batch, rows)}
-        probability = np.exp(token_column(batch.old_log_probs, batch, rows))
-        ends = np.cumsum(columns["length"])
+        probability = np.exp(token_column(batch.need("old_log_probs"), batch, rows))
+        ends = np.cumsum(batch.response_lengths.numpy())
         confidence = np.array([part.mean() for part in np.split(probability, ends[:-1])], np.float32)
-        brier = float(((confidence - columns["accepted"]) ** 2).mean())
-        columns |= {"probability": probability, "confidence": confidence}
-        self.writer.write(step, columns, {"brier": brier})
+        good = accepted(batch.need("rewards"), batch.group).numpy()
+        brier = float(((confidence - good) ** 2).mean())
+        columns = {"probability": probability, "confidence": confidence}
+        self.record.write(step, batch, rows, columns, {"brier": brier})
         return {"calibration/brier": brier}
 
     def close(self) -> None:
-        self.writer.close()
+        self.record.close()

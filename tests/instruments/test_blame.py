@@ -16,14 +16,13 @@ from gradtrace.algorithms import Denominator, aggregate
 from gradtrace.attribution import directional_derivative
 from gradtrace.batch import RolloutBatch
 from gradtrace.cli import main
-from gradtrace.instruments.blame.instrument import BlameInstrument
 from gradtrace.instruments.blame.report import WHAT, blame
-from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.blame.reporter import StepBlame
 from gradtrace.instruments.blame.sharing import Sharing
-from gradtrace.instruments.entropy_probe.model_host import ModelProbeHost
+from gradtrace.instruments.whole_model import WholeModel
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import MicroBatches
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.host import open_instruments
 from gradtrace.training.loop import Trainer
 from tests.instruments.test_traces import run, weights
 from tests.training import small
@@ -35,7 +34,7 @@ BLAME = ("trainer.blame.enable=true", "trainer.blame.on_error=raise", "trainer.b
 
 def last_blame(trainer):
     """What the blame instrument found in the last step."""
-    return next(o for o in trainer.observer.observers if isinstance(o, BlameInstrument)).last
+    return trainer.steps.reporters["blame"].last
 
 
 def one_step(tmp_path: Path, *more: str) -> tuple[Trainer, RolloutBatch, StepBlame, dict[str, torch.Tensor], float]:
@@ -48,16 +47,16 @@ def one_step(tmp_path: Path, *more: str) -> tuple[Trainer, RolloutBatch, StepBla
         "actor.optim.warmup_steps=0",
         *more,
     )
-    model = trainer.parts.policy.model.double()
-    if trainer.parts.reference is not None:
-        trainer.parts.reference.own.model.double()  # type: ignore[union-attr]
-    trainer.observer = build_observer(trainer.parts, trainer.files, print)
-    trainer.observer.start(0)
-    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+    model = trainer.components.policy.model.double()
+    if trainer.components.reference is not None:
+        trainer.components.reference.own.model.double()  # type: ignore[union-attr]
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    trainer.steps.start(0)
+    batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], Timer())
     batch = batch.replace(sampler_log_probs=batch.sampler_log_probs.double())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     batch, metrics = trainer.train_step(batch, 1, Timer())
-    trainer.observer.close()
+    trainer.steps.close()
     blame = last_blame(trainer)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,7 +77,7 @@ def loss_of(trainer: Trainer, batch: RolloutBatch, chosen: torch.Tensor) -> torc
 
 
 def flat_gradient(trainer: Trainer, loss: torch.Tensor, linear: bool = False) -> torch.Tensor:
-    named = list(trainer.parts.policy.model.named_parameters())
+    named = list(trainer.components.policy.model.named_parameters())
     kept = [p for name, p in named if not linear or ("proj" in name and name.endswith("weight"))]
     found = torch.autograd.grad(loss, kept, allow_unused=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(kept, found, strict=True)])
@@ -117,9 +116,9 @@ def test_shares_norms_and_products_equal_brute_force_autograd(tmp_path: Path, mo
 
 
 def test_push_is_what_a_plain_gradient_step_does_to_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradtrace.instruments.padding_row.padded_embeddings", lambda model: [])
+    monkeypatch.setattr("gradtrace.policy.padding_row.padded_embeddings", lambda model: [])
     trainer, batch, blame, before, _ = one_step(tmp_path, "actor.mini_batch_size=0")
-    model = trainer.parts.policy.model
+    model = trainer.components.policy.model
     loss = loss_of(trainer, batch, batch.response_mask)
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     micro = next(MicroBatches(batch, 10**6)(torch.arange(len(batch))))
@@ -128,7 +127,7 @@ def test_push_is_what_a_plain_gradient_step_does_to_a_token(tmp_path: Path, monk
         with torch.no_grad():
             for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
                 parameter.copy_(before[name] - rate * (0 if gradient is None else gradient))
-            values.append(micro.unflatten(trainer.parts.policy.statistics(micro)[0]))
+            values.append(micro.unflatten(trainer.components.policy.statistics(micro)[0]))
     measured = (values[0] - values[1]) / 2e-6
     assert torch.allclose(blame.push[micro.rows, : measured.shape[1]], measured, rtol=1e-4, atol=1e-7)
 
@@ -173,9 +172,9 @@ def test_between_the_steps_that_are_due_only_an_unusual_gradient_is_shared_out(t
 def test_a_gradient_that_is_not_finite_still_names_its_response(tmp_path: Path) -> None:
     """The step is skipped, so there are no shares; the norms of the single responses say who broke it."""
     trainer = small.trainer(tmp_path, *BLAME, "trainer.validation.every=0", "actor.mini_batch_size=0")
-    trainer.observer = build_observer(trainer.parts, trainer.files, print)
-    trainer.observer.start(0)
-    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    trainer.steps.start(0)
+    batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], Timer())
     spoil = trainer.estimator
 
     def broken(inputs: object) -> object:
@@ -187,7 +186,7 @@ def test_a_gradient_that_is_not_finite_still_names_its_response(tmp_path: Path) 
     trainer.estimator = broken  # type: ignore[assignment]
     trainer.train_step(batch, 1, Timer())
     blame = last_blame(trainer)
-    trainer.observer.close()
+    trainer.steps.close()
     assert blame.skipped == [0] and not blame.updates
     assert (~blame.norm.isfinite()).nonzero().flatten().tolist() == [5]
 
@@ -239,7 +238,7 @@ def test_a_run_without_blame_is_told_what_to_turn_on(tmp_path: Path, capsys: pyt
     assert "trainer.traces=true" in capsys.readouterr().err
 
 
-class DifferencesHost(ModelProbeHost):
+class DifferencesHost(WholeModel):
     """Takes derivatives as a host with shards does."""
 
     is_exact = False

@@ -10,13 +10,13 @@ import torch
 
 import gradtrace
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.counterfactual.choose import Clues, choose, first_difference
+from gradtrace.instruments.counterfactual import COUNTERFACTUAL
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup, from_step, to_columns, write_groups
+from gradtrace.instruments.counterfactual.measure import Clues, choose, first_difference
 from gradtrace.instruments.counterfactual.sampling import Continuations, missing
 from gradtrace.instruments.counterfactual.tree import Measurement, PrefixTree
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.arithmetic import STOP, build_tokenizer
-from gradtrace.trace.schema import COUNTERFACTUAL
 from gradtrace.trace.writer import TraceWriter
 from tests.instruments.exact_values import ExactValues
 from tests.training import small

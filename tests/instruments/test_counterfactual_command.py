@@ -12,9 +12,9 @@ import pytest
 
 import gradtrace
 from gradtrace.cli import main
+from gradtrace.instruments.counterfactual import COUNTERFACTUAL
 from gradtrace.instruments.counterfactual.columns import stored_groups
-from gradtrace.trace import lock
-from gradtrace.trace.schema import COUNTERFACTUAL
+from gradtrace.trace.run_files import acquire_lock, release_lock
 from gradtrace.training.run import train
 from tests.training import small
 
@@ -154,11 +154,11 @@ def test_other_settings_do_not_mix_with_what_is_stored(
 def test_two_do_not_write_at_once(made: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / COUNTERFACTUAL).mkdir()
     words = command(run_dir, made, "--k", "2", "--tokens", "0")
-    lock.acquire(run_dir / COUNTERFACTUAL)
+    acquire_lock(run_dir / COUNTERFACTUAL)
     try:
         other = subprocess.run([sys.executable, "-m", "gradtrace.cli", *words], capture_output=True, text=True)
     finally:
-        lock.release(run_dir / COUNTERFACTUAL)
+        release_lock(run_dir / COUNTERFACTUAL)
     assert other.returncode == 2 and "is being written by process" in other.stderr
 
 

@@ -14,8 +14,8 @@ from gradtrace.attribution.geometry import ClippedGradients
 from gradtrace.batch import RolloutBatch
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import MicroBatches, Sequences
-from gradtrace.trace.kinds.influence_trace import Credit
-from gradtrace.training.instruments import build_observer
+from gradtrace.trace.columns import Credit
+from gradtrace.training.host import open_instruments
 from gradtrace.training.loop import Trainer
 from tests.instruments.test_traces import columns, influence
 from tests.training import small
@@ -32,15 +32,15 @@ def second_step(
     """A trainer whose second step was traced, with model and optimizer put back to the state before that step;
     `change` is done to every rollout."""
     trainer = small.trainer(folder, *KNOBS, *more)
-    trainer.observer = build_observer(trainer.parts, trainer.files, print)
-    trainer.observer.start(0)
-    parts = trainer.parts
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    trainer.steps.start(0)
+    parts = trainer.components
     for step in (1, 2):
         batch = change(trainer.experience.collect(parts.generators["rollout"], Timer())[0])
         weights = {name: p.detach().clone() for name, p in parts.policy.model.named_parameters()}
         state = {name: value.clone() for name, value in parts.optimizer.state_tensors().items()}
         batch, _ = trainer.train_step(batch, step, Timer())
-    trainer.observer.close()
+    trainer.steps.close()
     with torch.no_grad():
         for name, p in parts.policy.model.named_parameters():
             p.copy_(weights[name])
@@ -49,7 +49,7 @@ def second_step(
 
 
 def gradient(trainer: Trainer, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    named = trainer.parts.policy.trainable()
+    named = trainer.components.policy.trainable()
     found = torch.autograd.grad(value, list(named.values()), allow_unused=True, retain_graph=True)
     return {name: g for name, g in zip(named, found, strict=True) if g is not None}
 
@@ -57,7 +57,7 @@ def gradient(trainer: Trainer, value: torch.Tensor) -> dict[str, torch.Tensor]:
 def brute_force(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor) -> list[np.ndarray]:
     """Response → the change of its group's contrast, per unit of learning rate, by each token's step: autograd token by
     token, over the linear layers but the head, with v̂ as the step will see it."""
-    parts, loss = trainer.parts, trainer.update.loss
+    parts, loss = trainer.components, trainer.update.loss
     micro_batches = MicroBatches(batch, 10_000)
     everything = torch.arange(len(batch))
     weights = token_weights(

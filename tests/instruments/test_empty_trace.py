@@ -10,8 +10,8 @@ import torch
 from gradtrace import open_run
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.plan import group_status
-from gradtrace.instruments.influence.record import why_empty
-from gradtrace.trace.schema import GroupStatus
+from gradtrace.instruments.influence.reporter import why_empty
+from gradtrace.trace.columns import GroupStatus
 from gradtrace.training.run import train
 from gradtrace.training.terminal import SilentDisplay
 from tests.training import small

@@ -11,24 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.algorithms.logits import log_probs_and_entropies
+from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe import (
-    EntropyProbe,
-    Pass,
-    Prediction,
-    TokenBatch,
-    evaluation_batch,
-    update_batch,
-)
 from gradtrace.instruments.entropy_probe.estimates import (
+    Prediction,
     Tokens,
     _predicted,
     _predicted_columns,
     jackknife,
 )
-from gradtrace.instruments.entropy_probe.passes import FullPrecision
+from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch, precise, update_batch
+from gradtrace.instruments.entropy_probe.probe import EntropyProbe
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.policy import Policy
@@ -70,7 +64,7 @@ def updates(policy: Policy, batch: RolloutBatch, token_budget: int = 16384, **al
     batch = fill_statistics(policy, batch, MicroBatches(batch, 16384), torch.arange(len(batch)))
     advantages = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(5)) * batch.response_mask
     batch = batch.replace(advantages=advantages.to(batch.sampler_log_probs))
-    update = PolicyLoss(FullPrecision.of(policy), AlgorithmConfig(**algorithm), 6)
+    update = PolicyLoss(precise(policy), AlgorithmConfig(**algorithm), 6)
     return update_batch(update, batch, token_budget)
 
 

@@ -15,17 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from gradtrace import open_run
 from gradtrace.cli import main
+from gradtrace.commands.probe import session
+from gradtrace.commands.probe.config import ProbeConfig, load_probe_config
+from gradtrace.commands.probe.session import Probe
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe import EntropyProbe
-from gradtrace.probe import session
-from gradtrace.probe.config import ProbeConfig, load_probe_config
-from gradtrace.probe.results import ProbeResults
+from gradtrace.instruments.entropy_probe import ProbeBatch
+from gradtrace.instruments.entropy_probe.probe import EntropyProbe
 from gradtrace.rollout import Sampler
-from gradtrace.trace.phases import load_batch, save_batch
-from gradtrace.trace.schema import ProbeBatch
+from gradtrace.trace.results import load_batch, save_batch
 from gradtrace.training.checkpoint import write_marker
 from gradtrace.training.run import train
-from gradtrace.training.source import Source
 from tests.training import small
 
 SIZES: dict[str, Any] = {"evaluation_prompts": 12, "update_prompts": 3, "update_n": 3}
@@ -40,7 +39,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(run_dir: Path) -> ProbeResults:
+def finished(run_dir: Path) -> Probe:
     return run_probe(run_dir / "checkpoints" / "step_000002", config(fresh=False), output=run_dir / "finished")
 
 
@@ -59,7 +58,7 @@ def trusted(checkpoint: Path) -> list[str]:
 
 def run_probe(
     checkpoint: Path, config: ProbeConfig, overrides: list[str] | None = None, output: Path | None = None
-) -> ProbeResults:
+) -> Probe:
     return session.run_probe(checkpoint, config, [*trusted(checkpoint), *(overrides or [])], output)
 
 
@@ -159,7 +158,7 @@ def test_plain_folder_needs_an_optimizer_by_name_and_then_works(run_dir: Path, t
             assert first["measured"] == pytest.approx(first["predicted"], rel=0.05)
 
 
-def test_batches_of_one_probe_can_be_given_to_another(finished: ProbeResults, checkpoint: Path, tmp_path: Path) -> None:
+def test_batches_of_one_probe_can_be_given_to_another(finished: Probe, checkpoint: Path, tmp_path: Path) -> None:
     first = finished
     given = config(
         fresh=False,
@@ -238,7 +237,7 @@ def test_run_settings_that_spoil_a_probe_are_refused(checkpoint: Path, override:
     assert sentence in refusal(checkpoint, override)
 
 
-def test_entropy_is_that_of_the_temperature_the_run_trains_at(finished: ProbeResults, checkpoint: Path) -> None:
+def test_entropy_is_that_of_the_temperature_the_run_trains_at(finished: Probe, checkpoint: Path) -> None:
     """Sampled, weighed and differentiated at 0.7: a small step measures what was predicted."""
     results = run_probe(checkpoint, config(fresh=False), ["rollout.temperature=0.7"])
     small_step = results.sweep()[0]
@@ -249,9 +248,7 @@ def test_entropy_is_that_of_the_temperature_the_run_trains_at(finished: ProbeRes
     assert torch.allclose(log_probs, results.evaluation.sampler_log_probs[results.evaluation.response_mask], atol=1e-4)
 
 
-def test_overlapping_or_empty_or_foreign_batches_are_refused(
-    finished: ProbeResults, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_overlapping_or_empty_or_foreign_batches_are_refused(finished: Probe, checkpoint: Path, tmp_path: Path) -> None:
     E, U = finished.evaluation, finished.update
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     path = tmp_path / "batch.safetensors"
@@ -279,9 +276,7 @@ def test_overlapping_or_empty_or_foreign_batches_are_refused(
     assert "cannot be read" in refusal(checkpoint, evaluation_batch=str(path))
 
 
-def test_evaluation_batch_of_another_policy_is_found_out(
-    finished: ProbeResults, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_evaluation_batch_of_another_policy_is_found_out(finished: Probe, checkpoint: Path, tmp_path: Path) -> None:
     E = finished.evaluation
     other = E.replace(sampler_log_probs=E.sampler_log_probs - 0.1)
     save_batch(other, {"temperature": 1.0, "top_p": 1.0, "top_k": 0}, tmp_path / "other.safetensors")
@@ -301,7 +296,7 @@ def test_misspelt_settings_name_the_nearest_key(tmp_path: Path) -> None:
     assert settings.eta == [1.0, 2.0] and run == ["rollout.max_new_tokens=4", "recipe=demo"]
 
 
-def test_phases_and_their_seconds_are_in_the_log_and_in_the_report(finished: ProbeResults) -> None:
+def test_phases_and_their_seconds_are_in_the_log_and_in_the_report(finished: Probe) -> None:
     folder = finished.write()
     seconds = json.loads((folder / "report.json").read_text())["phase_seconds"]
     log = (folder / "run.log").read_text()
@@ -315,5 +310,4 @@ def test_probe_that_is_refused_leaves_no_folder(checkpoint: Path) -> None:
 
 
 def test_run_stands_for_its_latest_checkpoint(run_dir: Path) -> None:
-    source = Source.of(run_dir, trusted(run_dir / "checkpoints" / "x"))
-    assert source.checkpoint == run_dir / "checkpoints" / "step_000003"
+    assert open_run(run_dir).checkpoint(resumable=True).folder == run_dir / "checkpoints" / "step_000003"

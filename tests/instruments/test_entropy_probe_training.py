@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from gradtrace import open_run
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.observer import EntropyProbeInstrument
+from gradtrace.instruments.entropy_probe import ProbeBatch
+from gradtrace.instruments.entropy_probe.reporter import ProbeReporter
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ProbeBatch
 from gradtrace.trace.step import Step
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.host import open_instruments
 from gradtrace.training.run import train
 from tests.training import small
 
@@ -43,7 +43,7 @@ def checkpoint(run_dir: Path) -> dict[str, torch.Tensor]:
     [
         (),
         ("actor.epochs=2", "trainer.influence_trace.enable=true", "actor.packing=always"),
-        ("algorithm.policy_loss=archer", "rollout.top_p=0.9", "actor.share_prompts=true"),
+        ("algorithm.policy_loss=archer", "rollout.top_p=0.9", "actor.share_prompts=always"),
     ],
 )
 def test_weights_optimizer_and_random_numbers_are_bit_identical_with_the_probe_on(
@@ -100,14 +100,16 @@ def test_probes_are_made_every_so_many_steps_and_dropped_by_a_resumed_run(tmp_pa
 
 
 def test_failing_probe_costs_its_step_and_not_the_run(tmp_path: Path) -> None:
-    parts = small.parts(tmp_path, *SHORT, "trainer.entropy_probe.every=1")
+    parts = small.components(tmp_path, *SHORT, "trainer.entropy_probe.every=1")
     files = RunFiles(tmp_path / "run")
     said: list[str] = []
-    observer = build_observer(parts, files, said.append)
-    probe = next(o for o in observer.observers if isinstance(o, EntropyProbeInstrument))  # type: ignore[attr-defined]
-    probe.prompts = []
-    assert small.Trainer(parts, files, observer, small.SilentDisplay()).fit() == 3
+    steps = open_instruments(parts, files, said.append)
+    probe = steps.reporters["entropy_probe"]
+    assert isinstance(probe, ProbeReporter)
+    probe.prompts = probe.prompts[:1]
+    assert small.Trainer(parts, files, small.SilentDisplay(), steps).fit() == 3
     assert len(said) == 3 and "nothing is left to evaluate on" in said[0]
+    assert "step 1 is not traced: all held-out prompts are in the rollout" in said[0]
     assert small.metrics(tmp_path / "run")[-1]["entropy_probe/errors"] == 3
 
 

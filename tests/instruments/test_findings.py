@@ -12,18 +12,18 @@ import torch
 
 from gradtrace import open_run
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import FindingsConfig
-from gradtrace.instruments.blame.shares import StepBlame
-from gradtrace.instruments.findings.statistics import (
+from gradtrace.commands.doctor.health import examine
+from gradtrace.instruments.blame.reporter import StepBlame
+from gradtrace.instruments.findings import FindingsConfig
+from gradtrace.instruments.findings.text import (
     batch_statistics,
     ends_like_a_middle,
     repeated_share,
     reward_length_correlation,
 )
 from gradtrace.instruments.findings.watch import DETECTORS, Findings
-from gradtrace.run_health import examine
-from gradtrace.viewer.payload import group_payload
-from gradtrace.viewer.step_view import load_step_view
+from gradtrace.viewer.group import group_payload
+from gradtrace.viewer.scores import load_step
 from gradtrace.viewer.vocabulary import load_vocabulary
 from tests.instruments.test_traces import run
 from tests.training import small
@@ -290,12 +290,12 @@ def test_parts_of_rewards_stand_in_the_metrics_in_the_trace_and_beside_their_res
         "reward.extra={think_format: 0.1}",
     )
     metrics = small.metrics(folder)[-1]
-    view = load_step_view(open_run(folder), 1)
+    view = load_step(open_run(folder), 1)
     assert view is not None
-    of_responses = [view.layout.reward_parts(r) for r in range(view.layout.n_responses)]
+    of_responses = [view.first.reward_parts(r) for r in range(view.n_responses)]
     for r, parts in enumerate(of_responses):
         task = next(value for name, value in parts.items() if name != "think_format")
-        assert view.response_value("reward", r) == pytest.approx(task + 0.1 * parts["think_format"])
+        assert view.value("reward", r) == pytest.approx(task + 0.1 * parts["think_format"])
     for name in of_responses[0]:
         mean = sum(parts[name] for parts in of_responses) / len(of_responses)
         assert metrics[f"reward_part/{name}"] == pytest.approx(mean)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from gradtrace import open_run
 from gradtrace.errors import GradtraceError
-from gradtrace.training.parts import build_parts
+from gradtrace.training.components import build_components
 from gradtrace.training.run import train
 from tests.training import small
 
@@ -45,7 +45,7 @@ def test_a_step_without_a_move_is_traced_and_moves_nothing(tmp_path: Path) -> No
     run_dir = train(config).run_dir
     assert len(open_run(run_dir).step("influence_trace", 1)["group"])
     moved = small.config(tmp_path, *TRACED, reward(tmp_path))
-    start = build_parts(config).policy.model.state_dict()
+    start = build_components(config).policy.model.state_dict()
     still, other = (load_file(folder / "policy" / "model.safetensors") for folder in (run_dir, train(moved).run_dir))
     assert all((start[name] == still[name]).all() for name in still)
     assert any((start[name] != other[name]).any() for name in other)

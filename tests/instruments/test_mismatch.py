@@ -11,15 +11,19 @@ from playwright.sync_api import expect
 from torch import Tensor
 
 import gradtrace
-from gradtrace.algorithms import policy_loss
+from gradtrace.algorithms.settings import AlgorithmConfig
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import AlgorithmConfig, OptimConfig
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.mismatch import MismatchShare
+from gradtrace.instruments.mismatch.share import MismatchObserver, MismatchReporter
+from gradtrace.instruments.observers import Observers
+from gradtrace.instruments.record import Record
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.optimizer import Optimizer
+from gradtrace.policy.settings import OptimConfig
+from gradtrace.training.host import EmbeddedHost, loss_traits
 from gradtrace.training.run import train
 from gradtrace.training.update import PolicyUpdate, plan_updates
 from tests.training import small
@@ -54,13 +58,17 @@ def brute_force(policy: small.Policy, batch: RolloutBatch, with_ratio: bool) -> 
 
 def share(policy: small.Policy, batch: RolloutBatch, mini_batch: int = 0) -> dict[str, float]:
     algorithm = AlgorithmConfig(policy_loss="ppo", policy_loss_options=dict(CLIP), aggregation="token_mean")
-    observer = MismatchShare(policy, policy_loss("ppo", **CLIP), every=1)
-    observer.largest = 1.0
-    update = PolicyUpdate(PolicyLoss(policy, algorithm, 6), Optimizer(policy.trainable(), OptimConfig(), 1))
-    batch = observer.before_update(batch, 1)
+    optimizer = Optimizer(policy.trainable(), OptimConfig(), 1)
+    host = EmbeddedHost(policy, optimizer, loss_traits(algorithm))
+    observers = Observers(Ranks(), {"mismatch": MismatchObserver(host)}, raising=["mismatch"])
+    reporter = MismatchReporter(Record(None, 1))
+    reporter.largest = 1.0
+    update = PolicyUpdate(PolicyLoss(policy, algorithm, 6), optimizer)
+    batch, plan = reporter.plan(batch, 1, None)
+    observers.begin({"mismatch": plan})
     updates = plan_updates(batch, mini_batch, 1, False, 1, torch.Generator())
-    batch, _ = update.run(batch, MicroBatches(batch, 24), updates, observer)
-    return observer.after_update(batch, 1)
+    batch, _ = update.run(batch, MicroBatches(batch, 24), updates, observers, host)
+    return reporter.write(batch, 1, observers.end()["mismatch"])
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0])
@@ -78,9 +86,8 @@ def test_the_share_is_that_of_two_gradients_by_brute_force(scale: float) -> None
 def test_a_sampler_that_agrees_has_no_share_and_costs_no_pass() -> None:
     policy, batch = mismatched(0.0)
     assert share(policy, batch)["mismatch/share_of_update"] < 1e-6
-    observer = MismatchShare(policy, policy_loss("ppo", **CLIP), every=1)
-    observer.before_update(batch, 1)
-    assert observer.batch is None, "nothing is measured where the step before found no disagreement"
+    _, plan = MismatchReporter(Record(None, 1)).plan(batch, 1, None)
+    assert plan is None, "nothing is measured where the step before found no disagreement"
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +116,11 @@ def test_sampling_in_bfloat16_makes_a_mismatch_that_metrics_and_files_show(runs:
 
 
 def test_the_viewer_has_the_difference_as_a_channel(runs: dict[str, Path]) -> None:
-    from gradtrace.viewer.step_view import load_step_view
+    from gradtrace.viewer.scores import load_step
 
-    view = load_step_view(gradtrace.open_run(runs["bfloat16"]), 3)
+    view = load_step(gradtrace.open_run(runs["bfloat16"]), 3)
     assert view is not None
-    channel = view.channel("mismatch")
+    channel = view.column("mismatch")
     assert channel is not None
     step = gradtrace.open_run(runs["bfloat16"]).step("entropy_trace", 3)
     np.testing.assert_allclose(channel, step["log_prob"] - step["sampler_log_prob"], atol=1e-5)

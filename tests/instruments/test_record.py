@@ -11,7 +11,7 @@ import torch
 
 import gradtrace
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments import recording
+from gradtrace.instruments import own_loop
 
 
 def step(**other: Any) -> dict[str, Any]:
@@ -27,9 +27,9 @@ def step(**other: Any) -> dict[str, Any]:
 
 
 def close(run: Path) -> None:
-    opened = recording._runs.pop(run.absolute())
-    for writer in opened.writers.values():
-        writer.close()
+    opened = own_loop._runs.pop(run.absolute())
+    for record in opened.records.values():
+        record.close()
     opened.files.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from gradtrace import open_run
+from gradtrace.instruments.contract import Backward
+from gradtrace.instruments.influence.capture import InfluenceCapture
 from gradtrace.metrics import Timer
-from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.training import loop
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.host import open_instruments
 from tests.instruments.test_traces import ONE_STEP, columns, influence, run, weights
 from tests.training import small
 
@@ -87,15 +89,20 @@ def test_only_groups_that_need_their_prompts_take_passes(
     tmp_path: Path, knobs: tuple[str, ...], groups: int | None
 ) -> None:
     asked: list[Tensor] = []
-    passes = PolicyLoss.passes
+    around, directions = InfluenceCapture.around, InfluenceCapture.around_directions
 
-    def counted(self: PolicyLoss, batch: object, micro_batches: MicroBatches, rows: Tensor) -> object:
-        if torch.is_grad_enabled():  # own terms go forward alone
-            asked.append(rows)
-        return passes(self, batch, micro_batches, rows)  # type: ignore[arg-type]
+    def rides(self: InfluenceCapture, traced: Backward, role: Any, rides: bool) -> Any:
+        if rides and traced.prompt_rows is None:  # passes of training share their prompts
+            asked.append(traced.rows)
+        return around(self, traced, role, rides)
+
+    def directs(self: InfluenceCapture, traced: Backward) -> Any:
+        asked.append(traced.rows)
+        return directions(self, traced)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PolicyLoss, "passes", counted)
+        patch.setattr(InfluenceCapture, "around", rides)
+        patch.setattr(InfluenceCapture, "around_directions", directs)
         step = columns(run(tmp_path, *LAYERS, *TRACED, *ONE_STEP, *influence(*knobs)))
     rows = sum(len(some) for some in asked)
     assert rows == (len(step["row"]) if groups is None else 3 * groups)
@@ -119,8 +126,7 @@ def test_norms_and_sketches_of_blame_do_not_depend_on_sharing(tmp_path: Path) ->
     ("override", "layout"),
     [
         ("actor.share_prompts=auto", "shared"),
-        ("actor.share_prompts=true", "shared"),
-        ("actor.share_prompts=false", "padded"),
+        ("actor.share_prompts=always", "shared"),
         ("actor.share_prompts=never", "padded"),
         ("actor.packing=never", "padded"),
         ("model.gradient_checkpointing=true", "padded"),
@@ -129,21 +135,21 @@ def test_norms_and_sketches_of_blame_do_not_depend_on_sharing(tmp_path: Path) ->
 )
 def test_where_prompts_are_shared(tmp_path: Path, override: str, layout: str) -> None:
     trainer = small.trainer(tmp_path, "rollout.max_new_tokens=12", override)
-    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+    batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], Timer())
     assert trainer._layout(batch) == layout
 
 
 def test_long_responses_and_sliding_windows_keep_their_prompts(tmp_path: Path) -> None:
     trainer = small.trainer(tmp_path)
-    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+    batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], Timer())
     assert trainer._layout(batch) == "shared"
     short = batch.replace(prompts=[prompt[:1] for prompt in batch.prompts])
     assert trainer._layout(short) != "shared", "there is hardly anything to save"
-    for module in trainer.parts.policy.model.modules():
+    for module in trainer.components.policy.model.modules():
         if hasattr(module, "sliding_window"):
             module.sliding_window = 4
     again = small.trainer(tmp_path)
-    again.parts.policy.model = trainer.parts.policy.model
+    again.components.policy.model = trainer.components.policy.model
     assert again._layout(batch) != "shared"
 
 
@@ -152,13 +158,13 @@ def test_a_trace_of_prompts_of_one_token(tmp_path: Path) -> None:
     found = []
     for layout in ("shared", "padded"):
         trainer = small.trainer(tmp_path, *LAYERS, *TRACED, *ONE_STEP, "actor.mini_batch_size=0")
-        trainer.observer = build_observer(trainer.parts, trainer.files, print)
-        trainer.observer.start(0)
+        trainer.steps = open_instruments(trainer.components, trainer.files, print)
+        trainer.steps.start(0)
         trainer._layout = lambda batch, layout=layout: layout  # type: ignore[method-assign]
-        batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+        batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], Timer())
         batch = batch.replace(prompts=[prompt[-1:] for prompt in batch.prompts])
         trainer.train_step(batch, 1, Timer())
-        trainer.observer.close()
+        trainer.steps.close()
         found.append(columns(trainer.files.path))
     for name in ("influence_tail", "influence_loss_term"):
         scale = np.nanmax(np.abs(found[1][name]))

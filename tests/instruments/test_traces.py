@@ -20,8 +20,8 @@ from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence.plan import group_status
 from gradtrace.policy.microbatch import Sequences
 from gradtrace.policy.policy import Policy
-from gradtrace.trace.schema import GroupStatus, Selection
-from gradtrace.training.instruments import build_observer
+from gradtrace.trace.columns import GroupStatus, Selection
+from gradtrace.training.host import open_instruments
 from gradtrace.training.run import train
 from tests.training import small
 
@@ -94,7 +94,7 @@ def test_weights_after_three_steps_are_bit_identical_with_traces_on_and_off(
 def engine_scores(policy: Policy, batch: RolloutBatch, rows: torch.Tensor, config: InfluenceConfig) -> list[np.ndarray]:
     """Scores of F = Σ A ℓ on these rows, from one padded pass of its own."""
     micro = Sequences.of(batch).padded(rows)
-    with InfluenceTracer(policy.model, config) as tracer:
+    with InfluenceTracer(policy.model, config=config) as tracer:
         log_probs, _ = policy.statistics(micro)
         advantages = batch.advantages[rows, : micro.mask.shape[1]][micro.mask]
         with tracer.capture(response=torch.arange(len(rows)), tokens=micro.tokens):
@@ -120,20 +120,20 @@ def test_scores_in_the_loop_equal_the_engine_on_the_same_batch(
         *("actor.mini_batch_size=0", *EXACT, *ONE_STEP, *influence(f"output_function={output}")),
     )
     trainer = small.trainer(tmp_path, *more)
-    trainer.observer = build_observer(trainer.parts, trainer.files, print)
-    trainer.observer.start(0)
-    timer_batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], _timer())
-    before = {name: p.detach().clone() for name, p in trainer.parts.policy.model.named_parameters()}
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    trainer.steps.start(0)
+    timer_batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], _timer())
+    before = {name: p.detach().clone() for name, p in trainer.components.policy.model.named_parameters()}
     batch, metrics = trainer.train_step(timer_batch, 1, _timer())
-    trainer.observer.close()
+    trainer.steps.close()
     with torch.no_grad():
-        for name, p in trainer.parts.policy.model.named_parameters():
+        for name, p in trainer.components.policy.model.named_parameters():
             p.copy_(before[name])
     step = columns(trainer.files.path)
     rows = torch.from_numpy(step["row"].astype(np.int64))
     assert len(rows) == metrics["influence_trace/selected_responses"] > 0
     expected = np.concatenate(
-        engine_scores(trainer.parts.policy, batch, rows, InfluenceConfig.older(projection_dim_factor=0))
+        engine_scores(trainer.components.policy, batch, rows, InfluenceConfig.older(projection_dim_factor=0))
     )
     scale = np.abs(expected).max()
     np.testing.assert_allclose(step["influence_position"] / scale, expected / scale, atol=2e-4)
@@ -238,10 +238,10 @@ def test_every_group_has_a_status_and_every_scored_response_its_tokens(tmp_path:
 def test_entropy_and_log_prob_are_those_of_the_sampling_policy(tmp_path: Path) -> None:
     """Also of rows in later mini-batches: the sampler's own log-probs are the witness."""
     trainer = small.trainer(tmp_path, *ONE_STEP, "trainer.entropy_trace.enable=true")
-    trainer.observer = build_observer(trainer.parts, trainer.files, print)
-    rollout, _ = trainer.experience.collect(trainer.parts.generators["rollout"], _timer())
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    rollout, _ = trainer.experience.collect(trainer.components.generators["rollout"], _timer())
     trainer.train_step(rollout, 1, _timer())
-    trainer.observer.close()
+    trainer.steps.close()
     step = columns(trainer.files.path, "entropy_trace")
     np.testing.assert_allclose(step["log_prob"], rollout.sampler_log_probs[rollout.response_mask].numpy(), atol=1e-4)
     assert (step["entropy"] > 0).all()
@@ -407,17 +407,17 @@ def test_a_failure_inside_the_backward_pass_does_not_reach_training(
 
 def test_groups_of_a_skipped_update_are_marked_as_not_finite(tmp_path: Path) -> None:
     trainer = small.trainer(tmp_path, *EXACT, *ONE_STEP)
-    trainer.observer = build_observer(trainer.parts, trainer.files, print)
-    batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], _timer())
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], _timer())
     calls: list[int] = []
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return gradient * float("nan") if len(calls) == 1 else gradient
 
-    trainer.parts.policy.model.get_input_embeddings().weight.register_hook(spoil)
+    trainer.components.policy.model.get_input_embeddings().weight.register_hook(spoil)
     _, metrics = trainer.train_step(batch, 1, _timer())
-    trainer.observer.close()
+    trainer.steps.close()
     assert metrics["actor/skipped_updates"] == 1
     status = columns(trainer.files.path)["group_status"]
     assert (status == GroupStatus.NON_FINITE).sum() == 2 and (status == GroupStatus.SCORED).sum() == 2

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin import TracinConfig, TracinReason
 from gradtrace.instruments.tracin.diagnosis import certain_share, diagnose, spread_interval
 from gradtrace.instruments.tracin.rules import RULES, select
-from gradtrace.trace.schema import TracinReason
 
 SCORES = torch.tensor([3.0, -1.0, 0.0, 2.0, -4.0, -2.0, float("nan"), 1.0], dtype=torch.float64)
 

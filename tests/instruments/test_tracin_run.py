@@ -12,9 +12,10 @@ import torch
 
 from gradtrace import open_run
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin import TracinReason
 from gradtrace.instruments.tracin.diagnosis import diagnose_step
 from gradtrace.instruments.tracin.validation import choose_groups, extreme_responses
-from gradtrace.trace.schema import GroupStatus, TracinReason
+from gradtrace.trace.columns import GroupStatus
 from gradtrace.training.experience import flip_rewards
 from gradtrace.training.run import train
 from gradtrace.training.terminal import SilentDisplay
@@ -113,17 +114,17 @@ def test_the_update_is_normalised_over_what_was_kept(tmp_path: Path, aggregation
     weights = []
     for drop_by_flag in (True, False):
         trainer = small.trainer(tmp_path, *knobs)
-        batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+        batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], Timer())
         kept = torch.arange(len(batch)) % 3 != 1
         advantages = trainer.estimator  # advantages come before selection, over whole groups
         trainer.estimator = _fixed(advantages, batch)
         if drop_by_flag:
-            trainer.observer.before_update = lambda b, step, kept=kept: b.replace(kept=kept)
+            trainer.steps.begin = lambda b, step, kept=kept: b.replace(kept=kept)
         else:
             batch = batch.select(kept)
             trainer.estimator = _rows(trainer.estimator, kept)
         trainer.train_step(batch, 1, Timer())
-        weights.append({name: p.detach().clone() for name, p in trainer.parts.policy.model.named_parameters()})
+        weights.append({name: p.detach().clone() for name, p in trainer.components.policy.model.named_parameters()})
     for name, tensor in weights[0].items():
         assert torch.allclose(tensor, weights[1][name], rtol=1e-4, atol=1e-6), name
 
@@ -298,7 +299,7 @@ def test_choosing_strategies_count_all_candidates_as_generated(tmp_path: Path, s
 
 
 def test_reported_validation_prompts_are_not_used_for_selection(tmp_path: Path) -> None:
-    parts = small.parts(tmp_path)
+    parts = small.components(tmp_path)
     reported = {tuple(prompt.ids) for prompt in parts.task.validation_prompts(4)}
     run_dir, _ = run(tmp_path)
     for step in open_run(run_dir).readable_steps("tracin"):
@@ -329,7 +330,7 @@ def test_a_file_with_something_else_names_the_row(tmp_path: Path) -> None:
 
 
 def test_validation_prompts_that_are_trained_on_are_left_out_and_reported(tmp_path: Path) -> None:
-    trained = [prompt.item["prompt"] for prompt in small.parts(tmp_path).task.next_prompts(4)]
+    trained = [prompt.item["prompt"] for prompt in small.components(tmp_path).task.next_prompts(4)]
     run_dir, said = run(tmp_path, prompt_file(tmp_path, [trained[0], "1+2*3="]), "trainer.total_steps=1")
     record = small.metrics(run_dir)[-1]
     assert record["tracin/val_overlap"] == 1 and record["tracin/val_prompts"] == 1
@@ -337,7 +338,7 @@ def test_validation_prompts_that_are_trained_on_are_left_out_and_reported(tmp_pa
 
 
 def test_validation_that_is_all_trained_on_keeps_everything_and_says_why(tmp_path: Path) -> None:
-    trained = [prompt.item["prompt"] for prompt in small.parts(tmp_path).task.next_prompts(4)]
+    trained = [prompt.item["prompt"] for prompt in small.components(tmp_path).task.next_prompts(4)]
     run_dir, said = run(tmp_path, prompt_file(tmp_path, trained[:2]), "trainer.total_steps=1")
     record = small.metrics(run_dir)[-1]
     assert record["tracin/selected"] == 12 and record["tracin/no_signal"] == 1

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.tracin.instrument import TracinInstrument
 from gradtrace.instruments.tracin.losses import aggregated, training_losses
 from gradtrace.instruments.tracin.selector import Piece, TracInSelector, countable
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import Sequences
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.host import open_instruments
 from tests.attribution.models import FAMILIES, Responses, padded_objective, random_responses, tiny_model
 from tests.training import small
 
@@ -215,41 +214,35 @@ def scored_step(folder: Path, *more: str, steps: int = 1) -> tuple[Tensor, Tenso
         *more,
     )  # step 1: no preconditioner yet
     trainer = small.trainer(folder, *knobs)
-    observer = build_observer(trainer.parts, trainer.files, print)
-    trainer.observer = seen = _Remember(observer)
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    seen = _Remember(trainer)
     for step in range(1, steps + 1):
-        batch, _ = trainer.experience.collect(trainer.parts.generators["rollout"], Timer())
+        batch, _ = trainer.experience.collect(trainer.components.generators["rollout"], Timer())
         trainer.train_step(batch, step, Timer())
-    observer.close()
+    trainer.steps.close()
     return seen.scores, seen.expected
 
 
 class _Remember:
-    """The instrument, and what it saw before the weights moved."""
+    """The reporter of a trainer, and what it saw before the weights moved."""
 
-    needs_entropies = False
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+        self.reporter = trainer.steps.reporters["tracin"]
+        self.plan, self.reporter.plan = self.reporter.plan, self.planned
 
-    def __init__(self, inner) -> None:
-        self.inner = inner
-        self.instrument = next(o for o in inner.observers if isinstance(o, TracinInstrument))
-
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        self.expected = products(self.instrument, batch, step)
-        result = self.inner.before_update(batch, step)
-        self.scores = self.instrument._step.scores
+    def planned(self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None):
+        result = self.plan(batch, step, sampled)
+        self.expected = products(self.trainer, self.reporter, batch)
+        self.scores = self.reporter._step.scores
         return result
 
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
 
-
-def products(instrument, batch: RolloutBatch, step: int) -> Tensor:
+def products(trainer, reporter, batch: RolloutBatch) -> Tensor:
     """[R]: products of autograd gradients of the definition, response by response, padded, no engine."""
-    validation = instrument.source.at(step)[0].batch
-    instrument.source._current = None
-    host = instrument.scorer
-    policy = host.policy
-    weights = list(host.selector._counted.values())
+    validation = reporter.source.current.batch
+    policy = trainer.components.policy
+    weights = list(trainer.steps.observers.observers["tracin"].selector.counted.values())
 
     def gradient(objective: Tensor) -> list[Tensor]:
         found = torch.autograd.grad(objective, weights, allow_unused=True)
@@ -261,10 +254,11 @@ def products(instrument, batch: RolloutBatch, step: int) -> Tensor:
         return (micro.unflatten(policy.statistics(micro)[0]) * own).sum()
 
     target = gradient(-weighted(validation, torch.arange(len(validation))) / len(validation))
-    if instrument.settings.preconditioner == "adam" and host.optimizer.state:
-        optim = host.optimizer.defaults
+    optimizer = trainer.components.optimizer.adamw
+    if reporter.settings.preconditioner == "adam" and optimizer.state:
+        optim = optimizer.defaults
         for index, weight in enumerate(weights):
-            state = host.optimizer.state[weight]
+            state = optimizer.state[weight]
             corrected = state["exp_avg_sq"] / (1 - optim["betas"][1] ** state["step"])
             target[index] = target[index] / (corrected.sqrt() + optim["eps"])
     tokens = float(batch.response_mask.sum())

@@ -13,16 +13,16 @@ import gradtrace
 from gradtrace import open_run
 from gradtrace.algorithms import Denominator, aggregate
 from gradtrace.algorithms.advantages.turn_rloo import turns_by_mask
+from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.batch import RolloutBatch
 from gradtrace.cli import main
-from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.passes import KeepDouble
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.policy.policy import KeepDouble
 from gradtrace.segments import Segment, segments_by_mask
-from gradtrace.trace.kinds.influence_trace import Credit
-from gradtrace.trace.phases import load_batch, save_batch
+from gradtrace.trace.columns import Credit
+from gradtrace.trace.results import load_batch, save_batch
 from gradtrace.trace.token_text import TokenBytes
 from tests.instruments.test_default_scores import brute_force, second_step
 from tests.instruments.test_record import close
@@ -106,12 +106,15 @@ def test_loss_and_gradient_are_of_the_tokens_that_the_policy_wrote(layout: str, 
     brute = -(expected * batch.advantages).sum() / int(batch.response_mask.sum())
     found = torch.tensor(0.0, dtype=torch.float64)
     on_policy = batch.replace(old_log_probs=expected.detach())
-    for micro, run in loss.passes(on_policy, MicroBatches(on_policy, 30, layout), rows):
-        found = found + aggregate(run()[0], micro.mask, "token_mean", Denominator.of(batch.response_mask))
+    for micro in MicroBatches(on_policy, 30, layout)(rows):
+        log_probs, made = (micro.unflatten(values) for values in actor.statistics(micro))
+        terms = loss.terms(on_policy, micro, log_probs, made)
+        found = found + aggregate(terms, micro.mask, "token_mean", Denominator.of(batch.response_mask))
     for ours, theirs in zip(torch.autograd.grad(found, weights), torch.autograd.grad(brute, weights), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
-    terms = loss.token_terms(on_policy, MicroBatches(on_policy, 30, layout), rows.flip(0))
-    torch.testing.assert_close(terms[1], expected.flip(0)[batch.response_mask.flip(0)])
+    of_tokens = loss.token_losses(on_policy, MicroBatches(on_policy, 30, layout), rows.flip(0))
+    weighted = -(batch.advantages).flip(0)[batch.response_mask.flip(0)]  # at ratio 1
+    torch.testing.assert_close(of_tokens, weighted.to(of_tokens))
 
 
 # ---------------------------------------------------------------- instruments, in the training loop
@@ -194,7 +197,7 @@ def test_by_turn_a_stretch_of_the_policy_has_the_sum_of_its_scores(traced, capsy
     trainer, _ = traced
     step = open_run(trainer.files.path).step("influence_trace", 2)
     group = int(step["group"][0])
-    trainer.files.write_token_bytes(TokenBytes.from_tokenizer(trainer.parts.task.tokenizer))
+    trainer.files.write_token_bytes(TokenBytes.from_tokenizer(trainer.components.task.tokenizer))
     capsys.readouterr()
     options = ["--step", "2", "--group", str(group), "--by", "influence_loss_term,turn"]
     assert main(["trace", "show", str(trainer.files.path), *options]) == 0

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.instruments.verify.agreement import interval, ranks, spearman
-from gradtrace.instruments.verify.measure import random_halves, single_responses, single_tokens
-from gradtrace.instruments.verify.real_steps import RealSteps
-from gradtrace.instruments.verify.trial import Trial
+from gradtrace.instruments.verify.measure import (
+    interval,
+    random_halves,
+    ranks,
+    single_responses,
+    single_tokens,
+    spearman,
+)
+from gradtrace.instruments.verify.trial import RealSteps, Trial
 from gradtrace.intervals import paired_difference
 from tests.attribution.models import random_responses, tiny_model
 

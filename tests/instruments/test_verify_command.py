@@ -17,26 +17,23 @@ import gradtrace
 from benchmarks._validity_states import Keeper
 from benchmarks.validity import Score, judge
 from gradtrace import open_run
-from gradtrace.ablate.grid import parse_grid
-from gradtrace.ablate.run import ablate
 from gradtrace.cli import main
+from gradtrace.commands.ablate.session import ablate, parse_grid
+from gradtrace.commands.probe.config import ProbeConfig
+from gradtrace.commands.probe.session import run_probe
 from gradtrace.commands.verify.page import better_score
-from gradtrace.commands.verify.session import STORED, Outcome, Settings, of_trace, run_verify
-from gradtrace.config_loader import load_config, to_yaml
+from gradtrace.commands.verify.session import STORED, Settings, VerifyResult, of_trace, run_verify
+from gradtrace.config.loader import load_config, to_yaml
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.observer import Observers
-from gradtrace.instruments.verify.agreement import spearman
-from gradtrace.instruments.verify.measure import Size
+from gradtrace.instruments.verify.measure import Size, spearman
 from gradtrace.instruments.verify.trial import BASELINE
 from gradtrace.instruments.verify.verification import OWN, silent, usual_scores
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.probe.config import ProbeConfig
-from gradtrace.probe.session import run_probe
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.checkpoint import MARKER, write_marker
-from gradtrace.training.instruments import build_observer
+from gradtrace.training.components import build_components
+from gradtrace.training.host import open_instruments
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import build_parts
 from gradtrace.training.terminal import SilentDisplay
 from tests.training import small
 
@@ -55,11 +52,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     it."""
     folder = tmp_path_factory.mktemp("verified")
     config = small.config(folder, *KNOBS)
-    parts, kept = build_parts(config), folder / "kept.pt"
+    parts, kept = build_components(config), folder / "kept.pt"
     with RunFiles(folder / "run") as files:
         files.write_config(to_yaml(config))
-        observer = Observers([build_observer(parts, files, print), Keeper(parts, {2: kept}, 8)])
-        Trainer(parts, files, observer, SilentDisplay()).fit()
+        steps = open_instruments(parts, files, print)
+        steps.add("keeper", Keeper(parts, {2: kept}, 8))
+        Trainer(parts, files, SilentDisplay(), steps).fit()
     return folder / "run", kept
 
 
@@ -80,7 +78,7 @@ def sealed(checkpoint: Path) -> None:
     write_marker(checkpoint)
 
 
-def verify(path: Path, *overrides: str, **settings: Any) -> Outcome:
+def verify(path: Path, *overrides: str, **settings: Any) -> VerifyResult:
     run = path if (path / "config.yaml").is_file() else path.parent.parent
     words = [trusted(run), *overrides] if (run / "config.yaml").is_file() else list(overrides)
     return run_verify(path, words, Settings(**({"size": SMALL} | settings)), silent, print)
@@ -151,7 +149,7 @@ def test_the_command_prints_a_table_and_writes_a_report(run_dir: Path, capsys: p
 
 def test_a_planted_wrong_score_of_a_run_is_reported(run_dir: Path) -> None:
     """The trace is written anew with its signs turned."""
-    from gradtrace.trace.reader import open_run
+    from gradtrace import open_run
     from gradtrace.trace.writer import TraceWriter
 
     step = open_run(run_dir).step("influence_trace", 2)

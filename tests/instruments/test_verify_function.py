@@ -13,10 +13,8 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.verify.copies import working_copy
 from gradtrace.instruments.verify.measure import Effects
-from gradtrace.instruments.verify.real_steps import RealSteps
-from gradtrace.instruments.verify.trial import BASELINE
+from gradtrace.instruments.verify.trial import BASELINE, RealSteps, working_copy
 from gradtrace.instruments.verify.verification import Verification, exact, judgement
 from tests.attribution.models import random_responses, tiny_model
 from tests.training.test_one_writer import writer

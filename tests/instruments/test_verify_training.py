@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gradtrace import open_run
+from gradtrace.commands.doctor.health import examine
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence.capture import InfluenceCapture
 from gradtrace.instruments.verify.in_training import VALIDITY, VALIDITY_BASELINE
-from gradtrace.run_health import examine
 from gradtrace.training.run import train
 from tests.instruments.test_traces import columns, influence, weights
 from tests.training import small

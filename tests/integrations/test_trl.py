@@ -15,12 +15,11 @@ from trl import GRPOTrainer
 
 import gradtrace
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin import TracinConfig
 from gradtrace.integrations.trl import TracedGRPOTrainer, attach
-from gradtrace.viewer.catalog import RunCatalog
-from gradtrace.viewer.news import state_of
-from gradtrace.viewer.payload import group_payload
+from gradtrace.viewer.catalog import RunCatalog, state_of
+from gradtrace.viewer.group import group_payload
 from tests.integrations.trl_reference import EXACT, POSITION, assert_equal, engine_scores, step_of, train
 from tests.integrations.trl_runs import grpo_trainer, reward, weights
 from tests.training.small import model as small_model

@@ -10,11 +10,11 @@ import torch
 
 import gradtrace
 from gradtrace.cli import main
-from gradtrace.config import ModelConfig, OptimConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.policy.load import load_with_adapters
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import load_with_adapters
-from gradtrace.training.foreign_state import load_foreign_state
+from gradtrace.policy.settings import ModelConfig, OptimConfig
+from gradtrace.training.state import load_foreign_state
 from tests.integrations.trl_runs import grpo_trainer
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import gradtrace
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.integrations.trl import attach
-from gradtrace.trace.kinds.influence_trace import Credit
+from gradtrace.trace.columns import Credit
 from tests.integrations.trl_runs import grpo_trainer
 
 STEPS = 2

@@ -12,8 +12,8 @@ from torch import nn
 from trl import GRPOTrainer
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.tracin import TracinConfig
 from gradtrace.integrations.trl import TracedGRPOTrainer, attach
 from tests.integrations.trl_runs import grpo_trainer
 

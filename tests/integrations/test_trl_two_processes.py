@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gradtrace
-from gradtrace.trace.reader import Run
+from gradtrace.trace.reader import RunReader
 from tests.integrations import trl_two_ranks
 from tests.integrations.trl_two_ranks import RUNS, run
 
@@ -60,7 +60,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
 
 
 def assert_same_files(
-    ours: Run, alone: Run, kinds: set[str], steps: list[int], *but: str, tolerance: float = 1e-5
+    ours: RunReader, alone: RunReader, kinds: set[str], steps: list[int], *but: str, tolerance: float = 1e-5
 ) -> None:
     assert ours.verify() == [] and set(ours.kinds()) == kinds
     for kind in kinds:
@@ -79,7 +79,7 @@ def assert_same_files(
                 )
 
 
-def assert_same_metrics(ours: Run, alone: Run) -> None:
+def assert_same_metrics(ours: RunReader, alone: RunReader) -> None:
     lines, expected = ours.metrics()[0], alone.metrics()[0]
     assert len(lines) == len(expected) > 0
     for found, wanted in zip(lines, expected, strict=True):

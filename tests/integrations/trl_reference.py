@@ -80,7 +80,7 @@ def engine_scores(
             values = values + bonus * (log_probs.exp() * log_probs).sum(-1)
         return values[tokens[chosen, 1:]]
 
-    with InfluenceTracer(model, config) as tracer:
+    with InfluenceTracer(model, config=config) as tracer:
         with tracer.capture(response=torch.arange(len(rows)), tokens=tokens):
             terms(list(range(len(rows)))).sum().backward()
         trace = tracer.score(

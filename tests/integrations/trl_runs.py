@@ -11,8 +11,8 @@ from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
-from gradtrace.config import ArithmeticConfig
 from gradtrace.tasks.arithmetic import ArithmeticTask
+from gradtrace.tasks.settings import ArithmeticConfig
 from tests.training.small import model as small_model
 
 transformers_logging.set_verbosity_error()

@@ -20,9 +20,9 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.trl import attach, session
+from gradtrace.instruments.tracin import TracinConfig
+from gradtrace.integrations.trl import attach, host
 from tests.integrations.trl_runs import grpo_trainer, weights
 
 VALIDATION = {"eval_dataset": Dataset.from_dict({"prompt": ["5+5=", "2*2+1=", "3+3="]})}
@@ -138,7 +138,7 @@ def sharded(folder: Path) -> dict[str, Any]:
 
 def failing(folder: Path, rank: int) -> int:
     """Rollouts that are not traced where the first pass fails on one rank alone."""
-    plain, calls = session.left_padded, []
+    plain, calls = host.left_padded, []
 
     def broken(inputs: Any) -> Any:
         calls.append(inputs)
@@ -146,11 +146,11 @@ def failing(folder: Path, rank: int) -> int:
             raise RuntimeError("nothing to see on this rank")
         return plain(inputs)
 
-    session.left_padded = broken  # type: ignore[assignment]
+    host.left_padded = broken  # type: ignore[assignment]
     trainer = trainer_of(folder / "failing", 2)
     found = attach(trainer, folder / "failing" / "run")
     trainer.train()
-    session.left_padded = plain
+    host.left_padded = plain
     return found.errors
 
 

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from gradtrace.policy.cpu.allocator import keep_freed_memory
+from gradtrace.policy.cpu.norm import keep_freed_memory
 import torch
 kept = keep_freed_memory()
 def work():

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gradtrace.policy import packed_attention
-from gradtrace.policy.cpu.fast_attention import SAME_FORMULA, Rotate, use_fast_rotation
-from gradtrace.policy.packed_attention import Packing, attend
-from gradtrace.policy.rectangles import Rectangle
+from gradtrace.policy.attention import Packing, Rectangle, attend
+from gradtrace.policy.cpu import attention as cpu_attention
+from gradtrace.policy.cpu.attention import SAME_FORMULA, Rotate, use_fast_rotation
 from gradtrace.rollout import llama_decoder
 
 
@@ -109,7 +108,7 @@ def test_short_attention_is_the_fused_kernels(
 
     with math_kernel():
         short = everything()
-    monkeypatch.setattr(packed_attention, "LONGEST", 0)
+    monkeypatch.setattr(cpu_attention, "LONGEST", 0)
     with math_kernel():
         fused = everything()
     for found, expected in zip(short, fused, strict=True):

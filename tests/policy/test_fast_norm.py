@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradtrace.policy.cpu import accelerated
-from gradtrace.policy.cpu.fast_norm import SAME_FORMULA, RmsNorm, use_fast_norms
+from gradtrace.policy.cpu.norm import SAME_FORMULA, RmsNorm, use_fast_norms
 from gradtrace.rollout import llama_decoder
 
 

@@ -12,16 +12,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradtrace.algorithms import Denominator
+from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.attribution import directional_derivative
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import AlgorithmConfig, OptimConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.observer import OptimizerStep, StepObserver
+from gradtrace.instruments.contract import Observer, OptimizerStep
+from gradtrace.instruments.observers import Observers
+from gradtrace.policy.attention import can_attend
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches, Sequences, split_rows
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.packed_attention import can_attend
 from gradtrace.policy.policy import Policy
+from gradtrace.policy.settings import OptimConfig
+from gradtrace.training.host import EmbeddedHost, loss_traits
 from gradtrace.training.update import PolicyUpdate
 from tests.training.small import model, policy, random_batch
 
@@ -170,16 +174,18 @@ def gradients(batch: RolloutBatch, budget: int, layout: str, algorithm: Algorith
     optimizer = Optimizer(actor.trainable(), OptimConfig(lr=0.0, grad_clip=0.0), 1)
     found: dict[str, Tensor] = {}
 
-    class Catch(StepObserver):
-        def around_optimizer_step(self, update: OptimizerStep):  # type: ignore[no-untyped-def]
+    class Catch(Observer):
+        def before_step(self, update: OptimizerStep) -> None:
             found.update({name: p.grad.clone() for name, p in actor.trainable().items() if p.grad is not None})
-            return super().around_optimizer_step(update)
 
     update = PolicyUpdate(PolicyLoss(actor, algorithm, max_response_length=10), optimizer)
     # number=1: not the first update, so that the given old log-probs, away from the current ones, hold
     steps = [OptimizerStep(step=1, epoch=0, mini_batch=0, number=1, rows=torch.arange(len(batch)))]
     batch = batch.replace(old_log_probs=batch.sampler_log_probs)
-    update.run(batch, MicroBatches(batch, budget, layout), steps, Catch())
+    observers = Observers(Ranks(), {"catch": Catch()}, raising=["catch"])
+    observers.begin({"catch": True})
+    host = EmbeddedHost(actor, optimizer, loss_traits(algorithm))
+    update.run(batch, MicroBatches(batch, budget, layout), steps, observers, host)
     return found
 
 

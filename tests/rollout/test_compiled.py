@@ -9,7 +9,7 @@ import torch
 
 from gradtrace.errors import GradtraceError
 from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.rollout.compiled_decoder import CompiledModel
+from gradtrace.rollout.decoder import CompiledModel
 from tests.rollout.conftest import gpt2, llama, qwen3, seeded
 
 PARAMS = SamplingParams(n=3, max_new_tokens=10, stop_token_ids=(0,))

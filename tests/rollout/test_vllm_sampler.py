@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.rollout.turns import Start

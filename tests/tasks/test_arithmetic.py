@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gradtrace.config import ArithmeticConfig, WarmStartConfig
 from gradtrace.tasks import warm_start as making
 from gradtrace.tasks.arithmetic import ArithmeticTask, Chain, misapply
+from gradtrace.tasks.settings import ArithmeticConfig, WarmStartConfig
 from gradtrace.tasks.warm_start import warm_start
 
 EXAMPLE = Chain((3, 7, 4, 2, 9), "+*-+")

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import gradtrace
-from gradtrace.config import CalculatorConfig
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.calculator import (
     STOP,
     VOCABULARY,
     Calculator,
     CalculatorTask,
-    Problem,
+    Exercise,
     build_tokenizer,
     draw_lessons,
     encode,
 )
+from gradtrace.tasks.settings import CalculatorConfig
 from tests.training.small import model as small_model
 
 
@@ -69,7 +69,7 @@ def test_lessons_teach_calls_and_never_what_the_tool_writes() -> None:
         text = "".join(VOCABULARY[t] for t in row)
         shown = "".join(VOCABULARY[t] for t, is_own in zip(row, own, strict=True) if is_own)
         assert text.count("<result>") == 2 and "<result>" not in shown and shown.count("<calc>") == 2
-    problem, rng = Problem((12, 7), "+"), random.Random(0)
+    problem, rng = Exercise((12, 7), "+"), random.Random(0)
     ((guess, written),) = problem.worked(1.0, rng)
     assert written and int(guess) != problem.answer
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace.tasks.countdown import (
+    Exercise,
     NotAnExpressionError,
-    Problem,
     compute,
     countdown,
     countdown_plain,
@@ -24,7 +24,7 @@ ITEM: dict[str, Any] = {"answer": {"numbers": [3, 5, 2], "target": 13}}
 
 @given(st.integers(0, 10_000), st.integers(2, 5))
 def test_generated_problem_has_its_solution(seed: int, count: int) -> None:
-    problem = Problem.draw(random.Random(seed), count, 20)
+    problem = Exercise.draw(random.Random(seed), count, 20)
     assert is_solution(problem.solution, problem.numbers, problem.target)
     assert not is_solution(problem.solution, problem.numbers, problem.target + 1)
 

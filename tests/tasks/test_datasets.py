@@ -10,10 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gradtrace.config import DataConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.tasks.datasets import DatasetTask, stop_token_ids
+from gradtrace.tasks.settings import DataConfig
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
 

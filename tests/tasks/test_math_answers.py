@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.answers import boxed_spans, code_of, is_hedged, marked_answer
+from gradtrace.tasks.answers import boxed_spans, code_of, marked_answer
+from gradtrace.tasks.hedges import named, statement
 from gradtrace.tasks.rewards import named_reward
-from gradtrace.tasks.rewards.math_answers import JUDGE
+from gradtrace.tasks.rewards.simple import JUDGE
 from gradtrace.tasks.verification.pool import WorkerPool, shared_pool
 
 GSM8K = Path(os.environ.get("GRADTRACE_DATA", "/work/shared/data")) / "gsm8k" / "train.jsonl"
@@ -309,7 +310,9 @@ HUGE = 200_000
     "text",
     ["```" * HUGE, "```x " * HUGE, "```\n" * HUGE + "`", "<answer>" * HUGE, "( " * HUGE, "(" * HUGE, "1 +" * HUGE,
      "####" * HUGE, "answer:" * HUGE, "answer: \n" * HUGE, "$ " * HUGE + "x", "1," * HUGE + "x", "<think>" * HUGE,
-     r"\boxed{" * HUGE, "not " * HUGE, "at least" * HUGE, "1 to " * HUGE, "#### " + " " * HUGE + "x", "\\" * HUGE],
+     r"\boxed{" * HUGE, "not " * HUGE, "at least" * HUGE, "1 to " * HUGE, "#### " + " " * HUGE + "x", "\\" * HUGE,
+     r"\boxed{1}" * HUGE, "1,111" * HUGE, "1" * HUGE, "$1 or " * HUGE, r"$\a" * HUGE, r"\[" * HUGE, "1 " * HUGE,
+     "final answer: " * HUGE, "the answer is 1. " * HUGE, "1. Or " * HUGE, "<answer></answer>" * HUGE],
 )  # fmt: skip
 def test_no_response_makes_a_reward_slow(text: str) -> None:
     """A search that began again at every place would take hours on any of these, and pytest's own limit end it."""
@@ -320,7 +323,8 @@ def test_no_response_makes_a_reward_slow(text: str) -> None:
         named_reward(name)([text], [{"answer": "18"}])
     code_of(text)
     marked_answer(text)
-    is_hedged(text, "18")
+    named(text)
+    statement(text)
 
 
 def test_boxes_are_found_in_linear_time() -> None:

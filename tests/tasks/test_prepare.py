@@ -12,15 +12,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gradtrace.config import DataConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.arithmetic import build_tokenizer
 from gradtrace.tasks.datasets import DatasetTask
-from gradtrace.tasks.prepare import PREPARATIONS
-from gradtrace.tasks.prepare.countdown import COUNTDOWN
-from gradtrace.tasks.prepare.gsm8k import GSM8K, beginning, operations, up_to_calculation
 from gradtrace.tasks.prepare.prepare import Request, prepare
+from gradtrace.tasks.prepare.recipes import COUNTDOWN, GSM8K, PREPARATIONS, beginning, operations, up_to_calculation
 from gradtrace.tasks.rewards import named_reward
+from gradtrace.tasks.settings import DataConfig
 from tests.tasks.byte_model import byte_tokenizer
 
 SHARED = Path("/work/shared/data")

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.rewards import (
     RewardFunction,
     add_rewards,
     batched,
-    gsm8k,
-    last_number,
     load_user_reward,
     named_reward,
     register_reward,
     reward_names,
 )
-from gradtrace.training.parts import build_reward
+from gradtrace.tasks.rewards.simple import gsm8k, last_number
+from gradtrace.training.components import build_reward
 
 ITEMS = [{"prompt": "p0", "answer": "4"}, {"prompt": "p1", "answer": "5"}]
 

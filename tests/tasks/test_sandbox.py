@@ -18,7 +18,7 @@ import pytest
 
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.rewards import named_reward
-from gradtrace.tasks.rewards.unit_tests import unit_tests
+from gradtrace.tasks.rewards.code import unit_tests
 from gradtrace.tasks.sandbox import SERVICE, missing_isolation
 from gradtrace.tasks.sandbox.jail import visible_folders
 from gradtrace.tasks.verification.pool import shared_pool
@@ -439,12 +439,15 @@ def test_human_eval_form() -> None:
             "calls", ["assert f()"], "import m\n",
         ),
         ({"answer": '{"test_list": ["assert f()"], "test_imports": []}'}, "calls", ["assert f()"], ""),
-        ({"answer": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}}, "calls", ["assert add(*[1, 2]) == 3"], ""),
+        (
+            {"answer": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}},
+            "functions", [{"arguments": [1, 2], "expected": [3]}], "",
+        ),
         ({"input_output": '{"inputs": ["1"], "outputs": ["2"]}'}, "script", [{"input": "1", "output": "2"}], ""),
         ({"answer": [{"input": "1", "output": ["2", "3"]}]}, "script", [{"input": "1", "output": "2\n3"}], ""),
         (
             {"answer": [{"input": "[1]\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "f"}}]},
-            "calls", ["assert Solution().f(*[[1], 2]) == 3"], "",
+            "functions", [{"arguments": [[1], 2], "expected": [3]}], "",
         ),
     ],
 )  # fmt: skip

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.rewards.unit_tests import unit_tests
-from gradtrace.tasks.sandbox import SERVICE, seccomp, syscalls
-from gradtrace.tasks.sandbox.cgroup import Group
-from gradtrace.tasks.sandbox.jail import visible_folders
+from gradtrace.tasks.rewards.code import unit_tests
+from gradtrace.tasks.sandbox import SERVICE, linux
+from gradtrace.tasks.sandbox.jail import Group, visible_folders
 from gradtrace.tasks.verification.pool import WorkerPool
 from tests.tasks.test_sandbox import (
     descendants,
@@ -66,39 +65,39 @@ def test_unknown_and_future_system_calls_are_refused() -> None:
     assert peek(body) == 1.0
 
 
-@pytest.mark.parametrize("machine", seccomp.MACHINES)
+@pytest.mark.parametrize("machine", linux.MACHINES)
 def test_filter_allows_what_its_table_has_and_nothing_else(machine: str) -> None:
     """The filter, run by a machine of a dozen lines."""
-    program = seccomp.build(machine, seccomp.LOCAL)
+    program = linux.build_filter(machine, linux.LOCAL)
 
     def run(number: int, *arguments: int) -> int:
-        data = {0: number, 4: seccomp.MACHINES[machine], **{16 + 8 * i: a for i, a in enumerate(arguments)}}
+        data = {0: number, 4: linux.MACHINES[machine], **{16 + 8 * i: a for i, a in enumerate(arguments)}}
         accumulator = position = 0
         while True:
             code, if_true, if_false, constant = program[position]
             position += 1
-            if code == seccomp.RETURN:
+            if code == linux.RETURN:
                 return constant
-            if code == seccomp.LOAD_WORD:
+            if code == linux.LOAD_WORD:
                 accumulator = data.get(constant, 0)
-            elif code == seccomp.AND:
+            elif code == linux.AND:
                 accumulator &= constant
             else:
                 holds = {
-                    seccomp.JUMP_EQUAL: accumulator == constant,
-                    seccomp.JUMP_GREATER_EQUAL: accumulator >= constant,
-                    seccomp.JUMP_GREATER: accumulator > constant,
-                    seccomp.JUMP_SET: bool(accumulator & constant),
+                    linux.JUMP_EQUAL: accumulator == constant,
+                    linux.JUMP_GREATER_EQUAL: accumulator >= constant,
+                    linux.JUMP_GREATER: accumulator > constant,
+                    linux.JUMP_SET: bool(accumulator & constant),
                 }[code]
                 position += if_true if holds else if_false
 
-    allowed = syscalls.numbers(machine)
-    found = {number for number in range(1000) if run(number, 1) == seccomp.ALLOW}
+    allowed = linux.allowed_numbers(machine)
+    found = {number for number in range(1000) if run(number, 1) == linux.ALLOW}
     assert found == set(allowed.values())
-    assert run(allowed["socket"], 2) != seccomp.ALLOW
-    assert run(allowed["clone"], 0x10000000) != seccomp.ALLOW
-    assert run(allowed["mmap"], 0, 0, 0, 0x21) != seccomp.ALLOW
-    assert run(allowed["mmap"], 0, 0, 0, 0x22) == seccomp.ALLOW
+    assert run(allowed["socket"], 2) != linux.ALLOW
+    assert run(allowed["clone"], 0x10000000) != linux.ALLOW
+    assert run(allowed["mmap"], 0, 0, 0, 0x21) != linux.ALLOW
+    assert run(allowed["mmap"], 0, 0, 0, 0x22) == linux.ALLOW
 
 
 @isolated

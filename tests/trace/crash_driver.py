@@ -18,12 +18,13 @@ from faulty_disk import KILLED, KILLS, FaultyDisk
 from trace_fakes import entropy_columns, influence_columns
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import schema
-from gradtrace.trace.reader import Run
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.trace.reader import RunReader
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
 
-KINDS = (schema.ENTROPY_TRACE, schema.INFLUENCE_TRACE)
+KINDS = (ENTROPY_TRACE, INFLUENCE_TRACE)
 # what a run does, with a resume in the middle: steps after 2 are dropped and written again
 SCENARIO: list[tuple[Any, ...]] = [
     ("open",),
@@ -69,7 +70,7 @@ EMPTY: State = {KINDS[0]: {}, KINDS[1]: {}, "metrics": [], "summary": None}
 def read_state(folder: Path) -> tuple[State, list[str]]:
     if not folder.exists():
         return EMPTY, []
-    run = Run(folder.resolve())
+    run = RunReader(folder.resolve())
     state = json.loads(json.dumps(EMPTY))
     for kind in KINDS:
         for step in run.readable_steps(kind):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradtrace.trace.atomic import (
+from gradtrace.trace.files import (
     DamagedError,
     JsonLines,
     atomic_directory,

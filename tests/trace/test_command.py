@@ -17,12 +17,10 @@ from trace_fakes import entropy_columns, influence_columns
 import gradtrace
 from gradtrace.commands import trace as command
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import schema
-from gradtrace.trace.kinds.influence_trace import Credit
+from gradtrace.trace.columns import KINDS, Credit, SchemaError
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
-from gradtrace.trace.show import visible
 from gradtrace.trace.step import Step
-from gradtrace.trace.token_text import Flag, Rules, TokenBytes
+from gradtrace.trace.token_text import Flag, Rules, TokenBytes, visible
 from gradtrace.trace.writer import TraceWriter
 
 
@@ -243,7 +241,7 @@ def test_show_of_responses_that_have_scores_while_their_tokens_have_none(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     columns = entropy_columns(1)
-    kept = {name: columns[name] for name in columns if name in schema.KINDS["tracin"].required}
+    kept = {name: columns[name] for name in columns if name in KINDS["tracin"].required}
     responses = len(columns["reward"])
     scores = {"score": np.linspace(-1, 1, responses, dtype=np.float32), "kept": np.ones(responses, bool)}
     with TraceWriter(run, "tracin", on_error="raise") as writer:
@@ -263,5 +261,5 @@ def test_strange_format_versions_are_refused_in_words(run: Path, version: Any) -
         content = dict(arrays)
     file = io.BytesIO()
     np.savez(file, **{**content, "format_version": version})
-    with pytest.raises((schema.SchemaError, UnsafeNpzError)):
+    with pytest.raises((SchemaError, UnsafeNpzError)):
         Step("entropy_trace", 1, SafeNpz(file.getvalue()))

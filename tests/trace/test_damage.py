@@ -16,7 +16,7 @@ from tokenizer_families import FAMILIES
 from trace_fakes import entropy_columns, influence_columns
 
 import gradtrace
-from gradtrace.trace.reader import Run
+from gradtrace.trace.reader import RunReader
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
@@ -31,7 +31,7 @@ Content = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunReader]:
     folder = tmp_path_factory.mktemp("damage") / "run"
     files = RunFiles(folder)
     files.write_token_bytes(TokenBytes.from_tokenizer(FAMILIES["characters"](folder)))
@@ -45,14 +45,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     logging.disable(logging.NOTSET)
 
 
-def read_steps(run: Run) -> Content:
+def read_steps(run: RunReader) -> Content:
     return {
         step.step: (step.meta, {name: step[name].tobytes() for name in step.columns})
         for step in run.readable_steps("influence_trace")
     }
 
 
-def read_token_bytes(run: Run) -> Any:
+def read_token_bytes(run: RunReader) -> Any:
     tokens = run.token_bytes
     return tokens and (tokens.rules, [(tokens[i], tokens.flags(i)) for i in range(len(tokens))])
 
@@ -69,7 +69,7 @@ READERS = {
 
 
 @pytest.fixture(scope="module")
-def truth(run: Run) -> Content:
+def truth(run: RunReader) -> Content:
     assert run.verify() == []
     return {name: reader(run) for name, reader in READERS.items()}
 
@@ -81,7 +81,7 @@ def read(path: Path, name: str) -> tuple[Any, set[str]]:
     return content, {problem.where for problem in fresh.problems}
 
 
-def damaged(run: Run, name: str, data: bytes) -> tuple[Any, set[str]]:
+def damaged(run: RunReader, name: str, data: bytes) -> tuple[Any, set[str]]:
     path = run.path / name
     original = path.read_bytes()
     path.write_bytes(data)
@@ -99,7 +99,7 @@ def positions(size: int, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)
-def test_a_cut_file_is_found_at_every_length(name: str, run: Run, truth: Content) -> None:
+def test_a_cut_file_is_found_at_every_length(name: str, run: RunReader, truth: Content) -> None:
     original = (run.path / name).read_bytes()
     for length in positions(len(original), name):
         content, complaints = damaged(run, name, original[:length])
@@ -116,7 +116,7 @@ def test_a_cut_file_is_found_at_every_length(name: str, run: Run, truth: Content
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)
-def test_a_flipped_byte_is_found_anywhere(name: str, run: Run, truth: Content) -> None:
+def test_a_flipped_byte_is_found_anywhere(name: str, run: RunReader, truth: Content) -> None:
     original = (run.path / name).read_bytes()
     for index, position in enumerate(positions(len(original), name)):
         changed = bytearray(original)
@@ -133,7 +133,7 @@ def test_a_flipped_byte_is_found_anywhere(name: str, run: Run, truth: Content) -
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)
-def test_a_missing_file_is_no_crash(name: str, run: Run, truth: Content) -> None:
+def test_a_missing_file_is_no_crash(name: str, run: RunReader, truth: Content) -> None:
     path = run.path / name
     aside = path.with_suffix(".aside")
     path.rename(aside)
@@ -147,7 +147,7 @@ def test_a_missing_file_is_no_crash(name: str, run: Run, truth: Content) -> None
         assert name in complaints
 
 
-def test_damage_to_latest_step_changes_nothing_that_is_read(run: Run, truth: Content) -> None:
+def test_damage_to_latest_step_changes_nothing_that_is_read(run: RunReader, truth: Content) -> None:
     path = run.path / "influence_trace/latest_step.txt"
     original = path.read_bytes()
     for data in (b"", b"99\n", b"\xff\n"):

@@ -17,24 +17,25 @@ import pytest
 from trace_fakes import influence_columns
 
 import gradtrace
-from gradtrace.trace import schema
-from gradtrace.trace.atomic import seal
-from gradtrace.trace.reader import Run, StepUnreadableError
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.trace.columns import FORMAT_VERSION, conform
+from gradtrace.trace.files import seal
+from gradtrace.trace.reader import RunReader, StepUnreadableError
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError, dump_npz
 
-KIND = schema.INFLUENCE_TRACE
+KIND = INFLUENCE_TRACE
 
 
 def step_arrays(**changes: Any) -> dict[str, np.ndarray]:
-    columns = schema.conform(KIND, influence_columns())
+    columns = conform(KIND, influence_columns())
     head = {
-        "format_version": np.array([schema.FORMAT_VERSION], np.int32),
+        "format_version": np.array([FORMAT_VERSION], np.int32),
         "meta_json": np.frombuffer(b'{"step": 1}', np.uint8),
     }
     return {**head, **columns, **changes}
 
 
-def forge(run: Path, data: bytes | None, file: str = "steps/step_000001.npz", **changes: Any) -> Run:
+def forge(run: Path, data: bytes | None, file: str = "steps/step_000001.npz", **changes: Any) -> RunReader:
     """A run whose manifest vouches for `data`, seal and sha256 included."""
     folder = run / KIND
     (folder / "steps").mkdir(parents=True)
@@ -68,7 +69,7 @@ def npy(shape: str, descr: str = "<f4", content: bytes = b"") -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + content
 
 
-def refusal(run: Run) -> str:
+def refusal(run: RunReader) -> str:
     with pytest.raises(StepUnreadableError) as error:
         run.step(KIND, 1)
     assert "step_000001" in str(run.problems[0])

@@ -14,9 +14,8 @@ import pytest
 from numpy.lib import format as npy
 
 import gradtrace
+from gradtrace.commands.rollouts.legacy import import_legacy, unpickle_id_lists
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.legacy import import_legacy
-from gradtrace.trace.legacy_pickle import unpickle_id_lists
 from gradtrace.trace.safe_npz import UnsafeNpzError
 
 PROMPTS = [[1, 2, 3], [1, 2, 3], [9], [9]]

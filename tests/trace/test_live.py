@@ -11,7 +11,7 @@ from trace_fakes import influence_columns
 
 import gradtrace
 from gradtrace.trace import reader
-from gradtrace.trace.confined import read_confined
+from gradtrace.trace.files import read_confined
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.writer import TraceWriter
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gradtrace.cli import main
-from gradtrace.trace.schema import ragged
-from gradtrace.trace.units import aggregate, units_of
+from gradtrace.commands.trace_show import aggregate, units_of
+from gradtrace.trace.columns import ragged
 from gradtrace.trace.writer import TraceWriter
 from tests.trace.trace_fakes import entropy_columns
 

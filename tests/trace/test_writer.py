@@ -17,10 +17,12 @@ from trace_fakes import entropy_columns, influence_columns
 
 import gradtrace
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import atomic, schema, writer
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.trace import files, writer
+from gradtrace.trace.columns import COLUMNS, FORMAT_VERSION, KINDS, GroupStatus, Selection
 from gradtrace.trace.writer import TraceWriter
 
-KIND = schema.INFLUENCE_TRACE
+KIND = INFLUENCE_TRACE
 
 
 def write(run: Path, steps: dict[int, dict[str, Any]], kind: str = KIND, **options: Any) -> TraceWriter:
@@ -36,7 +38,7 @@ def test_every_column_comes_back_exactly(tmp_path: Path) -> None:
     step = gradtrace.open_run(tmp_path).step(KIND, 7)
     assert set(step.columns) == {*columns, "token_offsets"}
     for name, values in columns.items():
-        expected = np.asarray(values).astype(schema.COLUMNS[name].dtype)
+        expected = np.asarray(values).astype(COLUMNS[name].dtype)
         assert np.array_equal(step[name], expected), name
         assert step[name].dtype == expected.dtype, name
     assert step.meta == {"step": 7, "task": "arithmetic"}
@@ -54,7 +56,7 @@ def test_group_response_tokens_and_pairwise_are_cut_from_the_columns(tmp_path: P
     assert group.responses == [3, 4, 5]
     response = step.response(4)
     assert (response.group, response.row, response.reward, response.accepted) == (1, 104, 0.0, False)
-    assert response.selection is schema.Selection.SELECTED
+    assert response.selection is Selection.SELECTED
     start = int(columns["length"][:4].sum())
     stop = start + response.length
     assert step.tokens(4)["entropy"].tolist() == columns["entropy"][start:stop].astype(np.float32).tolist()
@@ -64,14 +66,14 @@ def test_group_response_tokens_and_pairwise_are_cut_from_the_columns(tmp_path: P
     block = columns["pairwise"][3 * start : 3 * stop].astype(np.float32).reshape(-1, 3)
     assert np.array_equal(pairwise.scores, block)
     skipped = step.group(2)
-    assert skipped.status is schema.GroupStatus.CONSTANT_REWARD
+    assert skipped.status is GroupStatus.CONSTANT_REWARD
     assert skipped.responses == []
 
 
 def test_files_are_plain_npz_that_numpy_reads_without_pickle(tmp_path: Path) -> None:
     write(tmp_path, {1: influence_columns(pairwise=True)})
     with np.load(tmp_path / KIND / "steps" / "step_000001.npz", allow_pickle=False) as arrays:
-        assert arrays["format_version"].tolist() == [schema.FORMAT_VERSION]
+        assert arrays["format_version"].tolist() == [FORMAT_VERSION]
         assert json.loads(arrays["meta_json"].tobytes())["step"] == 1
         assert all(arrays[name].ndim == 1 for name in arrays.files)
     assert (tmp_path / KIND / "latest_step.txt").read_text() == "1\n"
@@ -90,7 +92,7 @@ def test_empty_step_is_written(tmp_path: Path) -> None:
     write(tmp_path, {1: influence_columns(groups=0)})
     step = gradtrace.open_run(tmp_path).step(KIND, 1)
     assert (step.n_groups, step.n_responses, step.n_tokens) == (1, 0, 0)
-    assert step.group(0).status is schema.GroupStatus.CONSTANT_REWARD
+    assert step.group(0).status is GroupStatus.CONSTANT_REWARD
 
 
 def test_caller_may_reuse_its_buffers(tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ class _SlowDisk:
         if path.suffix == ".npz":
             self.started.release()
             assert self.let_go.acquire(timeout=60)
-        atomic.atomic_write(path, data, fsync)
+        files.atomic_write(path, data, fsync)
 
 
 def test_a_slow_disk_blocks_only_when_the_queue_is_full_and_says_so(
@@ -271,7 +273,7 @@ def _fail_on(monkeypatch: pytest.MonkeyPatch, fails: list[int]) -> None:
     def failing(path: Path, data: bytes, fsync: bool = False) -> None:
         if any(path.name == f"step_{step:06d}.npz" for step in fails):
             raise OSError(28, "No space left on device")
-        atomic.atomic_write(path, data, fsync)
+        files.atomic_write(path, data, fsync)
 
     monkeypatch.setattr(writer, "atomic_write", failing)
 
@@ -353,11 +355,11 @@ def test_reading_and_writing_traces_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("kind", list(schema.KINDS))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_names_known_columns_and_can_be_written(kind: str, tmp_path: Path) -> None:
-    spec = schema.KINDS[kind]
-    assert set(spec.columns) <= set(schema.COLUMNS)
-    assert all(schema.COLUMNS[name].meaning for name in spec.columns)
+    spec = KINDS[kind]
+    assert set(spec.columns) <= set(COLUMNS)
+    assert all(COLUMNS[name].meaning for name in spec.columns)
     source = influence_columns(pairwise=True)
     responses = len(source["group"])
     source |= {name: np.zeros(responses) for name in ("score", "share", "grad_share", "grad_norm")}
@@ -382,7 +384,7 @@ def test_unwritable_folder_is_an_error_at_once(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     write(tmp_path, {1: entropy_columns()}, "entropy_trace")
-    leftover = tmp_path / "entropy_trace" / "steps" / f".step_000002.npz.1{atomic.TEMPORARY}"
+    leftover = tmp_path / "entropy_trace" / "steps" / f".step_000002.npz.1{files.TEMPORARY}"
     leftover.write_bytes(b"half")
     write(tmp_path, {2: entropy_columns()}, "entropy_trace")
     assert not leftover.exists()
@@ -390,7 +392,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_runs_list_instruments_in_the_order_of_a_step() -> None:
-    assert list(schema.KINDS) == [
+    assert list(KINDS) == [
         "entropy_trace",
         "influence_trace",
         "tracin",

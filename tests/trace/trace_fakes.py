@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.trace import schema
-from gradtrace.trace.schema import offsets_of, ragged
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.trace.columns import KINDS, GroupStatus, Selection, offsets_of, ragged
 
 
 def influence_columns(
@@ -24,7 +24,7 @@ def influence_columns(
         "group_id": np.arange(groups + 1) * 10,
         "prompt_ids": prompts,
         "prompt_offsets": prompt_offsets,
-        "group_status": [schema.GroupStatus.SCORED] * groups + [schema.GroupStatus.CONSTANT_REWARD],
+        "group_status": [GroupStatus.SCORED] * groups + [GroupStatus.CONSTANT_REWARD],
         "expected_ids": expected,
         "expected_offsets": expected_offsets,
         "group": np.repeat(np.arange(groups), siblings),
@@ -34,7 +34,7 @@ def influence_columns(
         "accepted": np.arange(responses) % siblings == 0,
         "length": lengths,
         "finished": np.ones(responses, bool),
-        "selection": np.full(responses, schema.Selection.SELECTED),
+        "selection": np.full(responses, Selection.SELECTED),
         "optimizer_step": np.full(responses, seed),
         "prompt_influence": rng.standard_normal(responses),
         "first_wrong": np.full(responses, -1),
@@ -55,6 +55,6 @@ def influence_columns(
 
 
 def entropy_columns(seed: int = 0, **sizes: int) -> dict[str, Any]:
-    kind = schema.KINDS[schema.ENTROPY_TRACE]
+    kind = KINDS[ENTROPY_TRACE]
     columns = influence_columns(seed, **sizes)
     return {name: columns[name] for name in kind.required + kind.optional if name in columns}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradtrace.cli import main
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
 from gradtrace.training.checkpoint import Checkpoints
 from gradtrace.training.run import train

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace.config_loader import load_config
+from gradtrace import open_run
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.atomic import seal
+from gradtrace.trace.files import seal
 from gradtrace.training import run
-from gradtrace.training.checkpoint import Checkpoints, checkpoint_of
+from gradtrace.training.checkpoint import Checkpoints
 from gradtrace.training.loop import Trainer
 from tests.training import small
 from tests.training.small import config, metrics, overrides
@@ -209,6 +210,10 @@ def test_checkpoints_of_earlier_versions_are_checked_by_size(tmp_path: Path) -> 
     (folder / "inner/file.txt").write_text("less")
     with pytest.raises(GradtraceError, match=r"7 bytes and has 4\. There is no other checkpoint"):
         checkpoints.latest()
+
+
+def checkpoint_of(path: Path) -> Path:
+    return open_run(path).checkpoint(resumable=True).folder
 
 
 def test_commands_take_the_latest_checkpoint_of_a_run_and_list_what_there_is(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gradtrace.errors import GradtraceError
 from gradtrace.metrics import Timer
 from gradtrace.tasks.rewards import RewardFunction, add_rewards, named_reward
+from gradtrace.training.experience import pass_at_k, validate
 from gradtrace.training.loop import Trainer
-from gradtrace.training.validation import pass_at_k, validate
 from tests.training.small import trainer
 
 
@@ -26,7 +26,7 @@ def dapo(tmp_path: Path, reward: Any, *more: str) -> Trainer:
 
 
 def collect(run: Trainer) -> Any:
-    return run.experience.collect(run.parts.generators["rollout"], Timer())
+    return run.experience.collect(run.components.generators["rollout"], Timer())
 
 
 def some_prompts_mixed(response: str, item: dict[str, Any]) -> float:
@@ -61,7 +61,7 @@ def test_parts_of_rewards_are_means_over_all_that_was_sampled(tmp_path: Path) ->
 def test_kept_groups_keep_their_own_prompts_items_and_texts(tmp_path: Path) -> None:
     run = dapo(tmp_path, some_prompts_mixed, "data.train_batch_size=6")
     batch, _ = collect(run)
-    tokenizer = run.parts.task.tokenizer
+    tokenizer = run.components.task.tokenizer
     for row, group in enumerate(batch.group.tolist()):
         assert tokenizer.decode(batch.prompts[group]) == batch.items[group]["prompt"]
         ids = batch.responses[row, : int(batch.response_lengths[row])].tolist()
@@ -85,11 +85,11 @@ def test_no_mixed_prompt_at_all_is_an_error_that_explains_itself(tmp_path: Path)
 def test_constant_rewards_without_dynamic_sampling_leave_the_weights(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.experience.reward = RewardFunction("test", lambda response, item: 1.0)
-    before = [p.detach().clone() for p in run.parts.policy.model.parameters()]
+    before = [p.detach().clone() for p in run.components.policy.model.parameters()]
     batch, metrics = collect(run)
     run.train_step(batch, 1, Timer())
     assert metrics["rollout/groups_constant"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, run.parts.policy.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.components.policy.model.parameters(), strict=True))
 
 
 def test_overlong_penalty_changes_rewards_but_not_the_score(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(case: tuple[int
 
 def test_validation_is_repeatable_and_draws_nothing_from_training(tmp_path: Path) -> None:
     run = trainer(tmp_path)
-    parts = run.parts
+    parts = run.components
     state = parts.generators["rollout"].get_state()
     position = parts.task.state_dict()
     first, second = (validate(parts) for _ in range(2))

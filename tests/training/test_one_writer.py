@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from gradtrace import open_run
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import lock
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.run_files import DRIVER_LOCK, LOCK, RunFiles, is_held, refuse_driver
 from gradtrace.training.run import train
-from gradtrace.viewer.news import state_of
+from gradtrace.viewer.catalog import state_of
 from tests.training import small
 
 HOLD = """
@@ -30,7 +29,7 @@ sys.stdin.read()
 """
 
 
-def writer(run_dir: Path, role: str = lock.LOCK) -> subprocess.Popen[str]:
+def writer(run_dir: Path, role: str = LOCK) -> subprocess.Popen[str]:
     """Another process that writes the run until its standard input closes."""
     command = [sys.executable, "-c", HOLD, str(run_dir), role]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -54,12 +53,12 @@ def test_second_trainer_of_a_run_is_told_who_has_it(tmp_path: Path) -> None:
 
 
 def test_driver_that_outlives_its_launcher_keeps_the_run(tmp_path: Path) -> None:
-    process = writer(tmp_path / "run", lock.DRIVER)
+    process = writer(tmp_path / "run", DRIVER_LOCK)
     RunFiles(tmp_path / "run").close()  # another role: launcher and driver write at the same time
     with pytest.raises(GradtraceError, match=f"still being written by process {process.pid}"):
-        lock.refuse_driver(tmp_path / "run")
+        refuse_driver(tmp_path / "run")
     end(process)
-    lock.refuse_driver(tmp_path / "run")
+    refuse_driver(tmp_path / "run")
 
 
 def test_live_means_that_a_process_holds_the_lock(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_live_means_that_a_process_holds_the_lock(tmp_path: Path) -> None:
 
 def test_loop_that_raised_did_not_finish(tmp_path: Path) -> None:
     code = HOLD.replace("sys.stdin.read()", "1 / 0")
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run"), lock.LOCK], capture_output=True, check=False)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run"), LOCK], capture_output=True, check=False)
     assert open_run(tmp_path / "run").summary == {"steps": 1, "finished": False}
     with pytest.raises(ZeroDivisionError), RunFiles(tmp_path / "with") as files:
         files.log(3, {})
@@ -85,7 +84,7 @@ def test_loop_that_raised_did_not_finish(tmp_path: Path) -> None:
 
 def test_trainer_in_this_process_lets_go_at_its_end(tmp_path: Path) -> None:
     run_dir = train(small.config(tmp_path, "trainer.total_steps=1")).run_dir
-    assert not lock.is_held(run_dir) and state_of(open_run(run_dir)) == "finished"
+    assert not is_held(run_dir) and state_of(open_run(run_dir)) == "finished"
 
 
 @pytest.mark.parametrize(

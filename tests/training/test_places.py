@@ -10,10 +10,9 @@ import pytest
 from gradtrace import open_run
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.places import OWNER, POINTER
+from gradtrace.trace.run_files import OWNER, POINTER
 from gradtrace.training.run import train
-from gradtrace.viewer.catalog import RunCatalog
-from gradtrace.viewer.view import chosen_runs
+from gradtrace.viewer.catalog import RunCatalog, chosen_runs
 from tests.training import small
 
 TRACED = ("trainer.total_steps=2", "trainer.traces=true", "trainer.influence_trace.enable=true")

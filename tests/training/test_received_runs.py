@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from gradtrace.cli import main
-from gradtrace.config import ModelConfig
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.policy import load_model
-from gradtrace.tasks.tokenizer import load_tokenizer
+from gradtrace.policy.load import load_model, load_tokenizer
+from gradtrace.policy.settings import ModelConfig
 from gradtrace.training.run import train
 from tests.training import small
 

@@ -12,11 +12,11 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
+from gradtrace.commands.view import bind
 from gradtrace.viewer.catalog import RunCatalog
-from gradtrace.viewer.resample import Sampling
+from gradtrace.viewer.counterfactual import Sampling
 from gradtrace.viewer.security import Access, access_for
 from gradtrace.viewer.server import create_app
-from gradtrace.viewer.view import bind
 from tests.browser import MISSING, find_browser
 
 CHROMIUM_FLAGS = [

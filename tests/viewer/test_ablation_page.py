@@ -10,9 +10,9 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gradtrace.ablate.collect import COLUMNS
-from gradtrace.viewer.ablation_payload import AblationUnreadableError, ablation_payload
-from gradtrace.viewer.report import make_report
+from gradtrace.commands.ablate.results import COLUMNS
+from gradtrace.commands.report import make_report
+from gradtrace.viewer.pages import AblationUnreadableError, ablation_payload
 from tests.viewer.serving import Watched, serving
 
 MODES, FACTORS = ("inverse", "identity"), ("0", "8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gradtrace.trace.atomic import JsonLines
+from gradtrace.trace.files import JsonLines
 from gradtrace.training.run import train
 from tests.training import small
 from tests.viewer.conftest import write_run

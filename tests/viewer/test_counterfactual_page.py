@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, expect
 
+from gradtrace import open_run
+from gradtrace.commands.report import make_report
+from gradtrace.commands.trace_show import aggregate, units_of
+from gradtrace.instruments.counterfactual import COUNTERFACTUAL
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup, write_groups
 from gradtrace.instruments.counterfactual.tree import Measurement, PrefixTree, Sample
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import COUNTERFACTUAL
-from gradtrace.trace.units import aggregate, units_of
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.viewer.report import make_report
 from tests.trace.test_units import TEXTS
 from tests.viewer.conftest import write_run
 from tests.viewer.serving import Watched, serving

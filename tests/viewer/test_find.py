@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, expect
 
-from gradtrace.trace.reader import open_run
+from gradtrace import open_run
 from gradtrace.viewer.catalog import RunCatalog, ServedRun
+from gradtrace.viewer.scores import load_step
 from gradtrace.viewer.search import MOST_A_STEP, Query, prompt_key, search
-from gradtrace.viewer.step_view import load_step_view, token_ids
 from tests.viewer.serving import Watched, serving
 from tests.viewer.test_story import ANSWERS, LOSS_TERM, written
 
@@ -60,18 +60,18 @@ def test_step_zero_of_imported_rollouts_is_searched_too(tmp_path: Path) -> None:
 def test_a_text_is_found_where_it_stands_whatever_its_case(served: ServedRun) -> None:
     hits = search(served, Query("text", "<EOS>"), 0, seconds=600)["hits"]
     for hit in [hit for hit in hits if hit["response"] is not None][:5]:
-        view = load_step_view(served.run, hit["step"])
+        view = load_step(served.run, hit["step"])
         assert view is not None
-        ids = token_ids(view.layout, view.members[hit["group"]][hit["response"]])
+        ids = view.ids(view.members(hit["group"])[hit["response"]])
         assert served.vocabulary.text([int(ids[hit["position"]])]) == "<eos>"
         assert hit["match"] == "<eos>"
 
 
 def test_the_most_harmful_tokens_have_the_lowest_scores(served: ServedRun) -> None:
     hits = [hit for hit in search(served, Query("harm"), 0, seconds=600)["hits"] if hit["step"] == 2]
-    view = load_step_view(served.run, 2)
+    view = load_step(served.run, 2)
     assert view is not None
-    scores = view.channel(f"influence_{view.common_credit}")
+    scores = view.column(f"influence_{view.common_credit}")
     assert scores is not None
     lowest = np.sort(scores[scores < 0])[:MOST_A_STEP]
     assert np.allclose([hit["score"] for hit in hits], lowest)
@@ -99,7 +99,7 @@ def test_tokens_on_which_sampler_and_trainer_disagree_are_listed_and_none_is_exp
 
 def test_a_prompt_is_followed_over_the_steps_with_its_answers(falling: Path) -> None:
     served = RunCatalog([falling], None).get(0)
-    view = load_step_view(open_run(falling), 4)
+    view = load_step(open_run(falling), 4)
     assert served is not None and view is not None
     first, last = search(served, Query("prompt", prompt=prompt_key(view, 0)), 0)["hits"]
     assert (first["step"], first["passed"], last["step"], last["passed"]) == (1, 4, 4, 1)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
-from gradtrace.trace.atomic import JsonLines
-from gradtrace.trace.reader import open_run
+from gradtrace import open_run
+from gradtrace.commands.report import make_report
+from gradtrace.trace.files import JsonLines
 from gradtrace.training.run import train
-from gradtrace.viewer.report import make_report
-from gradtrace.viewer.step_view import load_step_view
+from gradtrace.viewer.scores import load_step
 from tests.training import small
 from tests.viewer.serving import Watched, serving
 
@@ -97,11 +97,11 @@ def test_a_group_shows_the_gradient_shares_of_blame_and_says_why_others_are_miss
     run_dir: Path, browser: Browser
 ) -> None:
     run = open_run(run_dir)
-    blame, view = run.step("blame", 2), load_step_view(run, 2)
+    blame, view = run.step("blame", 2), load_step(run, 2)
     assert view is not None
-    shares = view.channel("token_grad_share")
+    shares = view.column("token_grad_share")
     assert shares is not None
-    for r, theirs in view._responses_in(blame).items():
+    for r, theirs in enumerate(view.responses_in("blame").tolist()):
         assert shares[view.tokens(r)].tolist() == blame.tokens(theirs)["token_grad_share"].tolist()
     with serving([run_dir]) as address:
         watched = Watched(browser.new_page(viewport={"width": 1440, "height": 900}), address)

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from gradtrace.trace.places import run_of_traces
-from gradtrace.trace.run_files import RunFiles
-from gradtrace.viewer import protocol
+from gradtrace.commands.view import bind
+from gradtrace.trace.run_files import RunFiles, run_of_traces
+from gradtrace.viewer import security
 from gradtrace.viewer.catalog import RunCatalog
 from gradtrace.viewer.security import access_for
 from gradtrace.viewer.server import create_app
-from gradtrace.viewer.view import bind
 
 
 def status(port: int) -> int:
@@ -32,7 +31,7 @@ def status(port: int) -> int:
 
 @pytest.mark.parametrize("beginning", [b"", b"GET / HTTP/1.1\r\nHost: 127", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET"])
 def test_half_open_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(security, "HEADER_SECONDS", 0.3)
     with RunFiles(tmp_path / "run") as files:
         files.write_config("trainer: {total_steps: 1}\n")
     listener = bind("127.0.0.1", 0)
@@ -40,7 +39,7 @@ def test_half_open_connections_are_closed(tmp_path: Path, monkeypatch: pytest.Mo
     config = uvicorn.Config(
         create_app(RunCatalog([tmp_path / "run"], None), access_for("127.0.0.1", port, None)),
         log_level="critical",
-        http=protocol.ImpatientProtocol,
+        http=security.ImpatientProtocol,
         limit_concurrency=20,
     )
     server = uvicorn.Server(config)

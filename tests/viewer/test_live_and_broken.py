@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gradtrace.trace.reader import open_run
+from gradtrace import open_run
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.token_text import Rules, TokenBytes
-from gradtrace.viewer.step_view import load_step_view
+from gradtrace.viewer.scores import load_step
 from tests.viewer.conftest import write_run
 from tests.viewer.sample import SampleRun
 from tests.viewer.sample.groups import SampleGroup, SampleResponse
@@ -66,6 +66,25 @@ def test_checks_of_the_scores_share_one_chart_from_the_first_of_them_on(page: Pa
         expect(chart).to_contain_text("solid the scores, dashed |A|(1−p)")
 
 
+def test_a_run_of_10_000_steps_is_drawn_column_by_column_and_keeps_its_peaks(page: Page, tmp_path: Path) -> None:
+    peak, highest = 5_003, 4.0
+    with RunFiles(tmp_path / "run") as files:
+        for step in range(1, 10_001):
+            files.log(step, {"critic/rewards/mean": highest if step == peak else step % 7 / 7})
+    with serving([tmp_path / "run"]) as origin:
+        page.goto(f"{origin}/#/run?smooth=0")
+        chart = page.locator("[data-chart=reward]")
+        d = chart.locator("path.line").get_attribute("d") or ""
+        places = [tuple(map(float, place.split())) for place in d[1:].split("L")]
+        box = chart.locator("svg").bounding_box()
+        assert box is not None
+        assert box["width"] < len(places) <= 4 * box["width"]
+        assert places == sorted(places, key=lambda place: place[0])
+        page.mouse.move(box["x"] + min(places, key=lambda place: place[1])[0], box["y"] + 80)
+        step = int(chart.locator(".step-flag text").text_content() or 0)
+        assert abs(step - peak) <= 10_000 / box["width"]  # the highest place of the curve is where the peak is
+
+
 def test_a_run_that_starts_after_the_viewer_appears(page: Page, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "config.yaml").write_text("trainer: {total_steps: 3}\n")
@@ -117,9 +136,9 @@ def test_tracing_that_was_off_is_explained(page: Page, tmp_path: Path) -> None:
     files.write_config("trainer: {total_steps: 2, entropy_trace: {enable: false}, influence_trace: {enable: false}}\n")
     files.log(1, {"critic/rewards/mean": 0.25})
     entropy_only = write_run(tmp_path / "entropy-only", groups=8, steps=1, influence=False)
-    view = load_step_view(open_run(entropy_only), 1)
+    view = load_step(open_run(entropy_only), 1)
     assert view is not None
-    mixed = int(view.group[view.layout["accepted"].argmax()])
+    mixed = int(view.group[view.need("accepted").argmax()])
     with serving([untraced, entropy_only]) as origin:
         page.goto(f"{origin}/#/run?run=untraced")
         expect(page.locator(".charts-off")).to_contain_text("trainer.influence_trace.enable=true")

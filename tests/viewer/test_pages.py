@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import GroupStatus
-from gradtrace.viewer.step_view import StepView, load_step_view
+from gradtrace import open_run
+from gradtrace.trace.columns import GroupStatus
+from gradtrace.viewer.scores import ScoredStep, load_step
 from tests.viewer.serving import Watched
 
 STEP = 2
 
 
 @pytest.fixture(scope="module")
-def view(runs_dir: Path) -> StepView:
-    found = load_step_view(open_run(runs_dir / "chains"), STEP)
+def view(runs_dir: Path) -> ScoredStep:
+    found = load_step(open_run(runs_dir / "chains"), STEP)
     assert found is not None
     return found
 
 
 @pytest.fixture(scope="module")
-def scored(view: StepView) -> int:
+def scored(view: ScoredStep) -> int:
     return next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.SCORED)
 
 
@@ -119,16 +119,16 @@ def test_the_run_switcher_opens_another_run(viewer: Watched) -> None:
 # ---------------------------------------------------------------- step
 
 
-def test_step_page_lists_every_group(viewer: Watched, view: StepView, scored: int) -> None:
+def test_step_page_lists_every_group(viewer: Watched, view: ScoredStep, scored: int) -> None:
     page = viewer.open(f"#/step?step={STEP}")
     rows = page.locator("tbody tr")
     expect(rows).to_have_count(view.n_groups)
     skipped = sum(view.status(g) != GroupStatus.SCORED for g in range(view.n_groups))
     expect(page.locator("tr.skipped .reason", has_text="all rewards equal")).to_have_count(skipped)
     row = page.locator("tbody tr", has=page.locator(f"a:text-is('{scored}')"))
-    passed = sum(bool(view.layout["accepted"][r]) for r in view.members[scored])
+    passed = sum(bool(view.need("accepted")[r]) for r in view.members(scored))
     expect(row.locator(".c-accepted")).to_contain_text(f"{passed}/8")
-    entropy = np.concatenate([view.layout["entropy"][view.tokens(r)] for r in view.members[scored]]).mean()
+    entropy = np.concatenate([view.need("entropy")[view.tokens(r)] for r in view.members(scored)]).mean()
     expect(row.locator(".c-entropy b")).to_have_text(f"{entropy:.3f}")
 
 
@@ -172,29 +172,29 @@ def test_step_page_by_keyboard(viewer: Watched) -> None:
 
 
 def test_group_page_shows_the_prompt_and_every_token(
-    viewer: Watched, view: StepView, scored: int, runs_dir: Path
+    viewer: Watched, view: ScoredStep, scored: int, runs_dir: Path
 ) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     text = open_run(runs_dir / "chains").token_bytes
     assert text is not None
-    expect(page.locator(".prompt .text")).to_have_text(text.decode(view.layout.group(scored).prompt_ids))
-    for index, response in enumerate(view.members[scored]):
-        ids = view.layout["token_id"][view.tokens(response)]
+    expect(page.locator(".prompt .text")).to_have_text(text.decode(view.prompt(scored)))
+    for index, response in enumerate(view.members(scored)):
+        ids = view.token_id[view.tokens(response)]
         shown = page.locator(f".row[aria-label^='Response r{index},'] .slot-0 .t").all_text_contents()
         assert shown == [token.text for token in text.texts(ids, continues=True)]
-    accepted = sum(bool(view.layout["accepted"][r]) for r in view.members[scored])
+    accepted = sum(bool(view.need("accepted")[r]) for r in view.members(scored))
     expect(page.locator(".row.accepted")).to_have_count(accepted)
     expect(page.locator(".row.rejected")).to_have_count(8 - accepted)
 
 
-def test_colours_follow_the_values(viewer: Watched, view: StepView, scored: int) -> None:
+def test_colours_follow_the_values(viewer: Watched, view: ScoredStep, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
-    scores = view.channel("influence_loss_term")
+    scores = view.column("influence_loss_term")
     assert scores is not None
-    mine = np.concatenate([scores[view.tokens(r)] for r in view.members[scored]])
+    mine = np.concatenate([scores[view.tokens(r)] for r in view.members(scored)])
     top = np.quantile(np.abs(mine), 0.99)
     expect(page.locator(".row").first).to_be_visible()
-    for index, response in enumerate(view.members[scored]):
+    for index, response in enumerate(view.members(scored)):
         for position, value in enumerate(scores[view.tokens(response)]):
             share = abs(value) / top
             if abs(share * 5 - round(share * 5)) < 1e-3 or abs(share - 0.08) < 1e-3:
@@ -205,29 +205,29 @@ def test_colours_follow_the_values(viewer: Watched, view: StepView, scored: int)
             assert [name for name in names if re.fullmatch("[pn][0-9]", name)] == ([wanted] if wanted else [])
 
 
-def test_the_first_wrong_token_is_marked(viewer: Watched, view: StepView, scored: int) -> None:
+def test_the_first_wrong_token_is_marked(viewer: Watched, view: ScoredStep, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     expect(page.locator(".row").first).to_be_visible()
-    for index, response in enumerate(view.members[scored]):
-        position = int(view.layout["first_wrong"][response])
+    for index, response in enumerate(view.members(scored)):
+        position = int(view.need("first_wrong")[response])
         marked = page.locator(f".row[aria-label^='Response r{index},'] .slot-1 .t.fw")
         expect(marked).to_have_count(int(position >= 0))
         if position >= 0:
             assert "fw" in (token(page, index, position).get_attribute("class") or "")
 
 
-def test_hover_tells_every_metric_and_covers_nothing(viewer: Watched, view: StepView, scored: int) -> None:
+def test_hover_tells_every_metric_and_covers_nothing(viewer: Watched, view: ScoredStep, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     show_twins(page)
     token(page, 2, 4).hover()
-    at = view.offsets[view.members[scored][2]] + 4
+    at = view.offsets[view.members(scored)[2]] + 4
     readout = page.get_by_role("tooltip")
     for text in (
         "r2, position 4",
-        f"id{view.layout['token_id'][at]}",
+        f"id{view.token_id[at]}",
         "bytes3",
-        f"{view.layout['entropy'][at]:.3f} nats",
-        f"−{-view.layout['log_prob'][at]:.3f}",
+        f"{view.need('entropy')[at]:.3f} nats",
+        f"−{-view.need('log_prob')[at]:.3f}",
         "influence",
         "by position",
         "advantage",
@@ -240,11 +240,10 @@ def test_hover_tells_every_metric_and_covers_nothing(viewer: Watched, view: Step
     expect(readout).to_be_hidden()
 
 
-def test_clicking_a_token_shows_its_effect_on_every_sibling(viewer: Watched, view: StepView, scored: int) -> None:
+def test_clicking_a_token_shows_its_effect_on_every_sibling(viewer: Watched, view: ScoredStep, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     token(page, 3, 8).click()
-    assert view.influence is not None
-    block = view.influence.pairwise(view.influence_response[view.members[scored][3]])
+    block = view.pairwise(view.members(scored)[3])
     assert block is not None
     effects = block.scores[8]
     expect(page.locator(".dock h3").first).to_contain_text("r3, position 8")
@@ -255,7 +254,7 @@ def test_clicking_a_token_shows_its_effect_on_every_sibling(viewer: Watched, vie
         assert shown == pytest.approx(effect, abs=0.006)
         remark = page.locator(f".row[aria-label^='Response r{index},'] .remarks b").text_content() or ""
         assert float(remark.replace("−", "-")) == pytest.approx(effect, abs=float(0.0006 + 0.01 * abs(effect)))
-    accepted = np.array([bool(view.layout["accepted"][r]) for r in view.members[scored]])
+    accepted = np.array([bool(view.need("accepted")[r]) for r in view.members(scored)])
     total = effects[accepted].mean() - effects[~accepted].mean()
     shown = page.locator(".sum-table dd.total").text_content() or ""
     assert float(shown.replace("−", "-")) == pytest.approx(total, abs=0.001)
@@ -270,14 +269,13 @@ def test_clicking_a_token_shows_its_effect_on_every_sibling(viewer: Watched, vie
     expect(page.locator(".meta.tinted")).to_have_count(0)
 
 
-def test_clicking_a_response_shows_what_every_token_does_to_it(viewer: Watched, view: StepView, scored: int) -> None:
+def test_clicking_a_response_shows_what_every_token_does_to_it(viewer: Watched, view: ScoredStep, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
     show_twins(page)
     page.locator(".response-id", has_text=re.compile("r5$")).click()
     expect(page.locator(".legend.slot-1 .target")).to_contain_text("on r5")
-    assert view.influence is not None
     token(page, 1, 12).hover()
-    block = view.influence.pairwise(view.influence_response[view.members[scored][1]])
+    block = view.pairwise(view.members(scored)[1])
     assert block is not None
     item = page.get_by_role("tooltip").locator("span", has_text=re.compile("^on r5"))
     assert float((item.first.text_content() or "").removeprefix("on r5").replace("−", "-")) == pytest.approx(
@@ -340,7 +338,7 @@ def test_log_prob_and_advantage_can_be_shown(viewer: Watched, scored: int) -> No
     expect(page.locator(".row.rejected .slot-0 .t[class*=' n']").first).to_be_visible()
 
 
-def test_a_group_of_equal_rewards_says_why_it_has_no_influence(viewer: Watched, view: StepView) -> None:
+def test_a_group_of_equal_rewards_says_why_it_has_no_influence(viewer: Watched, view: ScoredStep) -> None:
     constant = next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.CONSTANT_REWARD)
     page = viewer.open(f"#/group?step={STEP}&group={constant}")
     expect(page.locator(".notice")).to_contain_text("all 8 rewards are equal, so there is nothing to contrast")
@@ -363,7 +361,7 @@ def test_find_in_responses(viewer: Watched) -> None:
 
 def test_copy_gives_the_raw_text(viewer: Watched, runs_dir: Path) -> None:
     run = open_run(runs_dir / "prose")
-    view = load_step_view(run, 1)
+    view = load_step(run, 1)
     assert view is not None and run.token_bytes is not None
     page = viewer.open("#/group?run=prose&step=1&group=0&view=side")
     expect(page.locator(".row").first).to_be_visible()
@@ -375,19 +373,19 @@ def test_copy_gives_the_raw_text(viewer: Watched, runs_dir: Path) -> None:
     page.evaluate("navigator.clipboard.writeText('')")
     page.keyboard.press("Control+c")
     copied = page.wait_for_function("navigator.clipboard.readText()").json_value()  # until there is something
-    ids = view.layout["token_id"][view.tokens(view.members[0][index])]
+    ids = view.token_id[view.tokens(view.members(0)[index])]
     assert copied == run.token_bytes.decode(ids, continues=True)
     assert "\n\n" in copied and copied.endswith("<|im_end|>")
 
 
 def test_a_character_cut_in_two_is_marked(viewer: Watched, runs_dir: Path) -> None:
     run = open_run(runs_dir / "prose")
-    view = load_step_view(run, 1)
+    view = load_step(run, 1)
     assert view is not None and run.token_bytes is not None
     half = next(i for i in range(len(run.token_bytes)) if run.token_bytes[i] == b" \xe2\x89")
-    response = next(r for r in range(len(view.group)) if half in view.layout["token_id"][view.tokens(r)])
+    response = next(r for r in range(len(view.group)) if half in view.token_id[view.tokens(r)])
     page = viewer.open(f"#/group?run=prose&step=1&group={view.group[response]}")
-    row = page.locator(f".row[aria-label^='Response r{view.members[view.group[response]].index(response)},']")
+    row = page.locator(f".row[aria-label^='Response r{view.members(view.group[response]).tolist().index(response)},']")
     row.scroll_into_view_if_needed()
     halves = row.locator(".slot-1 .t.hex")
     expect(halves.first).to_have_text("≤")

@@ -9,56 +9,55 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradtrace.trace.reader import StepUnreadableError, open_run
-from gradtrace.trace.schema import GroupStatus
-from gradtrace.viewer import payload
-from gradtrace.viewer.catalog import RunCatalog, latest_run
-from gradtrace.viewer.news import describe, state_of
-from gradtrace.viewer.step_view import StepView, load_step_view
+from gradtrace import open_run
+from gradtrace.trace.columns import GroupStatus
+from gradtrace.trace.reader import StepUnreadableError
+from gradtrace.viewer import group as payload
+from gradtrace.viewer.catalog import RunCatalog, describe, latest_run, state_of
+from gradtrace.viewer.scores import ScoredStep, load_step
 from gradtrace.viewer.vocabulary import Vocabulary, load_vocabulary
 from tests.viewer.sample import SampleRun
 from tests.viewer.sample.run import influence_columns
 
 
 @pytest.fixture(scope="module")
-def chains(runs_dir: Path) -> tuple[StepView, Vocabulary]:
+def chains(runs_dir: Path) -> tuple[ScoredStep, Vocabulary]:
     run = open_run(runs_dir / "chains")
-    view = load_step_view(run, 2)
+    view = load_step(run, 2)
     assert view is not None
     return view, load_vocabulary(run)
 
 
-def scored(view: StepView) -> int:
+def scored(view: ScoredStep) -> int:
     return next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.SCORED)
 
 
-def skipped(view: StepView) -> int:
+def skipped(view: ScoredStep) -> int:
     return next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.CONSTANT_REWARD)
 
 
-def decode(view: StepView, g: int, vocabulary: Vocabulary) -> dict[str, np.ndarray]:
+def decode(view: ScoredStep, g: int, vocabulary: Vocabulary) -> dict[str, np.ndarray]:
     structure = payload.group_payload(view, g, vocabulary)
     floats = np.frombuffer(payload.group_tokens(view, g, vocabulary), "<f4")
     channels = structure["channels"]
     return dict(zip(channels, floats.reshape(len(channels), -1), strict=True))
 
 
-def test_token_channels_are_the_columns_of_the_trace(chains: tuple[StepView, Vocabulary]) -> None:
+def test_token_channels_are_the_columns_of_the_trace(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
     g = scored(view)
     channels = decode(view, g, vocabulary)
     entries = payload.group_payload(view, g, vocabulary)["vocabulary"]
-    rows = np.concatenate([np.arange(*view.offsets[[r, r + 1]]) for r in view.members[g]])
+    rows = np.concatenate([np.arange(*view.offsets[[r, r + 1]]) for r in view.members(g)])
     ids = np.array(entries["ids"])[channels["token"].astype(int)]
-    assert np.array_equal(ids, view.layout["token_id"][rows])
-    assert np.array_equal(channels["entropy"], view.layout["entropy"][rows])
-    assert view.influence is not None
-    theirs = [view.influence_response[r] for r in view.members[g]]
-    expected = np.concatenate([view.influence.tokens(s)["influence_position"] for s in theirs])
+    assert np.array_equal(ids, view.token_id[rows])
+    assert np.array_equal(channels["entropy"], view.need("entropy")[rows])
+    theirs = view.responses_in("influence_trace")[view.members(g)].tolist()
+    expected = np.concatenate([view.parts["influence_trace"].tokens(s)["influence_position"] for s in theirs])
     assert np.array_equal(channels["influence_position"], expected)
 
 
-def test_a_skipped_group_has_no_influence_and_says_why(chains: tuple[StepView, Vocabulary]) -> None:
+def test_a_skipped_group_has_no_influence_and_says_why(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
     g = skipped(view)
     structure = payload.group_payload(view, g, vocabulary)
@@ -68,7 +67,7 @@ def test_a_skipped_group_has_no_influence_and_says_why(chains: tuple[StepView, V
     assert len(structure["responses"]) == 8
 
 
-def test_pairwise_blocks_contrast_to_the_scores(chains: tuple[StepView, Vocabulary]) -> None:
+def test_pairwise_blocks_contrast_to_the_scores(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
     g = scored(view)
     structure = payload.group_payload(view, g, vocabulary)
@@ -83,7 +82,7 @@ def test_pairwise_blocks_contrast_to_the_scores(chains: tuple[StepView, Vocabula
         start += response["length"]
 
 
-def test_a_column_is_the_same_numbers_as_the_blocks(chains: tuple[StepView, Vocabulary]) -> None:
+def test_a_column_is_the_same_numbers_as_the_blocks(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, _ = chains
     g = scored(view)
     blocks = [np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(-1, 8) for r in range(8)]
@@ -92,7 +91,7 @@ def test_a_column_is_the_same_numbers_as_the_blocks(chains: tuple[StepView, Voca
         assert np.array_equal(column, np.concatenate([block[:, target] for block in blocks]))
 
 
-def test_sums_of_the_table_are_sums_over_tokens(chains: tuple[StepView, Vocabulary]) -> None:
+def test_sums_of_the_table_are_sums_over_tokens(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
     table = payload.step_payload(view, vocabulary)
     g = scored(view)
@@ -103,16 +102,16 @@ def test_sums_of_the_table_are_sums_over_tokens(chains: tuple[StepView, Vocabula
     assert "influence_position" not in table["groups"][skipped(view)]
 
 
-def test_miniatures_keep_the_strongest_value(chains: tuple[StepView, Vocabulary]) -> None:
+def test_miniatures_keep_the_strongest_value(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, _ = chains
     floats = np.frombuffer(payload.miniatures(view, "position"), "<f4")
-    sizes = [len(view.members[g]) * payload.miniature_columns(view, g) for g in range(view.n_groups)]
+    sizes = [len(view.members(g)) * payload.miniature_columns(view, g) for g in range(view.n_groups)]
     assert len(floats) == sum(sizes)
     g = scored(view)
     picture = floats[sum(sizes[:g]) : sum(sizes[: g + 1])]
-    values = view.channel("influence_position")
+    values = view.column("influence_position")
     assert values is not None
-    mine = np.concatenate([values[view.tokens(r)] for r in view.members[g]])
+    mine = np.concatenate([values[view.tokens(r)] for r in view.members(g)])
     assert np.abs(picture).max() == np.abs(mine).max()
 
 
@@ -123,17 +122,16 @@ def test_long_responses_are_folded_without_losing_peaks() -> None:
     assert line.min() == -5.0 and np.isfinite(line).all()
 
 
-def test_points_cover_every_traced_token_once(chains: tuple[StepView, Vocabulary]) -> None:
+def test_points_cover_every_traced_token_once(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
     structure = payload.points_payload(view, vocabulary)
     floats = np.frombuffer(payload.points(view, "position", vocabulary), "<f4").reshape(3, -1)
-    assert view.influence is not None
-    assert floats.shape[1] == structure["total"] == view.influence.n_tokens
+    assert floats.shape[1] == structure["total"] == view.parts["influence_trace"].n_tokens
     assert sum(response["length"] for response in structure["responses"]) == structure["total"]
 
 
 def test_a_large_step_is_sampled_and_says_so(
-    chains: tuple[StepView, Vocabulary], monkeypatch: pytest.MonkeyPatch
+    chains: tuple[ScoredStep, Vocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view, vocabulary = chains
     monkeypatch.setattr(payload, "MOST_POINTS", 100)
@@ -162,13 +160,13 @@ def test_responses_are_matched_by_row_not_by_order(tmp_path: Path) -> None:
                       "optimizer_step", "selection", "prompt_influence"):  # fmt: skip
             columns[name] = columns[name][order]
     columns["token_offsets"] = np.concatenate([[0], np.cumsum(lengths[order])])
-    before = load_step_view(open_run(run.path), 1)
+    before = load_step(open_run(run.path), 1)
     run.influence_writer.write(1, columns)
     run.close()
-    after = load_step_view(open_run(run.path), 1)
+    after = load_step(open_run(run.path), 1)
     assert before is not None and after is not None
     own = np.concatenate([response.own for group in groups for response in group.responses if group.mixed])
-    found = after.channel("influence_loss_term")
+    found = after.column("influence_loss_term")
     assert found is not None
     np.testing.assert_allclose(found[np.isfinite(found)], own, rtol=1e-5)
 
@@ -177,7 +175,7 @@ def test_a_run_without_influence_is_shown_with_entropy(tmp_path: Path) -> None:
     run = SampleRun(tmp_path / "run", groups=2, total_steps=1, influence=False)
     run.write_step(1)
     run.finish()
-    view = load_step_view(open_run(run.path), 1)
+    view = load_step(open_run(run.path), 1)
     assert view is not None
     structure = payload.group_payload(view, 0, load_vocabulary(open_run(run.path)))
     assert structure["credits"] == [] and "entropy" in structure["channels"]
@@ -189,13 +187,13 @@ def test_a_damaged_trace_leaves_the_other_one(tmp_path: Path) -> None:
     run.finish()
     file = next((run.path / "influence_trace/steps").iterdir())
     file.write_bytes(file.read_bytes()[:-100])
-    view = load_step_view(open_run(run.path), 1)
-    assert view is not None and view.entropy is not None and view.influence is None
+    view = load_step(open_run(run.path), 1)
+    assert view is not None and "entropy_trace" in view.parts and "influence_trace" not in view.parts
     assert "left out" in view.problems[0]
     other = next((run.path / "entropy_trace/steps").iterdir())
     other.write_bytes(b"")
     with pytest.raises(StepUnreadableError):
-        load_step_view(open_run(run.path), 1)
+        load_step(open_run(run.path), 1)
 
 
 def test_without_token_bytes_ids_are_shown(tmp_path: Path) -> None:

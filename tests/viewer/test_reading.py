@@ -10,14 +10,13 @@ from playwright.sync_api import expect
 from tests.viewer.serving import Watched
 
 RENDER = """async (source) => {
-  const { richText } = await import("/static/js/rich_text.js");
+  const { richText } = await import("/static/js/text.js");
   const node = document.createElement("div");
   node.append(...richText(source));
   return node.innerHTML;
 }"""
 MESSAGES = """async (pieces) => {
-  const { messagesOf } = await import("/static/js/chat_roles.js");
-  const { readVocabulary } = await import("/static/js/token_text.js");
+  const { messagesOf, readVocabulary } = await import("/static/js/text.js");
   const special = pieces.flatMap(([, control], index) => (control ? [index] : []));
   const ids = pieces.map((_, index) => index);
   return messagesOf(readVocabulary({ ids, bytes: pieces.map(([hex]) => hex), special }));

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, expect
 
+from gradtrace import open_run
 from gradtrace.cli import main
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import ENTROPY_PROBE, TRACIN, TracinReason
-from gradtrace.viewer.probe_payload import probe_payload
-from gradtrace.viewer.tracin_payload import tracin_payload
+from gradtrace.instruments.entropy_probe import ENTROPY_PROBE
+from gradtrace.instruments.tracin import TRACIN, TracinReason
+from gradtrace.viewer.pages import probe_payload, tracin_payload
 from gradtrace.viewer.vocabulary import load_vocabulary
 from tests.training.small import overrides
 from tests.viewer.serving import Watched, serving

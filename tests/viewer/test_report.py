@@ -10,9 +10,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from gradtrace.cli import main
+from gradtrace.commands.report import make_report, show
 from gradtrace.errors import GradtraceError
 from gradtrace.viewer.bundle import bundle_script
-from gradtrace.viewer.report import make_report, show
 from gradtrace.viewer.server import static_files
 from tests.viewer.serving import Watched
 from tests.viewer.test_live_and_broken import HOSTILE, RUN_NAME, hostile_run
@@ -96,7 +96,7 @@ def test_asking_for_what_is_not_there_is_an_error(runs_dir: Path, tmp_path: Path
 
 
 def test_effects_beyond_the_budget_are_left_out_and_said(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradtrace.viewer.report.PAIRWISE_BUDGET", 10_000)
+    monkeypatch.setattr("gradtrace.commands.report.PAIRWISE_BUDGET", 10_000)
     report = make_report([runs_dir / "chains"], steps=[2], max_groups=4)
     assert report.groups == 4 and any("left out" in remark for remark in report.remarks)
 
@@ -146,7 +146,7 @@ def test_a_report_holds_the_pages_of_tracin_and_the_probe(page: Page, runs_dir: 
 def test_what_a_report_leaves_out_is_said_on_its_page(
     page: Page, runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradtrace.viewer.instrument_pages.RESPONSES", 1)
+    monkeypatch.setattr("gradtrace.viewer.pages.RESPONSES", 1)
     output = tmp_path / "report.html"
     output.write_text(make_report([runs_dir / "chains"], steps=[2]).page, encoding="utf-8")
     page.goto(output.as_uri() + "#/tracin")

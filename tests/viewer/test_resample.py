@@ -17,7 +17,7 @@ from gradtrace.commands.view import LiveSampling
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.counterfactual.columns import stored_groups
 from gradtrace.training.run import train
-from gradtrace.viewer.resample import MOST_K, ResampleJob
+from gradtrace.viewer.counterfactual import MOST_K, ResampleJob
 from gradtrace.viewer.security import access_for
 from tests.training import small
 from tests.viewer.serving import serving
@@ -120,7 +120,7 @@ def test_limits(client: httpx.Client, path: str, status: int) -> None:
 
 
 def test_lengths_are_limited_too(made: Path, run_dir: Path) -> None:
-    from gradtrace.viewer.resample import Request
+    from gradtrace.viewer.counterfactual import Request
 
     request = Request(run_dir, 3, 0, 0, 0, k=100)
     with pytest.raises(GradtraceError, match="too many for a page"):
@@ -161,7 +161,7 @@ class Slow:
 
 
 def test_one_job_at_a_time_and_it_can_be_cancelled() -> None:
-    from gradtrace.viewer.resample import Request
+    from gradtrace.viewer.counterfactual import Request
 
     sampling = Slow()
     job, request = ResampleJob(sampling), Request(Path("."), 1, 0, 0, 0, 1)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gradtrace.trace.reader import open_run
+from gradtrace import open_run
+from gradtrace.instruments.entropy_probe import ENTROPY_PROBE, ProbeBatch
+from gradtrace.instruments.tracin import TRACIN, TracinReason
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_PROBE, TRACIN, ProbeBatch, TracinReason
 from gradtrace.trace.step import Step
 from tests.viewer.conftest import write_run
 from tests.viewer.serving import Watched, serving

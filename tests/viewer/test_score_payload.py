@@ -9,13 +9,12 @@ import httpx
 import numpy as np
 import pytest
 
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import ENTROPY_PROBE, TRACIN, ProbeBatch, TracinReason
+from gradtrace import open_run
+from gradtrace.instruments.entropy_probe import ENTROPY_PROBE, ProbeBatch
+from gradtrace.instruments.tracin import TRACIN, TracinReason
 from gradtrace.trace.step import Step
-from gradtrace.viewer.payload import json_bytes
-from gradtrace.viewer.probe_payload import probe_payload
-from gradtrace.viewer.response_payload import response_payload
-from gradtrace.viewer.tracin_payload import REASONS, tracin_payload
+from gradtrace.viewer.group import json_bytes
+from gradtrace.viewer.pages import REASONS, probe_payload, response_payload, tracin_payload
 from gradtrace.viewer.vocabulary import Vocabulary, load_vocabulary
 from tests.viewer.conftest import write_run
 

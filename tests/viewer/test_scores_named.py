@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gradtrace.trace.kinds.influence_trace import Credit
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import INFLUENCE_TRACE
+from gradtrace import open_run
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.trace.columns import Credit
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.viewer.payload import group_payload, step_payload
-from gradtrace.viewer.step_view import StepView, load_step_view
+from gradtrace.viewer.group import group_payload, step_payload
+from gradtrace.viewer.scores import ScoredStep, load_step
 from gradtrace.viewer.vocabulary import load_vocabulary
 from tests.viewer.conftest import write_run
 from tests.viewer.serving import Watched, serving
@@ -54,14 +54,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def view(run_dir: Path) -> StepView:
-    found = load_step_view(open_run(run_dir), 1)
+def view(run_dir: Path) -> ScoredStep:
+    found = load_step(open_run(run_dir), 1)
     assert found is not None
     return found
 
 
 @pytest.fixture(scope="module")
-def groups(view: StepView) -> tuple[int, int]:
+def groups(view: ScoredStep) -> tuple[int, int]:
     """(the group with loss terms, one with the tail alone)."""
     best = {g: scores[0] for g in range(view.n_groups) if (scores := view.group_scores(g))}
     return next(g for g, s in best.items() if s == "loss_term"), next(g for g, s in best.items() if s == "tail")
@@ -81,7 +81,7 @@ def go(page: Page, address: str) -> None:
     page.goto(page.url.split("#")[0] + address)
 
 
-def test_groups_say_which_credit_they_have(view: StepView, run_dir: Path, groups: tuple[int, int]) -> None:
+def test_groups_say_which_credit_they_have(view: ScoredStep, run_dir: Path, groups: tuple[int, int]) -> None:
     words = load_vocabulary(open_run(run_dir))
     table = step_payload(view, words)
     assert table["common_credit"] == "tail"  # what all scored groups have can be compared
@@ -121,15 +121,15 @@ def test_the_switch_asks_what_making_a_token_likelier_would_do(page: Page, group
     expect(page.get_by_role("radio", name="making it likelier would do")).to_be_hidden()
 
 
-def test_clipped_tokens_are_marked(page: Page, groups: tuple[int, int], view: StepView) -> None:
+def test_clipped_tokens_are_marked(page: Page, groups: tuple[int, int], view: ScoredStep) -> None:
     go(page, f"#/group?step=1&group={groups[0]}")
-    expect(page.locator(".row .slot-1 .t.clipped")).to_have_count(len(view.members[groups[0]]))
+    expect(page.locator(".row .slot-1 .t.clipped")).to_have_count(len(view.members(groups[0])))
     expect(page.locator(".explain .slot-1")).to_contain_text("training takes no step on this token")
     page.locator(".row .slot-1 .t.clipped").first.hover()
     expect(page.get_by_role("tooltip")).to_contain_text("clipped")
 
 
-def test_the_step_page_compares_by_the_credit_that_all_groups_have(page: Page, view: StepView) -> None:
+def test_the_step_page_compares_by_the_credit_that_all_groups_have(page: Page, view: ScoredStep) -> None:
     go(page, "#/step?step=1")
     expect(page.get_by_role("radio", name="tail")).to_have_attribute("aria-checked", "true")
     scored = sum(bool(view.group_scores(g)) for g in range(view.n_groups))

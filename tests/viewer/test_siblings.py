@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from gradtrace.trace.reader import open_run
-from gradtrace.viewer.step_view import StepView, load_step_view, token_ids
+from gradtrace import open_run
+from gradtrace.viewer.scores import ScoredStep, load_step
 from tests.viewer.serving import Watched
 
 STEP = 2
 
 
 @pytest.fixture(scope="module")
-def view(runs_dir: Path) -> StepView:
-    found = load_step_view(open_run(runs_dir / "chains"), STEP)
+def view(runs_dir: Path) -> ScoredStep:
+    found = load_step(open_run(runs_dir / "chains"), STEP)
     assert found is not None
     return found
 
 
-def texts_of(view: StepView, g: int) -> list[tuple[int, ...]]:
-    return [tuple(token_ids(view.layout, r).tolist()) for r in view.members[g]]
+def texts_of(view: ScoredStep, g: int) -> list[tuple[int, ...]]:
+    return [tuple(view.ids(r).tolist()) for r in view.members(g)]
 
 
-def test_identical_responses_are_one_row_that_says_how_many_and_spreads(viewer: Watched, view: StepView) -> None:
+def test_identical_responses_are_one_row_that_says_how_many_and_spreads(viewer: Watched, view: ScoredStep) -> None:
     g = next(g for g in range(view.n_groups) if 1 < len(set(texts_of(view, g))) < len(texts_of(view, g)))
     texts = texts_of(view, g)
     page = viewer.open(f"#/group?step={STEP}&group={g}")
@@ -42,7 +42,7 @@ def test_identical_responses_are_one_row_that_says_how_many_and_spreads(viewer: 
     expect(page.locator(f".row[aria-label^='Response r{copy},']")).to_be_visible()
 
 
-def test_two_responses_are_compared_from_their_first_difference(viewer: Watched, view: StepView) -> None:
+def test_two_responses_are_compared_from_their_first_difference(viewer: Watched, view: ScoredStep) -> None:
     g = next(g for g in range(view.n_groups) if len(set(texts_of(view, g))) > 1)
     texts = texts_of(view, g)
     other = next(index for index, text in enumerate(texts) if text != texts[0])

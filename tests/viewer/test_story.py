@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradtrace import open_run
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup
 from gradtrace.instruments.counterfactual.tree import Measurement, PrefixTree, Sample
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, GroupStatus, Selection, ragged
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.trace.columns import GroupStatus, Selection, ragged
 from gradtrace.trace.token_text import Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.viewer.step_view import StepView, load_step_view
+from gradtrace.viewer.scores import ScoredStep, load_step
 from gradtrace.viewer.story import group_story, run_story, step_story
 from gradtrace.viewer.vocabulary import Vocabulary
 
@@ -34,7 +36,7 @@ def written(
     step: int = 1,
     gaps: list[float] | None = None,
     **meta: Any,
-) -> StepView:
+) -> ScoredStep:
     """A step of one group, as the trainer would have written it; `gaps`: trainer's log-probs minus sampler's."""
     n, best = len(answers), max(rewards)
     accepted = np.array([reward == best for reward in rewards]) & (len(set(rewards)) > 1)
@@ -72,7 +74,7 @@ def written(
         standard = {"output_function": "training_loss", "target": "log_prob", "pairwise_credit": "tail"}
         with TraceWriter(path, INFLUENCE_TRACE, on_error="raise") as writer:
             writer.write(step, {**shared, **more, **columns}, about | standard | meta)
-    view = load_step_view(open_run(path), step)
+    view = load_step(open_run(path), step)
     assert view is not None
     return view
 
@@ -128,7 +130,7 @@ def test_a_step_that_makes_tokens_likelier_is_not_called_training(tmp_path: Path
 
 def test_a_clipped_token_takes_no_step(tmp_path: Path) -> None:
     view = written(tmp_path, ANSWERS, REWARDS, first_wrong={0: 1}, scores={"loss_term": LOSS_TERM})
-    view._channels["no_step"] = np.ones(view.n_tokens, np.float32)
+    view._columns["no_step", ""] = np.ones(view.n_tokens, np.float32)
     assert "training takes no step on it, because it was clipped" in group_story(view, 0, WORDS).sentence
 
 

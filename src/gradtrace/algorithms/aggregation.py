@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms.registry import nearest
-from gradtrace.algorithms.types import masked
+from gradtrace.algorithms.registry import masked, nearest
 from gradtrace.errors import GradtraceError
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")

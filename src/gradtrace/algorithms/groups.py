@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms.types import check_rewards
+from gradtrace.algorithms.registry import check_rewards
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ import argparse
 from pathlib import Path
 
 from gradtrace.errors import GradtraceError
-from gradtrace.program import command
-from gradtrace.terminal import no_foreign_bars, progress_bar, say, seconds, settings_from
+from gradtrace.terminal import command, no_foreign_bars, progress_bar, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,21 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from gradtrace.commands.rollouts.attribution import AttributeSettings, attribute
+    from gradtrace.commands.rollouts.attribution import attribute
 
     no_foreign_bars()
     if args.output is not None and args.output.resolve() == args.run_dir.resolve():
         raise GradtraceError("--output is the run itself: leave it out, or give another name")
-    settings = settings_from(args, AttributeSettings, steps=args.step, groups=args.group, budget=seconds(args.budget))
     console = Console(highlight=False)
     with progress_bar(console) as progress:
-        found = attribute(
-            args.run_dir,
-            args.overrides,
-            settings,
-            lambda what, done, total: progress(done, total, what),
-            lambda text: say(console, text),
-        )
+        found = attribute(args, lambda what, done, total: progress(done, total, what), lambda text: say(console, text))
     if found.optimizer:
         say(console, f"Optimizer: {found.optimizer}.")
     console.print(

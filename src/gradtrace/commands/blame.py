@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from gradtrace.instruments.blame.report import WHAT, Part, Report
+from gradtrace.commands import add_run, opened_run
+from gradtrace.instruments.blame.report import WHAT, GradientReport, Part
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
     add = parser.add_argument
-    add("run_dir", metavar="RUN", help="a run folder, or a name in --runs-dir")
-    add("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
     add("--step", type=int, help="default: the step with the most to explain")
     add("--what", choices=WHAT, default="grad_norm", help="the event (default: grad_norm)")
     add("--top", type=int, default=8, help="rows of each list (default: 8)")
@@ -32,11 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gradtrace.instruments.blame.report import blame
-    from gradtrace.trace.reader import open_run
-    from gradtrace.viewer.view import chosen_runs
 
-    opened = open_run(chosen_runs([args.run_dir], Path(args.runs_dir))[0])
-    report = blame(opened, args.what, args.step, max(1, args.top))
+    report = blame(opened_run(args), args.what, args.step, max(1, args.top))
     if args.json:
         print(json.dumps(report.as_json(), ensure_ascii=False))
     else:
@@ -44,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(report: Report) -> None:
+def _print(report: GradientReport) -> None:
     from rich.console import Console
 
     console = Console()
@@ -62,7 +58,7 @@ def _print(report: Report) -> None:
             console.print(_table(title, parts, report))
 
 
-def _table(title: str, parts: list[Part], report: Report) -> Any:
+def _table(title: str, parts: list[Part], report: GradientReport) -> Any:
     from rich.table import Table
     from rich.text import Text
 

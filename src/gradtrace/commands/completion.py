@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> None:
 
 def script(shell: str) -> str:
     from gradtrace.cli import COMMANDS
-    from gradtrace.config import Config
     from gradtrace.config.keys import schema_keys
+    from gradtrace.config.root import Config
 
     known = set(schema_keys(Config))
     sections = {key.rpartition(".")[0] for key in known}

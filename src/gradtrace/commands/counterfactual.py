@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.program import command
-from gradtrace.terminal import no_foreign_bars, progress_bar, seconds
+from gradtrace.terminal import command, no_foreign_bars, progress_bar, seconds
 
 if TYPE_CHECKING:
     from gradtrace.commands.resampling import Resampler
@@ -81,7 +80,8 @@ def measure(
     resampler: Resampler, args: argparse.Namespace, budget: float, console: Any
 ) -> tuple[int, MeasuredGroup, bool]:
     """(step, the group with all samples, whether all that was asked for is there)."""
-    from gradtrace.instruments.counterfactual.choose import choose
+    from gradtrace.commands.resampling import described
+    from gradtrace.instruments.counterfactual.measure import choose
     from gradtrace.instruments.counterfactual.sampling import missing
 
     steps = resampler.steps()
@@ -93,7 +93,7 @@ def measure(
             raise GradtraceError(f"no response {args.response}; the group has 0 to {len(source.responses) - 1}")
         only = [args.response]
     console.print(f"Step {step}, group {source.index}: {len(source.responses)} responses.")
-    console.print(f"Sampling from {resampler.nearest(step).described(step)}.", soft_wrap=True)
+    console.print(f"Sampling from {described(resampler.nearest(step), step)}.", soft_wrap=True)
     with resampler.writing() as writer:
         group = None if args.fresh else resampler.stored(step, source)
         continuations = None
@@ -130,8 +130,8 @@ def show(console: Any, resampler: Resampler, step: int, group: MeasuredGroup) ->
     from rich.table import Table
     from rich.text import Text
 
-    from gradtrace.instruments.counterfactual.results import results
-    from gradtrace.trace.show import pieces
+    from gradtrace.instruments.counterfactual.measure import results
+    from gradtrace.trace.token_text import pieces
 
     found = results(group.measurement)
     of_prompt = f"{found[0].value[0]:.3f} ± {found[0].value_stderr[0]:.3f}"

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from gradtrace.commands.rollouts.attribution import SOURCES, rollout_steps
-from gradtrace.commands.rollouts.importing import at_home
-from gradtrace.config_loader import load_config, run_of
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.counterfactual.choose import Clues
+from gradtrace.instruments.counterfactual import COUNTERFACTUAL
 from gradtrace.instruments.counterfactual.columns import (
     RESPONSE_COLUMNS,
     TOKEN_COLUMNS,
@@ -27,50 +24,15 @@ from gradtrace.instruments.counterfactual.columns import (
     stored_groups,
     write_groups,
 )
+from gradtrace.instruments.counterfactual.measure import Clues
 from gradtrace.instruments.counterfactual.sampling import Continuations
-from gradtrace.integrations.verl.launch.checkpoints import converted, steps_of
-from gradtrace.policy.policy import Policy, load_with_adapters
 from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.tasks.base import Task
-from gradtrace.tasks.rewards import RewardFunction
-from gradtrace.trace import lock
-from gradtrace.trace.atomic import DamagedError, make_folder, unseal
-from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.schema import COUNTERFACTUAL, INFLUENCE_TRACE
-from gradtrace.trace.step import Step
+from gradtrace.runs import Checkpoint, NotStoredError, open_run
+from gradtrace.trace.columns import SCORE_OF_CREDIT
+from gradtrace.trace.files import make_folder
+from gradtrace.trace.run_files import acquire_lock, release_lock
+from gradtrace.trace.table import StepTable
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.checkpoint import MARKER, check_complete, weights_seal, what_exists
-from gradtrace.training.parts import build_reward, build_sampler, build_task, suitable_threads
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A policy of the run, and how many training steps are behind it (None: not known)."""
-
-    folder: Path
-    name: str
-    step: int | None
-
-    def away(self, step: int) -> int | None:
-        """Training steps between these weights and those that wrote the responses of `step`."""
-        return None if self.step is None else self.step - (step - 1)
-
-    def described(self, step: int) -> str:
-        away = self.away(step)
-        wrote = f"those that wrote the responses of step {step}"
-        if not away:
-            return self.name if away is None else f"{self.name}: {wrote}"
-        return f"{self.name}, {abs(away)} steps {'after' if away > 0 else 'before'} {wrote}"
-
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """A model that is ready to sample, with the task and the reward that judge it."""
-
-    weights: Weights
-    sampler: Sampler
-    task: Task
-    reward: RewardFunction
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,122 +55,88 @@ class Resampler:
 
     def __init__(self, path: Path, overrides: list[str] | None = None, model: Path | None = None) -> None:
         """`path`: a run, or a checkpoint of one that is to be used. `model`: a transformers folder to use instead."""
-        self.run_dir = run_of(path)
-        self.run: Run = open_run(self.run_dir)
-        if not (self.run_dir / "config.yaml").is_file():
-            raise GradtraceError(f"{self.run_dir} is no run: it has no config.yaml. Give one, e.g. runs/demo.")
-        self.config = at_home(load_config([f"resume={self.run_dir}", *(overrides or [])]), self.run_dir)
-        self._fixed = model or (path if path != self.run_dir else None)
-        self._loaded: Loaded | None = None
+        self.run = open_run(path, overrides or [])
+        self.run.check_task()
+        self.run.refuse_unasked_code()
+        if model is not None:
+            self.run = self.run.with_model(model)
+        self.run_dir = self.run.given
+        self.config = self.run.settings
+        self._sampler: tuple[Checkpoint, Sampler] | None = None
 
     # ------------------------------------------------------------ what there is
 
     @cached_property
-    def weights(self) -> list[Weights]:
+    def weights(self) -> list[Checkpoint]:
         """The policies that are there."""
-        if self._fixed is not None:
-            if (self._fixed / MARKER).is_file():
-                check_complete(self._fixed)
-                return [_checkpoint(self._fixed)]
-            if not (self._fixed / "config.json").is_file():
-                raise GradtraceError(
-                    f"{self._fixed} is no checkpoint and no transformers folder (no config.json); "
-                    f"{what_exists(self._fixed)}"
-                )
-            return [Weights(self._fixed, str(self._fixed), None)]
-        found = [_checkpoint(file.parent) for file in sorted(self.run_dir.glob(f"checkpoints/step_*/{MARKER}"))]
-        there = {each.step for each in found}
-        for step in set(steps_of(self.run_dir)) - there:  # verl's own, which `nearest` converts
-            name = f"step_{step:06d}"
-            found.append(Weights(self.run_dir / "checkpoints" / name, name, step))
-        last, policy = self.run.summary.get("steps"), self.run_dir / "policy"
-        if isinstance(last, int) and (policy / "config.json").is_file():
-            found.append(Weights(policy, "policy", last))
+        chosen = self.run.chosen
+        found = [chosen] if chosen else [each for each in self.run.checkpoints if each.step is not None]
         if not found:
-            raise GradtraceError(
+            raise NotStoredError(
                 f"{self.run_dir} has no checkpoints and no policy/ to sample from: train with "
                 "trainer.checkpoint.every=10, or give a transformers folder with --model"
             )
         return found
 
-    def nearest(self, step: int) -> Weights:
-        found = min(self.weights, key=lambda each: (abs(each.away(step) or 0), each.step or 0))
-        if found.step is not None and not found.folder.is_dir():
-            converted(self.run_dir, found.step)
-        return found
+    def nearest(self, step: int) -> Checkpoint:
+        """The weights nearest to those that wrote the responses of a step."""
+        found = min(self.weights, key=lambda each: (abs(steps_away(each, step) or 0), each.step or 0))
+        return self.run.ready(found)
 
     def steps(self) -> list[int]:
         return rollout_steps(self.run)
 
-    def source(self, step: int) -> Step:
-        """The trace with the responses of a step."""
-        for kind in SOURCES:
-            if step in self.run.steps(kind):
-                return self.run.step(kind, step)
+    def table(self, step: int) -> StepTable:
+        """The traces with the responses of a step."""
         there = self.steps()
         if not there:
             raise GradtraceError(
                 f"{self.run_dir} has no traces of its responses: train with trainer.entropy_trace.enable=true"
             )
-        raise GradtraceError(f"no trace of step {step}; {self.run_dir} has {_ranges(there)}")
+        if step not in there:
+            raise GradtraceError(f"no trace of step {step}; {self.run_dir} has {_ranges(there)}")
+        return StepTable(step, {kind: self.run.step(kind, step) for kind in SOURCES if step in self.run.steps(kind)})
 
     def group(self, step: int, index: int | None = None) -> SourceGroup:
         """Group `index` of a step; without one, the first whose rewards differ."""
-        source = self.source(step)
-        filled = np.unique(source["group"]).tolist()
+        table = self.table(step)
+        rewards = table.need("reward")
+        filled = np.unique(table.group).tolist()
         if index is None:
-            rewards = {g: source["reward"][source["group"] == g] for g in filled}
-            index = next((g for g in filled if len(set(rewards[g].tolist())) > 1), filled[0] if filled else 0)
+            mixed = (g for g in filled if len(np.unique(rewards[table.members(g)])) > 1)
+            index = next(mixed, filled[0] if filled else 0)
         if index not in filled:
             raise GradtraceError(f"no responses of group {index}; step {step} has groups {_ranges(filled)}")
-        group = source.group(index)
-        tokens = [source.tokens(r) for r in group.responses]
-        columns = {name: source[name][group.responses] for name in RESPONSE_COLUMNS if name in source}
-        for name in TOKEN_COLUMNS:
-            if name in source:
-                columns[name] = np.concatenate([own[name] for own in tokens])
+        members = table.members(index)
+        tokens = table.tokens_of(members)
+        own = {name: table.column(name) for name in (*RESPONSE_COLUMNS, *TOKEN_COLUMNS)}
+        columns = {
+            name: values[tokens if name in TOKEN_COLUMNS else members]
+            for name, values in own.items()
+            if values is not None
+        }
+
+        def by_response(values: np.ndarray | None) -> list[np.ndarray] | None:
+            return None if values is None else np.split(values, np.cumsum(table.lengths[members])[:-1])
+
         return SourceGroup(
             index=index,
-            group_id=group.group_id,
-            prompt=group.prompt_ids.tolist(),
-            responses=[own["token_id"].tolist() for own in tokens],
-            rewards=source["reward"][group.responses],
+            group_id=int(table.need("group_id")[index]),
+            prompt=table.prompt(index).tolist(),
+            responses=[table.ids(r).tolist() for r in members],
+            rewards=rewards[members],
             columns=columns,
-            clues=Clues(
-                [own["entropy"] for own in tokens] if "entropy" in source else None,
-                self._influence(step, columns["row"]),
-            ),
-            written=[own["loss_mask"] for own in tokens] if "loss_mask" in source else None,
+            clues=Clues(by_response(columns.get("entropy")), by_response(_influence(table, tokens))),
+            written=by_response(columns.get("loss_mask")),
         )
-
-    def _influence(self, step: int, rows: np.ndarray) -> list[np.ndarray] | None:
-        """Influence scores of the responses in these rows of the batch, where they were traced."""
-        if step not in self.run.steps(INFLUENCE_TRACE):
-            return None
-        trace = self.run.step(INFLUENCE_TRACE, step)
-        place = {int(row): r for r, row in enumerate(trace["row"])}
-        found = [trace.influence(place[int(row)]) for row in rows if int(row) in place]
-        return found if len(found) == len(rows) and all(own is not None for own in found) else None  # type: ignore[return-value]
 
     # ------------------------------------------------------------ the model
 
-    def load(self, weights: Weights) -> Loaded:
-        if self._loaded is not None and self._loaded.weights == weights:
-            return self._loaded
-        if (weights.folder / MARKER).is_file():
-            check_complete(weights.folder)
-        folder = weights.folder / "policy" if (weights.folder / "policy").is_dir() else weights.folder
-        self.config.model.path = str(folder)
-        reward = build_reward(self.config.reward)
-        _, task = build_task(self.config, None)
-        model = load_with_adapters(folder, self.config.model, trainable=False, key="checkpoint").eval()
-        device = next(model.parameters()).device
-        if device.type == "cpu":
-            policy = Policy(model, device, self.config.rollout.temperature)
-            torch.set_num_threads(self.config.trainer.cpu_threads or suitable_threads(policy))
-        sampler = build_sampler(model, task, self.config.rollout)
-        self._loaded = Loaded(weights, sampler, task, reward or RewardFunction(f"{task.name}.reward", task.reward))
-        return self._loaded
+    def load(self, weights: Checkpoint) -> Sampler:
+        if self._sampler is None or self._sampler[0] != weights:
+            policy = self.run.policy(weights, precision="float32")
+            self._sampler = (weights, self.run.sampler(policy))
+        return self._sampler[1]
 
     def settings(self, step: int, source: SourceGroup) -> dict[str, Any]:
         """What decides the distribution of continuations and their rewards."""
@@ -216,8 +144,8 @@ class Resampler:
         return {
             "checkpoint": weights.name,
             "checkpoint_step": weights.step,
-            "steps_away": weights.away(step),
-            "weights": weights_seal(weights.folder),
+            "steps_away": steps_away(weights, step),
+            "weights": weights.seal,
             "reward": reward.path or reward.name,
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
@@ -227,8 +155,8 @@ class Resampler:
         }
 
     def continuations(self, step: int, source: SourceGroup, seed: int = 0) -> Continuations:
-        loaded = self.load(self.nearest(step))
-        item = loaded.task.find(source.prompt)
+        sampler, task, reward = self.load(self.nearest(step)), self.run.task, self.run.reward
+        item = task.find(source.prompt)
         if item is None:
             raise GradtraceError(
                 f"the prompt of group {source.index} of step {step} is not in the run's data, so that nothing can "
@@ -240,19 +168,19 @@ class Resampler:
                 "the rollouts were imported without answers, so that nothing can judge their continuations: say what "
                 "does, reward.name=think_format or another name (docs/rewards.md), or reward.path=my_rewards.py:mine"
             )
-        if source.written is not None and loaded.sampler.environment is None:
+        if source.written is not None and sampler.environment is None:
             raise GradtraceError(
                 f"step {step} has responses with what tools or users wrote, and task.name={self.config.task.name} has "
                 "no tool that could answer in continuations, as task.name=calculator has. Use its influence trace, or "
                 "`gradtrace verify`"
             )
         longest = self.settings(step, source)["max_new_tokens"]
-        params = SamplingParams.of(self.config.rollout, loaded.task.stop_token_ids, n=1, max_new_tokens=longest)
+        params = SamplingParams.of(self.config.rollout, task.stop_token_ids, n=1, max_new_tokens=longest)
 
         def judge(texts: list[str]) -> list[float]:
-            return loaded.reward(texts, [item] * len(texts))
+            return reward(texts, [item] * len(texts))
 
-        return Continuations(loaded.sampler, loaded.task.tokenizer, params, judge, seed)
+        return Continuations(sampler, task.tokenizer, params, judge, seed)
 
     # ------------------------------------------------------------ results
 
@@ -284,12 +212,12 @@ class Resampler:
         """The writer of this run's results; one process at a time has it."""
         folder = self.run_dir / COUNTERFACTUAL
         make_folder(folder)
-        lock.acquire(folder)
+        acquire_lock(folder)
         try:
             with TraceWriter(self.run_dir, COUNTERFACTUAL, on_error="raise") as writer:
                 yield writer
         finally:
-            lock.release(folder)
+            release_lock(folder)
 
     def save(self, writer: TraceWriter, step: int, group: MeasuredGroup) -> None:
         """Store a group beside the others of its step."""
@@ -299,12 +227,26 @@ class Resampler:
         write_groups(writer, step, [*others, group], meta)
 
 
-def _checkpoint(folder: Path) -> Weights:
-    try:
-        step = int(unseal((folder / "state.json").read_bytes())["step"])
-    except (OSError, DamagedError, KeyError, ValueError) as error:
-        raise GradtraceError(f"{folder} is damaged: state.json: {error}") from error
-    return Weights(folder, folder.name, step)
+def _influence(table: StepTable, tokens: np.ndarray) -> np.ndarray | None:
+    """The influence scores of these tokens in the best credit that each has; None where they were not traced."""
+    found = np.full(len(tokens), np.nan)
+    for name in SCORE_OF_CREDIT.values():
+        if (scores := table.column(name)) is not None:
+            found = np.where(np.isnan(found), scores[tokens], found)
+    return found if np.isfinite(found).any() else None
+
+
+def steps_away(weights: Checkpoint, step: int) -> int | None:
+    """Training steps between these weights and those that wrote the responses of `step`; None: not known."""
+    return None if weights.step is None else weights.step - (step - 1)
+
+
+def described(weights: Checkpoint, step: int) -> str:
+    away = steps_away(weights, step)
+    wrote = f"those that wrote the responses of step {step}"
+    if not away:
+        return weights.name if away is None else f"{weights.name}: {wrote}"
+    return f"{weights.name}, {abs(away)} steps {'after' if away > 0 else 'before'} {wrote}"
 
 
 def _ranges(numbers: list[int]) -> str:

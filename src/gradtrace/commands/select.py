@@ -32,28 +32,28 @@ from rich.table import Table
 from torch import Tensor
 
 from gradtrace.algorithms import AdvantageInputs, advantage
-from gradtrace.attribution import AttributionError
+from gradtrace.attribution import AttributionError, TrainingPass
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import ModelConfig
+from gradtrace.commands.pages import write_page
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.instruments.own_loop import batch_of_lists
+from gradtrace.instruments.tracin import TRACIN, TracinConfig
 from gradtrace.instruments.tracin.diagnosis import diagnose
 from gradtrace.instruments.tracin.losses import has_signal, training_losses, validation_losses
-from gradtrace.instruments.tracin.model_scorer import ModelScorer
-from gradtrace.instruments.tracin.scores import score_parts
-from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT, TracInSelector
-from gradtrace.policy.policy import Policy, load_with_adapters
+from gradtrace.instruments.tracin.observer import Question, TracinObserver
+from gradtrace.instruments.tracin.selector import METHODS, PARAMETERS, SIGN, UNIT
+from gradtrace.runs import open_run
 from gradtrace.tasks.datasets import encode, messages_of
 from gradtrace.tasks.rewards import shorten
 from gradtrace.tasks.sources import read_file
-from gradtrace.tasks.tokenizer import load_tokenizer
 from gradtrace.terminal import no_foreign_bars
-from gradtrace.trace.atomic import atomic_write
-from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE, TRACIN, TracinReason
-from gradtrace.training.checkpoint import model_of
+from gradtrace.trace.reader import RunReader
+from gradtrace.training.host import PolicyHost
 
 SAVED_KINDS = (ENTROPY_TRACE, TRACIN, INFLUENCE_TRACE)
-"""Traces in which a run keeps its rollouts, the most complete first."""
+"""Traces in which a run keeps its rollouts."""
 SHOWN = 3
 
 Item = TypeVar("Item")
@@ -91,22 +91,31 @@ class Row:
 def run(args: argparse.Namespace) -> int:
     no_foreign_bars()
     console = Console()
-    folder = model_of(args.model)
-    tokenizer = load_tokenizer(folder)
-    model = load_with_adapters(folder, ModelConfig(device=args.device), trainable=True)
-    policy = Policy(model, next(model.parameters()).device, args.temperature)
+    opened = open_run(
+        args.model,
+        [f"model.device={args.device}", "model.attention=auto", f"rollout.temperature={args.temperature}"],
+    )
+    tokenizer, policy = opened.tokenizer, opened.policy(trainable=True, precision="float32")
     chat = not args.no_chat_template
     rows = read_rows(args.data, tokenizer, chat)
     data = to_batch(rows, "DATA")
     validation = to_batch(read_rows(args.validation, tokenizer, chat), "--validation")
     warn_overlap(data, validation, console)
     try:
-        selector = TracInSelector(model, args.method, args.parameters)
-        scores, remarks = score(policy, selector, data, validation, args.token_budget)
+        host = PolicyHost(policy, None, TrainingPass(), token_budget=args.token_budget)
+        host.shown = shown
+        observer = TracinObserver(
+            host, TracinConfig(method=args.method, parameters=args.parameters, preconditioner="none")
+        )
+        scores, remarks = score(observer, data, validation)
     except AttributionError as error:
         raise GradtraceError(f"gradtrace select: {error}") from error
     table = ranked(rows, data, scores)
-    about = {"model": folder, "validation": args.validation, "method": selector.method}
+    about = {
+        "model": str(opened.checkpoint().weights),
+        "validation": args.validation,
+        "method": observer.selector.method,
+    }
     write(Path(args.output), table, {**about, "sign": SIGN, "unit": UNIT})
     show(console, table, remarks, Path(args.output))
     return 0
@@ -126,20 +135,17 @@ def read_rows(source: str, tokenizer: Any, chat: bool) -> list[Row]:
     return [file_row(row, f"{source}, row {number}", tokenizer, chat) for number, row in enumerate(rows)]
 
 
-def saved_rollouts(run: Run, step: int | None, tokenizer: Any) -> list[Row]:
-    kinds = [kind for kind in SAVED_KINDS if run.steps(kind) and (step is None or step in run.steps(kind))]
-    if not kinds:
+def saved_rollouts(run: RunReader, step: int | None, tokenizer: Any) -> list[Row]:
+    there = {number for kind in SAVED_KINDS for number in run.steps(kind)}
+    if not there or (step is not None and step not in there):
         which = "no traced step" if step is None else f"no trace of step {step}"
         raise GradtraceError(f"{run.path}: {which}. Train with trainer.entropy_trace.enable=true to save rollouts.")
-    saved = run.step(kinds[0], run.steps(kinds[0])[-1] if step is None else step)
+    table = run.step_table(max(there) if step is None else step)
     rows = []
-    prompts = [saved.group(g).prompt_ids.tolist() for g in range(saved.n_groups)]
-    for r in range(saved.n_responses):
-        if "reason" in saved and saved["reason"][r] == int(TracinReason.VALIDATION):
-            continue
-        prompt, response = prompts[saved["group"][r]], saved.tokens(r)["token_id"].tolist()
+    for r, reward in enumerate(table.need("reward").tolist()):
+        prompt, response = table.prompt(int(table.group[r])).tolist(), table.ids(r).tolist()
         texts = tokenizer.batch_decode([prompt, response])
-        rows.append(Row(prompt, response, texts[0], texts[1], float(saved["reward"][r])))
+        rows.append(Row(prompt, response, texts[0], texts[1], reward))
     return rows
 
 
@@ -170,25 +176,11 @@ def to_batch(rows: list[Row], name: str) -> RolloutBatch:
     if any(rewarded) and not all(rewarded):
         missing = rewarded.index(False)
         raise GradtraceError(f"{name}: row {missing} has no reward and others have: give all of them one, or none.")
-    index = {tuple(row.prompt_ids): 0 for row in rows}
-    index = {prompt: number for number, prompt in enumerate(index)}
-    lengths = torch.tensor([len(row.response_ids) for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    responses = torch.zeros(mask.shape, dtype=torch.long)
-    responses[mask] = torch.tensor([token for row in rows for token in row.response_ids])
-    group = torch.tensor([index[tuple(row.prompt_ids)] for row in rows])
-    rewards = torch.tensor([0.0 if row.reward is None else row.reward for row in rows])
-    weights = advantages(rewards, group, mask) if all(rewarded) else mask.float()
-    return RolloutBatch(
-        prompts=[list(prompt) for prompt in index],
-        group=group,
-        responses=responses,
-        response_mask=mask,
-        finished=torch.ones(len(rows), dtype=torch.bool),
-        sampler_log_probs=torch.zeros(mask.shape),
-        rewards=rewards,
-        advantages=weights,
-    )
+    number: dict[tuple[int, ...], int] = {}
+    group = [number.setdefault(tuple(row.prompt_ids), len(number)) for row in rows]
+    batch = batch_of_lists(list(number), [row.response_ids for row in rows], [row.reward or 0.0 for row in rows], group)
+    weights = advantages(batch.need("rewards"), batch.group, batch.response_mask)
+    return batch.replace(advantages=weights if all(rewarded) else batch.response_mask.float())
 
 
 def advantages(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
@@ -214,24 +206,22 @@ def warn_overlap(data: RolloutBatch, validation: RolloutBatch, console: Console)
 # ---------------------------------------------------------------- scores
 
 
-def score(
-    policy: Policy, selector: TracInSelector, data: RolloutBatch, validation: RolloutBatch, budget: int
-) -> tuple[Tensor, list[str]]:
+def score(observer: TracinObserver, data: RolloutBatch, validation: RolloutBatch) -> tuple[Tensor, list[str]]:
     """(scores float64[R] of the responses of `data` against the validation set, what is notable about them)."""
     if not has_signal(validation):
         raise GradtraceError("--validation says nothing: no prompt of it has responses with different rewards.")
     train = training_losses(data, lambda mask: mask.float())
-    host = ModelScorer(policy, selector, budget, shown=shown)
-    found, measures = score_parts(host, train, [validation_losses(validation)], measure=False)
+    found = observer.answer(Question(train, [validation_losses(validation)], measure=False))
     scores = torch.zeros(len(data), dtype=torch.float64)
-    scores[train.rows] = found[0]
-    return scores, diagnose(scores.numpy(), measures.val_norm, val_prompts=len(validation.prompts))
+    for row, own in found.columns["scores"].items():
+        scores[row] = own
+    return scores, diagnose(scores.numpy(), found.facts["measures"]["val_norm"], val_prompts=len(validation.prompts))
 
 
-def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
+def shown(items: Iterable[Item]) -> Iterator[Item]:
     """The items, with a progress bar in a terminal."""
     collected = list(items)
-    return iter(track(collected, what, transient=True, disable=not Console().is_terminal))
+    return iter(track(collected, "passes", transient=True, disable=not Console().is_terminal))
 
 
 # ---------------------------------------------------------------- the result
@@ -239,16 +229,14 @@ def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
 
 def ranked(rows: list[Row], data: RolloutBatch, scores: Tensor) -> pyarrow.Table:
     """Order the responses, best first; those that could not be scored come last."""
-    order = torch.argsort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True).tolist()
-    chosen = [rows[index] for index in order]
+    order = torch.argsort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True)
+    chosen = [rows[index] for index in order.tolist()]
     columns: dict[str, Any] = {
         "rank": list(range(1, len(order) + 1)),
-        "score": [float(scores[index]) for index in order],
-        "row": order,
-        "prompt": [row.prompt for row in chosen],
-        "response": [row.response for row in chosen],
-        "reward": [row.reward for row in chosen],
-        "advantage": [float(data.need("advantages")[index, 0]) for index in order],
+        "score": scores[order].tolist(),
+        "row": order.tolist(),
+        **{name: [getattr(row, name) for row in chosen] for name in ("prompt", "response", "reward")},
+        "advantage": data.need("advantages")[order, 0].double().tolist(),
     }
     return pyarrow.table(columns)
 
@@ -257,10 +245,7 @@ def write(path: Path, table: pyarrow.Table, about: dict[str, str]) -> None:
     table = table.replace_schema_metadata({f"gradtrace.{key}": value for key, value in about.items()})
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, buffer)
-    try:
-        atomic_write(path, buffer.getvalue().to_pybytes())
-    except OSError as error:
-        raise GradtraceError(f"-o {path}: it cannot be written: {error}") from error
+    write_page(path, buffer.getvalue().to_pybytes())
 
 
 def show(console: Console, table: pyarrow.Table, remarks: list[str], path: Path) -> None:

@@ -11,36 +11,35 @@ examples:
   gradtrace trace ls runs/demo
   gradtrace trace ls runs/demo --verify                          read every step and check its sha256
   gradtrace trace show runs/demo                                 a scored group of the latest step
-  gradtrace trace show runs/demo --step 20 --group 3 --by entropy
-  gradtrace trace show runs/gsm8k --by sentence                  a number for every sentence (line, turn)
-  gradtrace trace show runs/demo --color never | less            a line per token
   gradtrace trace export runs/demo tokens.parquet
-  gradtrace trace export runs/demo late.csv --kind entropy_trace --steps 100:
   gradtrace trace import rollouts.jsonl runs/mine --tokenizer models/mine
-                                                                 prompt, response, reward (log_probs, step, group …)
-  gradtrace trace import rollout_data_dir runs/theirs --tokenizer Qwen/Qwen2.5-0.5B --prompts train.parquet
   gradtrace trace import old/influence_trace runs/older --format older --tokenizer models/mine
+
+`gradtrace trace show --help` and the like have more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from gradtrace.commands import add_run, opened_run
+from gradtrace.commands.rollouts.legacy import import_legacy
+from gradtrace.commands.trace_show import UNITS, best_column, score_columns, show_group
 from gradtrace.errors import GradtraceError
-from gradtrace.program import command
-from gradtrace.terminal import progress_bar, say, settings_from, titled_table
-from gradtrace.trace import schema
-from gradtrace.trace.export import export_tokens
-from gradtrace.trace.legacy import import_legacy
-from gradtrace.trace.reader import Run, open_run
-from gradtrace.trace.show import best_column, score_columns, show_group
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.terminal import command, progress_bar, say, titled_table
+from gradtrace.trace.columns import COLUMNS, KINDS
+from gradtrace.trace.reader import RunReader
+from gradtrace.trace.step import Step
 from gradtrace.trace.token_text import TokenBytes
-from gradtrace.trace.units import UNITS
 
 SHOW = """One group of a step in the terminal: its prompt, its responses, every token with its score.
 
@@ -78,15 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ls | show | export | import", required=True)
     raw = argparse.RawDescriptionHelpFormatter
     listing = actions.add_parser("ls", help="what a run has: a line per step")
-    _add_run(listing)
-    listing.add_argument("--kind", choices=list(schema.KINDS), help="this trace only")
+    add_run(listing)
+    listing.add_argument("--kind", choices=list(KINDS), help="this trace only")
     listing.add_argument("--verify", action="store_true", help="read every step and check it")
 
     showing = actions.add_parser(
         "show", help="one group, every token with its score", description=SHOW, formatter_class=raw
     )
-    _add_run(showing)
-    showing.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
+    add_run(showing)
+    showing.add_argument("--kind", choices=list(KINDS), help="default: influence_trace if the run has one")
     showing.add_argument("--step", type=int, help="default: the latest")
     showing.add_argument("--group", type=int, help="index of the group in the file; default: the first scored one")
     showing.add_argument(
@@ -97,24 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     showing.add_argument("--color", choices=["auto", "always", "never"], default="auto")
 
     exporting = actions.add_parser("export", help="all tokens as one table", description=EXPORT, formatter_class=raw)
-    _add_run(exporting)
+    add_run(exporting)
     exporting.add_argument("target", metavar="FILE", help="its name ends in .parquet or .csv")
-    exporting.add_argument("--kind", choices=list(schema.KINDS), help="default: influence_trace if the run has one")
+    exporting.add_argument("--kind", choices=list(KINDS), help="default: influence_trace if the run has one")
     exporting.add_argument("--steps", default=":", help="FIRST:LAST, both included, or one number; default: all")
 
     words = "make a run of rollouts of other programs, or of older traces"
     _add_import(actions.add_parser("import", help=words, description=IMPORT, formatter_class=raw))
-
-
-def _add_run(action: argparse.ArgumentParser) -> None:
-    action.add_argument("run_dir", metavar="RUN", help="a run folder, or a name in --runs-dir")
-    action.add_argument("--runs-dir", default="runs", help="where runs are looked up by name (default: runs)")
-
-
-def _opened(args: argparse.Namespace) -> Run:
-    from gradtrace.viewer.view import chosen_runs
-
-    return open_run(chosen_runs([args.run_dir], Path(args.runs_dir))[0])
 
 
 def _add_import(importing: argparse.ArgumentParser) -> None:
@@ -156,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    run = _opened(args)
+    run = opened_run(args)
     console = Console()
     kinds = [args.kind] if args.kind else run.kinds()
     if not kinds:
@@ -174,19 +162,22 @@ def _list(args: argparse.Namespace) -> int:
     return 1 if run.problems else 0
 
 
-def _step_table(run: Run, kind: str) -> Table:
+def _step_table(run: RunReader, kind: str) -> Table:
     headings = ("step", "groups", "responses", "tokens", "kB", "bytes/token", "written")
-    table = titled_table(f"{run.name} · {kind}: {schema.KINDS[kind].meaning}", *headings, left=0)
-    for entry in run.entries(kind).values():
-        per_token = f"{entry.bytes / entry.tokens:.1f}" if entry.tokens else "–"
-        written = time.strftime("%d %b %H:%M:%S", time.localtime(entry.time))
-        counts = (entry.step, entry.groups, entry.responses, entry.tokens)
-        table.add_row(*map(str, counts), f"{entry.bytes / 1000:.1f}", per_token, written)
-    return table
+    rows = [
+        (
+            *map(str, (entry.step, entry.groups, entry.responses, entry.tokens)),
+            f"{entry.bytes / 1000:.1f}",
+            f"{entry.bytes / entry.tokens:.1f}" if entry.tokens else "–",
+            time.strftime("%d %b %H:%M:%S", time.localtime(entry.time)),
+        )
+        for entry in run.entries(kind).values()
+    ]
+    return titled_table(f"{run.name} · {kind}: {KINDS[kind].meaning}", *headings, rows=rows, left=0)
 
 
 def _show(args: argparse.Namespace) -> int:
-    run = _opened(args)
+    run = opened_run(args)
     kind = _choose_kind(run, args.kind)
     steps = run.steps(kind)
     if not steps:
@@ -210,17 +201,17 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_kind(run: Run, wanted: str | None) -> str:
+def _choose_kind(run: RunReader, wanted: str | None) -> str:
     kinds = [kind for kind in run.kinds() if run.steps(kind)]
     if wanted is not None:
         return wanted
     if not kinds:
         raise GradtraceError(f"{run.path} has no traces")
-    return schema.INFLUENCE_TRACE if schema.INFLUENCE_TRACE in kinds else kinds[0]
+    return INFLUENCE_TRACE if INFLUENCE_TRACE in kinds else kinds[0]
 
 
 def _export(args: argparse.Namespace) -> int:
-    run = _opened(args)
+    run = opened_run(args)
     kind = _choose_kind(run, args.kind)
     steps = _between(run.steps(kind), args.steps)
     rows = export_tokens(run, kind, steps, Path(args.target))
@@ -247,11 +238,10 @@ def _import(args: argparse.Namespace) -> int:
         return _import_older(args, console)
     if not args.tokenizer:
         raise GradtraceError("--tokenizer is missing: whose tokens are these? Give a model's folder or hub name")
-    from gradtrace.commands.rollouts.importing import ImportSettings, import_rollouts
+    from gradtrace.commands.rollouts.importing import import_rollouts
 
     with progress_bar(console, "reading") as progress:
-        settings = settings_from(args, ImportSettings)
-        report = import_rollouts(args.source, args.run_dir, settings, progress)
+        report = import_rollouts(args, progress)
     say(
         console,
         f"{report.responses} responses, {report.tokens} tokens, {len(report.steps)} steps of {report.format} imported "
@@ -267,7 +257,7 @@ def _import(args: argparse.Namespace) -> int:
 def _import_older(args: argparse.Namespace, console: Console) -> int:
     report = import_legacy(args.source, args.run_dir, args.credit)
     if args.tokenizer:
-        from gradtrace.tasks.tokenizer import load_tokenizer
+        from gradtrace.policy.load import load_tokenizer
 
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
         TokenBytes.from_tokenizer(tokenizer).save(args.run_dir / "token_bytes.npz")
@@ -275,3 +265,59 @@ def _import_older(args: argparse.Namespace, console: Console) -> int:
     for file, reason in report.refused.items():
         say(console, f"refused  {file}: {reason}")
     return 1 if report.refused else 0
+
+
+def export_tokens(run: RunReader, kind: str, steps: list[int], target: Path) -> int:
+    """Write the tokens of these steps, a row each; the number of rows. Steps that cannot be read are left out (see
+    `run.problems`). A column that some steps lack is null there."""
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    writers = {".parquet": parquet.ParquetWriter, ".csv": csv.CSVWriter}
+    if target.suffix not in writers:
+        raise GradtraceError(f"cannot export to {target.name}: its name must end in .parquet or .csv")
+    schemas = [_token_table(step).schema for step in run.readable_steps(kind, steps)]
+    if not schemas:
+        raise GradtraceError(f"none of these steps of {kind} can be read in {run.path}")
+    schema = pyarrow.unify_schemas(schemas)
+    if (token_bytes := run.token_bytes) is not None:
+        schema = schema.insert(PLACES, pyarrow.field("text", pyarrow.string()))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    rows = 0
+    try:
+        with writers[target.suffix](str(temporary), schema) as writer:
+            for step in run.readable_steps(kind, steps):
+                table = _token_table(step)
+                if token_bytes is not None:
+                    table = table.append_column("text", [_texts(step, token_bytes)])
+                whole = pyarrow.concat_tables([schema.empty_table(), table], promote_options="default")
+                writer.write_table(whole.combine_chunks())
+                rows += step.n_tokens
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return rows
+
+
+PLACES = 4
+"""The first columns of the table say which token it is."""
+
+
+def _token_table(step: Step) -> Any:
+    """The token table with names in place of the numbers of enums; columns per token come last."""
+    import pyarrow
+
+    table: dict[str, Any] = step.token_table()
+    for name in table:
+        if name in COLUMNS and (values := COLUMNS[name].values):
+            table[name] = np.array([value.name.lower() for value in values])[table[name]]
+    places, others = list(table)[:PLACES], list(table)[PLACES:]
+    others.sort(key=lambda name: COLUMNS[name].level == "token")
+    return pyarrow.table({name: table[name] for name in (*places, *others)})
+
+
+def _texts(step: Step, token_bytes: TokenBytes) -> Any:
+    import pyarrow
+
+    ids = [step.tokens(r)["token_id"] for r in range(step.n_responses)]
+    return pyarrow.array([token.text for own in ids for token in token_bytes.texts(own, continues=True)], "string")

@@ -7,6 +7,7 @@
   gradtrace train recipe=smollm2_countdown          a real language model on a CPU (docs/real_model.md)
   gradtrace train recipe=archer_math trainer.traces=true    a recipe for a GPU, with entropy and influence traces
   gradtrace train recipe=my.yaml                    a recipe of your own; it may say `defaults: [gsm8k, _self_]`
+  gradtrace train algorithm.path=my_losses.py algorithm.policy_loss=mine    a loss of your own (CONTRIBUTING.md)
   gradtrace train resume=runs/demo                  continue a run that was stopped, exactly where it was
   gradtrace train resume=runs/demo trainer.total_steps=200
   gradtrace train engine=verl recipe=gsm8k cluster.num_workers=8    the same recipe on 8 GPUs (see docs/verl.md)
@@ -24,11 +25,21 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, e.g. recipe=gsm8k rollout.n=16")
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    parser.epilog = instrument_switches()
+
+
+def instrument_switches() -> str:
+    """What a run can record, ours and installed packages': a line that turns each on."""
+    from gradtrace.instruments.registry import instruments
+
+    records = [one.record for one in instruments().values() if one.record is not None]
+    lines = [f"  {record.switch:<36} {record.meaning}" for record in records]
+    return "\n".join(["instruments (trainer.traces=true turns the usual ones on):", *lines])
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradtrace.config_loader import load_config, to_yaml
-    from gradtrace.program import large_imports
+    from gradtrace.config.loader import load_config, to_yaml
+    from gradtrace.terminal import large_imports
 
     with large_imports():  # torch, where the names of losses and advantages are known
         config = load_config(args.overrides)
@@ -50,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if config.engine == "verl":
             from gradtrace.integrations.verl.launch.job import train
         else:
-            from gradtrace.policy.cpu.allocator import keep_freed_memory
+            from gradtrace.policy.cpu.norm import keep_freed_memory
             from gradtrace.training.run import train
 
             keep_freed_memory()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
-from gradtrace.trace.schema import SegmentRole, offsets_of, ragged
+from gradtrace.trace.columns import SegmentRole, offsets_of, ragged
 
 Truth = Callable[[dict[str, Any], list[int]], tuple[list[int] | None, int | None]]
 """(task item, response ids) → (ids of the right answer, index of the first wrong token), None where unknown."""
@@ -95,6 +95,12 @@ def reward_part_columns(batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
         "reward_part": np.array([value for parts in own for value in parts.values()], np.float32),
         **names_columns("reward_part_name", [name for parts in own for name in parts]),
     }
+
+
+def followed_by(first: Any, count: int, value: float) -> np.ndarray:
+    """Numbers with `count` times the same one after them."""
+    numbers = np.asarray(first)
+    return np.concatenate([numbers, np.full(count, value, numbers.dtype)])
 
 
 def names_columns(column: str, names: list[str]) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import LossInputs, entropy_bonus, kl_estimate, policy_loss
+from gradtrace.algorithms import LossInputs, LossOutputs, entropy_bonus, kl_estimate, policy_loss
+from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import AlgorithmConfig
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
 
@@ -51,30 +50,46 @@ class PolicyLoss:
         return outputs.loss, penalties, token_sums
 
     def token_losses(self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> Tensor:
-        """[N]: the first row of `token_terms`."""
-        return self.token_terms(batch, micro_batches, rows)[0]
-
-    def token_terms(self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor) -> Tensor:
-        """[2, N]: of every token that the policy wrote its own term of the loss at the current weights, before
-        aggregation, and its log-prob; response after response in the order of `rows`. Old log-probs must be set."""
+        """[N]: of every token that the policy wrote its own term of the loss at the current weights, before
+        aggregation; response after response in the order of `rows`. Old log-probs must be set."""
         found: dict[int, Tensor] = {}
-        for micro, run in self.passes(batch, micro_batches.laid_out(self.policy.best_layout()), rows):
-            terms = run()
+        for micro in micro_batches.laid_out(self.policy.best_layout())(rows):
+            terms = self.terms(batch, micro, *(micro.unflatten(values) for values in self.policy.statistics(micro)))
             for index, row in enumerate(micro.rows.tolist()):
-                found[row] = terms[:, index, micro.mask[index]]
-        return torch.cat([found[row] for row in rows.tolist()], dim=1)
+                found[row] = terms[index, micro.mask[index]]
+        return torch.cat([found[row] for row in rows.tolist()])
 
-    def passes(
-        self, batch: RolloutBatch, micro_batches: MicroBatches, rows: Tensor
-    ) -> Iterator[tuple[MicroBatch, Callable[[], Tensor]]]:
-        """The micro-batches of `rows`, each with what runs the model on it: [2, r, T], what `token_terms` joins."""
+    def terms(self, batch: RolloutBatch, micro: MicroBatch, log_probs: Tensor, entropies: Tensor) -> Tensor:
+        """[r, T]: every token's own term of the whole loss, before aggregation."""
+        policy_losses, penalties, _ = self.losses(batch, micro, log_probs, entropies)
+        return torch.stack([policy_losses, *penalties]).sum(0)
 
-        def run(micro: MicroBatch) -> Tensor:
-            log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
-            policy_losses, penalties, _ = self.losses(batch, micro, log_probs, entropies)
-            return torch.stack([torch.stack([policy_losses, *penalties]).sum(0), log_probs])
+    def policy_terms(
+        self, batch: RolloutBatch, micro: MicroBatch, log_probs: Tensor, old_log_probs: Tensor, entropies: Tensor
+    ) -> Tensor:
+        """[r, T]: every token's own term of the policy loss for ratios to any old log-probs."""
+        return policy_terms(self.policy_loss, batch, micro, log_probs, old_log_probs, entropies)
 
-        return ((micro, partial(run, micro)) for micro in micro_batches(rows))
+
+def policy_terms(
+    loss: Callable[[LossInputs], LossOutputs],
+    batch: RolloutBatch,
+    micro: MicroBatch,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    entropies: Tensor,
+) -> Tensor:
+    """[r, T]: every token's own term of a policy loss for ratios to any old log-probs."""
+    device = log_probs.device
+    inputs = LossInputs(
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        advantages=micro.column(batch, "advantages", device),
+        mask=micro.mask.to(device),
+        ref_log_probs=micro.column(batch, "ref_log_probs", device),
+        entropies=entropies.detach(),
+    )
+    return loss(inputs).loss
 
 
 @torch.no_grad()

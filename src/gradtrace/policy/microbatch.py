@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.policy.packed_attention import Packing
-from gradtrace.policy.rectangles import Rectangle
+from gradtrace.policy.attention import Packing, Rectangle
 
-Layout = Literal["padded", "packed", "shared"]
+InputLayout = Literal["padded", "packed", "shared"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +100,7 @@ class Sequences:
         """long[R]: the length of each sequence, prompt and response."""
         return self.prompt_lengths + self.response_lengths
 
-    def micro_batch(self, rows: Tensor, layout: Layout) -> MicroBatch:
+    def micro_batch(self, rows: Tensor, layout: InputLayout) -> MicroBatch:
         return {"padded": self.padded, "packed": self.packed, "shared": self.shared}[layout](rows)
 
     def padded(self, rows: Tensor) -> MicroBatch:
@@ -211,12 +210,12 @@ class Sequences:
 class MicroBatches:
     """Cuts rows of one batch into model inputs of one layout: padded, packed or shared."""
 
-    def __init__(self, batch: RolloutBatch, token_budget: int, layout: Layout = "padded") -> None:
+    def __init__(self, batch: RolloutBatch, token_budget: int, layout: InputLayout = "padded") -> None:
         self.sequences = Sequences.of(batch)
         self.token_budget = token_budget
         self.layout = layout
 
-    def laid_out(self, layout: Layout) -> MicroBatches:
+    def laid_out(self, layout: InputLayout) -> MicroBatches:
         """The same, in another layout."""
         return MicroBatches(self.sequences.batch, self.token_budget, layout)
 
@@ -251,7 +250,7 @@ def shared_share(batch: RolloutBatch) -> float:
     return 1 - shared / tokens
 
 
-def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: Layout) -> list[Tensor]:
+def split_rows(sequences: Sequences, rows: Tensor, token_budget: int, layout: InputLayout) -> list[Tensor]:
     """`rows` in parts of at most `token_budget` tokens (padding counted) each; a part has at least one row.
 
     A group stays in one part where it fits: scores that compare the responses of a group can then be computed
@@ -312,7 +311,7 @@ class Size:
             later.last_group,
         )
 
-    def tokens(self, layout: Layout) -> int:
+    def tokens(self, layout: InputLayout) -> int:
         """How many tokens the rows take, padding counted."""
         if layout == "padded":
             return self.rows * self.longest

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrace.config import OptimConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.policy.settings import OptimConfig
 
 
 class Optimizer:

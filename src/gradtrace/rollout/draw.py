@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradtrace.rollout.params import SamplingParams
+from gradtrace.rollout.settings import SamplingParams
 
 BLOCK = 256
 """Vocabulary entries per block of the two-level search; one level below 4 blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +15,12 @@ from torch import Tensor
 from gradtrace.batch import Environment, RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.rollout import llama_decoder
-from gradtrace.rollout.compiled_decoder import CompiledDecoder, CompiledModel
-from gradtrace.rollout.decoder import Decoder, ModelDecoder, Prompts
+from gradtrace.rollout.decoder import CompiledDecoder, CompiledModel, Decoder, ModelDecoder, Prompts
 from gradtrace.rollout.draw import draw
 from gradtrace.rollout.llama_decoder import LlamaDecoder
-from gradtrace.rollout.params import SamplingParams
+from gradtrace.rollout.settings import SamplingParams
 from gradtrace.rollout.turns import Responses, Start, in_turns
+from gradtrace.terminal import Progress
 
 
 class Sampler:
@@ -44,7 +45,7 @@ class Sampler:
         `pad_token_id` fills responses after their end; it is never shown to the model.
         `max_batch_tokens` bounds rows x (prompt + response) held in the cache at once; at least one row runs.
         `environment` answers calls, after which the policy goes on, up to `max_turns` turns.
-        `compiled`: steps of decoding run as one compiled graph (see `compiled_decoder`).
+        `compiled`: steps of decoding run as one compiled graph (see `CompiledDecoder`).
         """
         if max_batch_tokens < 1:
             raise GradtraceError(f"max_batch_tokens={max_batch_tokens}; it must be at least 1")
@@ -67,7 +68,7 @@ class Sampler:
         params: SamplingParams,
         generator: torch.Generator | None = None,
         items: list[dict[str, Any]] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> RolloutBatch:
         """Responses g·n … g·n+n−1 of the batch belong to prompt g.
 
@@ -98,7 +99,7 @@ class Sampler:
         starts: list[Start],
         params: SamplingParams,
         generator: torch.Generator | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> Responses:
         """Responses to every start in order, each as many and as long as it says (`params.n` and
         `params.max_new_tokens` do not count), with all turns where there is an environment. Randomness and progress
@@ -120,7 +121,7 @@ class Sampler:
         starts: list[Start],
         params: SamplingParams,
         generator: torch.Generator | None,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> Responses:
         """Responses up to the first stop token."""
         self._check(starts)
@@ -161,7 +162,7 @@ class Sampler:
 
     def _check(self, starts: list[Start]) -> None:
         vocabulary = len(self.model.get_input_embeddings().weight)
-        limit = _context_limit(self.model)
+        limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for index, start in enumerate(starts):
             prompt = start.ids
             if not prompt:
@@ -275,10 +276,6 @@ def _fill_holes(alive: Tensor) -> Tensor:
     return rows
 
 
-def _context_limit(model: Any) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """No dropout while sampling; afterwards exactly those modules train that did before."""
@@ -290,3 +287,20 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+class HalfPrecisionSampler(Sampler):
+    """Samples in bfloat16 from weights that are trained in float32: on a CPU what GPUs do with vLLM beside a trainer.
+
+    The bfloat16 copy of the model is brought up to date before every call.
+    """
+
+    def __init__(self, model: Any, *settings: Any) -> None:
+        super().__init__(copy.deepcopy(model).to(torch.bfloat16), *settings)
+        self.trained = model
+
+    @torch.no_grad()
+    def respond(self, *starts: Any, **options: Any) -> Responses:
+        for own, trained in zip(self.model.parameters(), self.trained.parameters(), strict=True):
+            own.copy_(trained)
+        return super().respond(*starts, **options)

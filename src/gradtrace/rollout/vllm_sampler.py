@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from gradtrace.errors import GradtraceError
-from gradtrace.rollout.params import SamplingParams
 from gradtrace.rollout.sampler import Sampler
+from gradtrace.rollout.settings import SamplingParams
 from gradtrace.rollout.turns import Responses, Start
+from gradtrace.terminal import Progress
 
 
 class VllmSampler(Sampler):
@@ -44,7 +45,7 @@ class VllmSampler(Sampler):
         starts: list[Start],
         params: SamplingParams,
         generator: torch.Generator | None,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> Responses:
         self._check(starts)
         if any(start.banned for start in starts):

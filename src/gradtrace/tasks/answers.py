@@ -1,4 +1,4 @@
-r"""Where a response has its answer: after `####`, in `\boxed{…}`, after `Answer:`, in a code block.
+r"""Where a response has its answer: after `####`, in `\boxed{…}`, in `<answer>`, after `Answer:`, in a code block.
 
 Imports nothing but the standard library: worker processes use it. Everything here takes time in proportion to the text,
 whatever a model writes: an expression that tries again from every place would take hours on ten thousand backticks.
@@ -9,20 +9,21 @@ from __future__ import annotations
 import re
 
 # An escaped brace is text, not structure.
-STRUCTURE = re.compile(r"(?P<boxed>\\f?boxed\s{0,4}\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-ANSWER_LINE = re.compile(r"(?im)\banswer\W{0,4}[:=][* \t]{0,8}(\S.*)$")
+STRUCTURE = re.compile(r"(?P<boxed>\\{1,2}f?boxed\s{0,4}\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+ANSWER_LINE = re.compile(r"(?im)\banswer[^\w:=<>!]{0,4}[:=][* \t]{0,8}(\S.*)$")
+FINAL_LINE = re.compile(r"(?im)\bfinal answer[^\w:=<>!]{0,4}[:=][* \t]{0,8}(\S.*)$")
+VALUE = re.compile(r"\d|\$|\\[(\[A-Za-z]")
 FENCE = "```"
 LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
-HEDGE = re.compile(
-    r"""(?ix)
-    (?: \b(?:not|never|neither|nor|between|over|under|above|below)\b | n't\b ) [^\d\n]{0,12} \d
-    | \bat\s{1,4}(?:least|most)\b | \b(?:more|less|greater|larger|smaller|fewer|higher|lower)\s{1,4}than\b
-    | [<>≤≥≠±] | \\(?:not|neq?|[gl]eq?|[gl]eqslant|[gl]t|pm|mp)(?![a-z])
-    | \d\s{0,4}(?:to|through|or|–|—|~|\.\.)\s{0,4}\$?\d
-    """
-)
-"""What makes of `18` another answer, or more than one: `not 18`, `at least 18`, `\\ge 18`, `17 to 18`, `17 or 18`."""
 END_OF_THOUGHT = "</think>"
+SPECIAL_TOKEN = re.compile(r"<[|｜][^<>|｜\n]{1,40}[|｜]>|</?s>|<(?:bos|eos|pad|(?:start|end)_of_turn)>")
+"""What a tokenizer writes around a response: `<|im_end|>`, `</s>`."""
+OPEN, CLOSE = "<answer>", "</answer>"
+
+APART = 70
+"""Most characters between two boxes that are one answer."""
+NOTHING_BETWEEN = re.compile(r"(?:[^\w=\\]|\\(?:\W|q?quad|text|lor|land|vee|wedge|cup))*")
+AND_OR = re.compile(r"(?i)\bor\b|\band\b(?!,?\s{1,4}(?:so|then|thus|hence|therefore|finally|the final)\b)")
 
 
 def boxed_spans(text: str) -> list[tuple[int, int]]:
@@ -42,26 +43,52 @@ def boxed_spans(text: str) -> list[tuple[int, int]]:
     return sorted(spans)
 
 
-def marked_answer(text: str) -> tuple[str, str]:
-    r"""(kind, answer): what the response gives as its answer, `kind` being boxed, marker, line or plain.
+def boxed_answer(text: str) -> tuple[int, str] | None:
+    r"""(start, content) of the last box, or of the last boxes that are one answer: `\boxed{1}, \boxed{2}`.
 
-    The last of `\boxed{…}` and `#### …` counts; without either the last line `Answer: …`; else the whole text.
-    What stands before `</think>` is no answer.
+    Boxes with other words between them are different answers, the last of which counts: `\boxed{1} no, \boxed{2}`.
     """
-    text = text.rpartition(END_OF_THOUGHT)[2]
-    boxed = boxed_spans(text)
-    before_marker, marker, after_marker = text.rpartition("####")
-    if boxed and (not marker or boxed[-1][0] > len(before_marker)):
-        return "boxed", text[slice(*boxed[-1])].strip()
+    spans = boxed_spans(text)
+    if not spans:
+        return None
+    first = spans.pop()
+    contents = [text[slice(*first)].strip()]
+    while spans and _is_one_answer(text, spans[-1], first):
+        first = spans.pop()
+        contents.append(text[slice(*first)].strip())
+    return first[0], ", ".join(dict.fromkeys(reversed(contents)))
+
+
+def _is_one_answer(text: str, box: tuple[int, int], following: tuple[int, int]) -> bool:
+    between = text[box[1] + 1 : following[0]]
+    between = between[: between.rfind("\\")].rstrip("\\")  # without the command of the second box
+    if box[1] > following[0] or len(between) > APART:
+        return False
+    return NOTHING_BETWEEN.fullmatch(between) is not None or AND_OR.search(between) is not None
+
+
+def marked_answer(text: str) -> tuple[str, str]:
+    r"""(kind, answer): what the response gives as its answer, `kind` being boxed, marker, answer, line or plain.
+
+    The last of `\boxed{…}`, `#### …`, `<answer>…</answer>` and `Final answer: …` counts; without any of them the last
+    line `Answer: …`; else the whole text. What stands before `</think>` is no answer.
+    """
+    text = SPECIAL_TOKEN.sub("\n", text.rpartition(END_OF_THOUGHT)[2])
+    before, opened, tagged = text.rpartition(OPEN)
+    if opened and (content := tagged.partition(CLOSE)[0].strip()):
+        places = [(len(before), "answer", content)]
+    else:  # the prompt may have opened it
+        places = [(-1, "plain", text.rpartition(CLOSE)[0] or text)]
+    if boxed := boxed_answer(text):
+        places.append((boxed[0], "boxed", boxed[1]))
+    before, marker, after = text.rpartition("####")
     if marker:
-        return "marker", after_marker.strip().partition("\n")[0].strip()
-    lines = ANSWER_LINE.findall(text)
-    return ("line", lines[-1].strip()) if lines else ("plain", text.strip())
-
-
-def is_hedged(text: str, right: str) -> bool:
-    """Does the answer deny, bound or leave open what it names, where the right answer does nothing of the kind?"""
-    return HEDGE.search(text) is not None and HEDGE.search(right) is None
+        places.append((len(before), "marker", after.partition(CLOSE)[0].strip().partition("\n")[0]))
+    places += [(line.start(), "line", line[1]) for line in FINAL_LINE.finditer(text) if VALUE.search(line[1])]
+    _, kind, answer = max(places)
+    if kind in ("plain", "answer") and (lines := ANSWER_LINE.findall(answer)):
+        return "line", lines[-1].strip()
+    return kind, answer.strip()
 
 
 def fenced(text: str) -> list[tuple[str, str]]:

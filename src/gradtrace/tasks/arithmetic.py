@@ -17,17 +17,20 @@ from dataclasses import dataclass
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from gradtrace.config import ArithmeticConfig
-from gradtrace.tasks.base import Item, Prompt
-from gradtrace.tasks.generated import GeneratedTask
+from gradtrace.tasks.base import GeneratedTask, Item, Prompt
+from gradtrace.tasks.settings import ArithmeticConfig
 
 OPERATORS = "+-*"
 VOCABULARY = ["<pad>", "<eos>", "<unk>", "\n", *"0123456789", *OPERATORS, "="]
 STOP = VOCABULARY.index("<eos>")
 
 
+def exactly(left: int, operator: str, right: int) -> int:
+    return {"+": left + right, "-": left - right, "*": left * right}[operator]
+
+
 def apply(left: int, operator: str, right: int) -> int:
-    return {"+": left + right, "-": left - right, "*": left * right}[operator] % 10
+    return exactly(left, operator, right) % 10
 
 
 def misapply(left: int, operator: str, right: int) -> int:

@@ -19,10 +19,10 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from gradtrace.config import CalculatorConfig
 from gradtrace.tasks import arithmetic
-from gradtrace.tasks.base import Item, Prompt
-from gradtrace.tasks.generated import GeneratedTask, is_validation
+from gradtrace.tasks.arithmetic import exactly
+from gradtrace.tasks.base import GeneratedTask, Item, Prompt, is_validation
+from gradtrace.tasks.settings import CalculatorConfig
 
 TAGS = ["<calc>", "</calc>", "<result>", "</result>"]
 VOCABULARY = [*arithmetic.VOCABULARY, *TAGS]
@@ -35,10 +35,6 @@ _CALL = re.compile(r"<calc>(-?\d{1,12})([-+*])(-?\d{1,12})</calc>$")
 def encode(text: str) -> list[int]:
     """One token for each tag and each other character."""
     return [ID[piece] for piece in _PIECES.findall(text)]
-
-
-def apply(left: int, operator: str, right: int) -> int:
-    return {"+": left + right, "-": left - right, "*": left * right}[operator]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -55,19 +51,19 @@ class Calculator:
 
     def reply(self, ids: list[int]) -> tuple[list[int], str] | None:
         call = _CALL.search("".join(VOCABULARY[token] for token in ids if 0 <= token < len(VOCABULARY)))
-        result = "" if call is None else str(apply(int(call[1]), call[2], int(call[3])))
+        result = "" if call is None else str(exactly(int(call[1]), call[2], int(call[3])))
         return encode(f"<result>{result}</result>"), self.name
 
 
 @dataclass(frozen=True)
-class Problem:
+class Exercise:
     numbers: tuple[int, ...]
     operators: str
 
     @staticmethod
-    def draw(rng: random.Random, operations: int, digits: int) -> Problem:
+    def draw(rng: random.Random, operations: int, digits: int) -> Exercise:
         numbers = tuple(rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(operations + 1))
-        return Problem(numbers, "".join(rng.choice(arithmetic.OPERATORS) for _ in range(operations)))
+        return Exercise(numbers, "".join(rng.choice(arithmetic.OPERATORS) for _ in range(operations)))
 
     @property
     def prompt(self) -> str:
@@ -78,7 +74,7 @@ class Problem:
     def answer(self) -> int:
         value = self.numbers[0]
         for operator, number in zip(self.operators, self.numbers[1:], strict=True):
-            value = apply(value, operator, number)
+            value = exactly(value, operator, number)
         return value
 
     def worked(self, guesses: float = 0.0, rng: random.Random | None = None) -> list[tuple[str, bool]]:
@@ -87,10 +83,10 @@ class Problem:
         value, parts = self.numbers[0], []
         for operator, number in zip(self.operators, self.numbers[1:], strict=True):
             if rng is not None and rng.random() < guesses:
-                value = apply(value, operator, number) + rng.choice((-10, -2, -1, 1, 2, 10))
+                value = exactly(value, operator, number) + rng.choice((-10, -2, -1, 1, 2, 10))
                 continue
             parts.append((f"<calc>{value}{operator}{number}</calc>", True))
-            value = apply(value, operator, number)
+            value = exactly(value, operator, number)
             parts.append((f"<result>{value}</result>", False))
         return [*parts, (str(value), True)]
 
@@ -101,7 +97,7 @@ def draw_lessons(
     """long[count, S], padded, prompts with worked responses; and bool[count, S], what the policy has to write."""
     rows: list[tuple[list[int], list[bool]]] = []
     while len(rows) < count:
-        problem = Problem.draw(rng, config.operations, config.digits)
+        problem = Exercise.draw(rng, config.operations, config.digits)
         if is_validation(problem):
             continue
         ids = encode(problem.prompt)
@@ -115,7 +111,7 @@ def draw_lessons(
     return tokens, torch.tensor([learnt + [False] * (longest - len(learnt)) for _, learnt in rows])
 
 
-class CalculatorTask(GeneratedTask[Problem]):
+class CalculatorTask(GeneratedTask[Exercise]):
     name = "calculator"
     vocabulary = VOCABULARY
     example = "47*38-906="
@@ -127,8 +123,8 @@ class CalculatorTask(GeneratedTask[Problem]):
         self.stop_token_ids = (STOP,)
         self.environment = Calculator()
 
-    def draw(self, rng: random.Random) -> Problem:
-        return Problem.draw(rng, self.config.operations, self.config.digits)
+    def draw(self, rng: random.Random) -> Exercise:
+        return Exercise.draw(rng, self.config.operations, self.config.digits)
 
     @property
     def possible(self) -> int:
@@ -148,8 +144,8 @@ class CalculatorTask(GeneratedTask[Problem]):
         if not re.fullmatch(r"\d{1,9}([-+*]\d{1,9})+=", text):
             return None
         numbers = tuple(int(number) for number in re.findall(r"\d+", text))
-        return self.prompt_of(Problem(numbers, "".join(re.findall(r"[-+*]", text))))
+        return self.prompt_of(Exercise(numbers, "".join(re.findall(r"[-+*]", text))))
 
-    def prompt_of(self, problem: Problem) -> Prompt:
+    def prompt_of(self, problem: Exercise) -> Prompt:
         item = {"prompt": problem.prompt, "answer": str(problem.answer), "source": self.name}
         return Prompt(encode(problem.prompt), item)

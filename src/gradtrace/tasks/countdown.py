@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from gradtrace.tasks.rewards.registry import register_reward
+from gradtrace.tasks.rewards import register_reward
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
@@ -35,13 +35,13 @@ class NotAnExpressionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Exercise:
     numbers: tuple[int, ...]
     target: int
     solution: str
 
     @staticmethod
-    def draw(rng: random.Random, count: int, largest: int, operators: str = "+-*/") -> Problem:
+    def draw(rng: random.Random, count: int, largest: int, operators: str = "+-*/") -> Exercise:
         """`count` numbers up to `largest` whose target, at most 10·largest, is a whole number ≥ 1 by construction."""
         while True:
             numbers = [rng.randint(1, largest) for _ in range(count)]
@@ -53,7 +53,7 @@ class Problem:
                 solution = f"{solution} {symbol} {number}"
             value = compute(solution)
             if value.denominator == 1 and 1 <= value <= 10 * largest:
-                return Problem(tuple(rng.sample(numbers, count)), int(value), solution)
+                return Exercise(tuple(rng.sample(numbers, count)), int(value), solution)
 
 
 def compute(expression: str) -> Fraction:

@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gradtrace.config import DataConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks.base import Item, Prompt, Task
 from gradtrace.tasks.rewards import shorten
+from gradtrace.tasks.settings import DataConfig
 from gradtrace.tasks.sources import Row, read_source
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ class DatasetTask(Task):
 
     def read_prompts(self, files: list[str], key: str) -> list[Prompt]:
         return PromptReader(self.config, self.tokenizer).read(files, key)
+
+    def known_items(self) -> list[Item]:
+        return [prompt.item for prompt in (*self._train, *self._validation)]
 
     def find(self, ids: list[int]) -> Item | None:
         found = [prompt.item for prompt in (*self._train, *self._validation) if prompt.ids == ids]

@@ -61,7 +61,7 @@ def read_file(file: Path, key: str) -> list[Row]:
 
 def hint(file: Path) -> str:
     """The command that makes a missing file, where it looks like one of ours: data/NAME/train.parquet."""
-    from gradtrace.tasks.prepare import PREPARATIONS
+    from gradtrace.tasks.prepare.recipes import PREPARATIONS
 
     name = file.parent.name
     return f" Make it with: gradtrace data prepare {name}" if name in PREPARATIONS else ""

@@ -20,19 +20,19 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gradtrace.algorithms.logits import log_probs_from_logits
-from gradtrace.config import ArithmeticConfig, CalculatorConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.tasks import arithmetic, calculator
 from gradtrace.tasks.arithmetic import STOP, VOCABULARY, ArithmeticTask, Chain
-from gradtrace.tasks.generated import is_validation
-from gradtrace.trace.atomic import atomic_directory
+from gradtrace.tasks.base import is_validation
+from gradtrace.tasks.settings import ArithmeticConfig, CalculatorConfig
+from gradtrace.trace.files import atomic_directory
 
 VERSION = 1
 """Part of the cache's key: raise it when this file changes what comes out."""
 CHECK_EVERY = 20
 WARMUP_STEPS = 20
 
-Progress = Callable[[str, int, float], None]
+WarmStartProgress = Callable[[str, int, float], None]
 """(stage, step, accuracy so far) while it runs."""
 Lessons = Callable[[random.Random, int, float], tuple[Tensor, Tensor]]
 """(rng, how many, probability that a step goes wrong) → long[count, S], prompts and responses, padded on the right; and
@@ -40,7 +40,7 @@ bool[count, S]: what the policy has to write of them."""
 TinyConfig = ArithmeticConfig | CalculatorConfig
 
 
-def warm_start(config: TinyConfig, cache: Path, progress: Progress | None = None) -> Path:
+def warm_start(config: TinyConfig, cache: Path, progress: WarmStartProgress | None = None) -> Path:
     """The folder of the warm-started model, made now if it is not in the cache."""
     settings = json.dumps({"version": VERSION, **dataclasses.asdict(config)}, sort_keys=True)
     folder = cache / f"warm_start_{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
@@ -82,7 +82,7 @@ def build_model(config: TinyConfig, seed: int) -> Qwen2ForCausalLM:
     )
 
 
-def train(config: TinyConfig, progress: Progress) -> Qwen2ForCausalLM:
+def train(config: TinyConfig, progress: WarmStartProgress) -> Qwen2ForCausalLM:
     settings = config.warm_start
     rng = random.Random(f"warm_start/{settings.seed}")
     model, lessons = build_model(config, settings.seed), lessons_of(config)

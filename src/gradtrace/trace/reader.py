@@ -22,13 +22,14 @@ from typing import Any
 import yaml
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import manifest, places, schema
-from gradtrace.trace.atomic import DamagedError, unseal
-from gradtrace.trace.confined import RefusedError, read_confined, size_confined
-from gradtrace.trace.record import record_of
+from gradtrace.trace.columns import KINDS, SchemaError, record_of
+from gradtrace.trace.files import DamagedError, RefusedError, read_confined, size_confined, unseal
+from gradtrace.trace.run_files import OWNER, POINTER, named_by, run_of_traces, traces_of
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 from gradtrace.trace.step import Step
+from gradtrace.trace.table import StepTable
 from gradtrace.trace.token_text import TokenBytes
+from gradtrace.trace.writer import Manifest, ManifestLine
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class StepUnreadableError(GradtraceError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Damage:
     where: str
     """Path inside the run."""
     what: str
@@ -51,12 +52,12 @@ class Problem:
         return f"{self.where}: {self.what}"
 
 
-def open_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str]) -> RunReader:
     """The run in folder `path`. Cheap: files are read when asked for, and again when they have grown."""
-    root = places.run_of_traces(Path(path))
+    root = run_of_traces(Path(path))
     if not root.is_dir():
         raise GradtraceError(f"no run at {root}: it is not a folder. `ls {root.parent}` shows what is there")
-    return Run(root.resolve())
+    return RunReader(root.resolve())
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -93,15 +94,15 @@ def _range(steps: list[int]) -> str:
     return "no steps" if not steps else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
-class Run:
+class RunReader:
     """A run on disk: `run.kinds()`, `run.steps(kind)`, `run.step(kind, number)`, `run.metrics()`, `run.findings()`,
     `run.config`, `run.summary`, and `run.problems`, what was found damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._problems: dict[str, Problem] = {}
+        self._problems: dict[str, Damage] = {}
         self._token_bytes: tuple[bytes, TokenBytes] | None = None
-        self._manifests: dict[str, manifest.Manifest] = {}
+        self._manifests: dict[str, Manifest] = {}
 
     def __repr__(self) -> str:
         """Where it is, and the steps of every kind that it has."""
@@ -112,15 +113,15 @@ class Run:
 
     def place_of(self, name: str) -> Path:
         """The folder that file `name` of the run lies under: traces may be elsewhere (`trainer.trace_dir`)."""
-        if name.split("/")[0] not in schema.KINDS:
+        if name.split("/")[0] not in KINDS:
             return self.path
-        if (named := places.named_by(self.path)) is None:
+        if (named := named_by(self.path)) is None:
             return self.path
-        found = places.traces_of(self.path)
+        found = traces_of(self.path)
         if found == self.path:
             self._note(
-                places.POINTER,
-                f"its traces are in {named}, which is not there or does not name this run in {places.OWNER}: write "
+                POINTER,
+                f"its traces are in {named}, which is not there or does not name this run in {OWNER}: write "
                 f"{self.path} there if the run was moved",
             )
         return found
@@ -130,7 +131,7 @@ class Run:
         return self.path.name
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[Damage]:
         """What was found damaged or refused so far, one entry per file."""
         return list(self._problems.values())
 
@@ -209,14 +210,14 @@ class Run:
     def kinds(self) -> list[str]:
         """The kinds of trace this run has."""
         marks = ("manifest.jsonl", "summary.json")
-        return [kind for kind in schema.KINDS if any((self.place_of(kind) / kind / mark).exists() for mark in marks)]
+        return [kind for kind in KINDS if any((self.place_of(kind) / kind / mark).exists() for mark in marks)]
 
-    def entries(self, kind: str) -> dict[int, manifest.Entry]:
+    def entries(self, kind: str) -> dict[int, ManifestLine]:
         """Manifest entries by step, in order: bytes, counts and time of every step."""
         record_of(kind)
         name = f"{kind}/manifest.jsonl"
         counted = self._counted_steps(kind)  # before the manifest, which a live writer updates first
-        known = self._manifests.setdefault(kind, manifest.Manifest())
+        known = self._manifests.setdefault(kind, Manifest())
         known.update(self._read_small(name) or b"")
         found = len(known.entries) + len(known.problems)
         if known.problems:
@@ -240,7 +241,7 @@ class Run:
                 raise StepUnreadableError(f"{kind} has no step {step} in {self.path}: it has {has}")
             try:
                 return self._load(kind, entry)
-            except (UnsafeNpzError, RefusedError, schema.SchemaError, DamagedError, OSError) as error:
+            except (UnsafeNpzError, RefusedError, SchemaError, DamagedError, OSError) as error:
                 if attempt == 1 and self.entries(kind).get(step) != entry:
                     continue
                 name = f"{kind}/{entry.file}"
@@ -256,7 +257,28 @@ class Run:
             except StepUnreadableError:
                 continue
 
-    def verify(self) -> list[Problem]:
+    def parts(self, step: int) -> tuple[dict[str, Step], list[str]]:
+        """The files of one step by instrument, and why others cannot be read."""
+        parts: dict[str, Step] = {}
+        problems = []
+        for kind in KINDS:
+            if step in self.entries(kind):
+                try:
+                    parts[kind] = self.step(kind, step)
+                except StepUnreadableError as error:
+                    problems.append(str(error))
+        return parts, problems
+
+    def step_table(self, step: int, kind: str = "") -> StepTable:
+        """The files of one step joined; `kind`: that one's file alone. `StepUnreadableError` where none can be read."""
+        if kind:
+            return StepTable(step, {kind: self.step(kind, step)})
+        parts, problems = self.parts(step)
+        if not parts:
+            raise StepUnreadableError("; ".join(problems) or f"{self.path} has no files of step {step}")
+        return StepTable(step, parts, problems)
+
+    def verify(self) -> list[Damage]:
         """Read everything once and return what is wrong with it."""
         for kind in self.kinds():
             for _ in self.readable_steps(kind):
@@ -269,7 +291,7 @@ class Run:
         counted = self._read_json(f"{kind}/summary.json").get("steps", 0)
         return counted if isinstance(counted, int) else 0
 
-    def _load(self, kind: str, entry: manifest.Entry) -> Step:
+    def _load(self, kind: str, entry: ManifestLine) -> Step:
         if entry.bytes > MAX_STEP_BYTES:
             raise UnsafeNpzError(f"declares {entry.bytes} bytes, more than {MAX_STEP_BYTES}")
         data = read_confined(self.place_of(kind), f"{kind}/{entry.file}", limit=entry.bytes + 1)
@@ -307,7 +329,7 @@ class Run:
             return {}
 
     def _note(self, where: str, what: str, key: str | None = None) -> None:
-        problem = Problem(where, what)
+        problem = Damage(where, what)
         if self._problems.get(key or where) != problem:
             logger.warning("%s: %s", self.path, problem)
         self._problems[key or where] = problem

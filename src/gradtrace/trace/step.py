@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtrace.segments import Segment
-from gradtrace.trace import schema
-from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
+from gradtrace.trace.columns import (
+    COLUMNS,
+    FORMAT_VERSION,
+    SCORE_OF_CREDIT,
+    Credit,
+    GroupStatus,
+    SchemaError,
+    SegmentRole,
+    Selection,
+    check_layout,
+    check_values,
+)
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 
 if TYPE_CHECKING:
@@ -27,7 +37,7 @@ class Group:
     prompt_ids: np.ndarray
     expected_ids: np.ndarray | None
     """Token ids of the right answer; None if the task did not give it."""
-    status: schema.GroupStatus | None
+    status: GroupStatus | None
     responses: list[int]
     """Indices of its responses in this file; empty for a skipped group of an influence trace."""
 
@@ -44,7 +54,7 @@ class Response:
     finished: bool
     accepted: bool | None = None
     advantage: float | None = None
-    selection: schema.Selection | None = None
+    selection: Selection | None = None
     optimizer_step: int | None = None
     prompt_influence: float | None = None
     first_wrong: int | None = None
@@ -81,14 +91,14 @@ class Step:
     @property
     def columns(self) -> list[str]:
         """Names of the columns in this file, those of level meta left out."""
-        return [name for name in self._arrays if name in schema.COLUMNS and schema.COLUMNS[name].level != "meta"]
+        return [name for name in self._arrays if name in COLUMNS and COLUMNS[name].level != "meta"]
 
     def _ipython_key_completions_(self) -> list[str]:
         """Names that a notebook offers to complete after `step["`: those of the columns."""
         return self.columns
 
     def __contains__(self, name: str) -> bool:
-        return name in self.columns
+        return name in self._arrays and name in COLUMNS and COLUMNS[name].level != "meta"
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A whole column, flat."""
@@ -100,16 +110,16 @@ class Step:
         return Group(
             index=g,
             group_id=int(self["group_id"][g]),
-            prompt_ids=self._slice("prompt_ids", g),
-            expected_ids=self._slice("expected_ids", g) if "expected_ids" in self else None,
-            status=schema.GroupStatus(self["group_status"][g]) if "group_status" in self else None,
+            prompt_ids=self.ragged("prompt_ids", g),
+            expected_ids=self.ragged("expected_ids", g) if "expected_ids" in self else None,
+            status=GroupStatus(self["group_status"][g]) if "group_status" in self else None,
             responses=np.flatnonzero(self["group"] == g).tolist(),
         )
 
     def response(self, r: int) -> Response:
         values: dict[str, Any] = {}
         for name in self.columns:
-            column = schema.COLUMNS[name]
+            column = COLUMNS[name]
             if column.level == "response" and not column.is_offsets:
                 value = self[name][r].item()
                 values[name] = column.values(value) if column.values else value
@@ -118,7 +128,7 @@ class Step:
 
     def tokens(self, r: int) -> dict[str, np.ndarray]:
         """The token columns of response r, each [T_r]."""
-        return {name: self._slice(name, r) for name in self.columns if schema.COLUMNS[name].level == "token"}
+        return {name: self.ragged(name, r) for name in self.columns if COLUMNS[name].level == "token"}
 
     def influence(self, r: int) -> np.ndarray | None:
         """[T_r]: the influence scores of response r in the best credit that it has; None if this is another trace."""
@@ -126,11 +136,11 @@ class Step:
         if not known:
             return None
         credit = Credit(self["credit"][r]) if "credit" in self else known[0]
-        return self._slice(SCORE_OF_CREDIT[credit], r)
+        return self.ragged(SCORE_OF_CREDIT[credit], r)
 
     def written(self, r: int) -> np.ndarray:
         """bool[T_r]: the tokens of response r that the policy wrote; the others are never scored."""
-        return self._slice("loss_mask", r) if "loss_mask" in self else np.ones(int(self["length"][r]), bool)
+        return self.ragged("loss_mask", r) if "loss_mask" in self else np.ones(int(self["length"][r]), bool)
 
     def reward_parts(self, r: int) -> dict[str, float]:
         """The parts that the reward of response r is the sum of, before their weights; empty where it is no sum."""
@@ -153,7 +163,7 @@ class Step:
             Segment(
                 int(self["segment_start"][k]),
                 int(self["segment_turn"][k]),
-                schema.SegmentRole(self["segment_role"][k]).name.lower(),
+                SegmentRole(self["segment_role"][k]).name.lower(),
                 self["segment_tool"][names[k] : names[k + 1]].tobytes().decode(errors="replace"),
             )
             for k in range(first, last)
@@ -163,10 +173,10 @@ class Step:
         """The block of response r, None where none is stored."""
         if "pairwise" not in self:
             return None
-        members = self._slice("pairwise_member", r)
+        members = self.ragged("pairwise_member", r)
         if len(members) == 0:
             return None
-        return Pairwise(self._slice("pairwise", r).reshape(-1, len(members)), members)
+        return Pairwise(self.ragged("pairwise", r).reshape(-1, len(members)), members)
 
     def token_table(self) -> dict[str, np.ndarray]:
         """A row per token: step, group, response, position, the token columns and the response columns."""
@@ -179,7 +189,7 @@ class Step:
             "position": np.arange(self.n_tokens) - np.repeat(self["token_offsets"][:-1], lengths),
         }
         for name in self.columns:
-            column = schema.COLUMNS[name]
+            column = COLUMNS[name]
             if column.level == "token":
                 table[name] = self[name]
             elif column.level == "response" and not column.is_offsets and name != "group":
@@ -196,27 +206,28 @@ class Step:
 
         return pyarrow.table(self.token_table())
 
-    def _slice(self, name: str, index: int) -> np.ndarray:
-        offsets = self[schema.COLUMNS[name].ragged_by or ""]
+    def ragged(self, name: str, index: int) -> np.ndarray:
+        """The part of a flat column that belongs to one group or response, such as its prompt."""
+        offsets = self[COLUMNS[name].ragged_by or ""]
         return self[name][offsets[index] : offsets[index + 1]]
 
     def _check(self) -> None:
         version = self._arrays["format_version"] if "format_version" in self._arrays else np.empty(0)
         if version.shape != (1,) or version.dtype.kind not in "iu":
-            raise schema.SchemaError("format_version", "is missing: not a gradtrace step file")
-        if version[0] > schema.FORMAT_VERSION:
-            raise schema.SchemaError(
+            raise SchemaError("format_version", "is missing: not a gradtrace step file")
+        if version[0] > FORMAT_VERSION:
+            raise SchemaError(
                 "format_version",
-                f"is {version[0]}, this gradtrace reads up to {schema.FORMAT_VERSION}: upgrade gradtrace",
+                f"is {version[0]}, this gradtrace reads up to {FORMAT_VERSION}: upgrade gradtrace",
             )
         lengths = {}
         for name in self.columns:
-            member, expected = self._arrays.members[name], schema.COLUMNS[name].dtype
+            member, expected = self._arrays.members[name], COLUMNS[name].dtype
             if member.dtype != np.dtype(expected) or len(member.shape) != 1:
-                raise schema.SchemaError(name, f"is {member.dtype} {member.shape}, expected flat {expected}")
+                raise SchemaError(name, f"is {member.dtype} {member.shape}, expected flat {expected}")
             lengths[name] = member.shape[0]
-        schema.check_layout(self.kind, lengths)
-        schema.check_values(lengths, self._arrays)
+        check_layout(self.kind, lengths)
+        check_values(lengths, self._arrays)
 
     def _read_meta(self) -> dict[str, Any]:
         if "meta_json" not in self._arrays:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +27,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradtrace.trace.atomic import atomic_write
+from gradtrace.trace.columns import FORMAT_VERSION, offsets_of
+from gradtrace.trace.files import atomic_write
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError, dump_npz
-from gradtrace.trace.schema import FORMAT_VERSION, offsets_of
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -208,7 +209,7 @@ class TokenBytes:
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> TokenBytes:
         """Read a transformers tokenizer, a `tokenizers.Tokenizer` or a `sentencepiece.SentencePieceProcessor`."""
-        from gradtrace.trace.token_vocabulary import read_vocabulary
+        from gradtrace.trace.vocabulary import read_vocabulary
 
         pieces, flags, rules = read_vocabulary(tokenizer)
         return cls(pieces, flags, rules)
@@ -281,3 +282,26 @@ def _byte_runs(flags: list[int]) -> list[list[int]]:
         elif not flag & _MISSING:
             open_run = False
     return runs
+
+
+def visible(text: str) -> str:
+    """`text` with everything that a terminal would act on made visible: escape sequences, controls, direction marks."""
+    shown = []
+    for character in text:
+        if character in "\n\t":
+            shown.append("↵\n" if character == "\n" else "⇥")
+        elif ord(character) < 0x20:
+            shown.append(chr(0x2400 + ord(character)))
+        elif unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            shown.append(f"⟨{ord(character):X}⟩")
+        else:
+            shown.append(character)
+    return "".join(shown)
+
+
+def pieces(ids: Iterable[int], token_bytes: TokenBytes | None, continues: bool = False) -> list[str]:
+    """What to show for every token: its text; "·" for a part of a character; its id where texts are not known."""
+    if token_bytes is None:
+        return [f"[{token_id}]" for token_id in ids]
+    tokens = token_bytes.texts(ids, continues)
+    return [visible(token.text) or ("·" if token.raw else "∅") for token in tokens]

@@ -5,6 +5,11 @@
 
 `write` checks and copies the columns and returns; one background thread does the rest. Memory is bounded:
 with `queue_size` steps waiting, `write` blocks, and says so. It needs nothing of our trainer.
+
+A trace's manifest has a sealed line per step, appended after the step's file is whole. It is the authority: a step file
+without a line is not part of the run, and a later line for a step replaces an earlier one. So that a rewritten step is
+old or new and never a mixture, the new file gets a new name (`step_000007.r1.npz`), the line switches over, and then
+the old file goes.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +32,87 @@ from typing import Any, Literal
 import numpy as np
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import manifest, schema
-from gradtrace.trace.atomic import JsonLines, atomic_write, make_folder, plain_number, remove_leftovers, seal
-from gradtrace.trace.record import record_of
+from gradtrace.trace.columns import FORMAT_VERSION, SchemaError, conform, record_of
+from gradtrace.trace.files import (
+    DamagedError,
+    JsonLines,
+    atomic_write,
+    make_folder,
+    plain_number,
+    remove_leftovers,
+    seal,
+    unseal,
+)
 from gradtrace.trace.safe_npz import dump_npz
+
+_FILE = re.compile(r"steps/step_(\d{6,})(?:\.r(\d+))?\.npz")
+
+
+@dataclass(frozen=True)
+class ManifestLine:
+    step: int
+    file: str
+    """Path inside the kind's folder."""
+    bytes: int
+    sha256: str
+    groups: int
+    responses: int
+    tokens: int
+    time: float
+    """Seconds since 1970, when the file was written."""
+
+
+def next_file(step: int, old: ManifestLine | None) -> str:
+    """The name of a step's file that replaces the `old` one."""
+    match = _FILE.fullmatch(old.file) if old else None
+    return f"steps/step_{step:06d}.r{int(match[2] or 0) + 1}.npz" if match else f"steps/step_{step:06d}.npz"
+
+
+def parse_line(line: bytes) -> ManifestLine:
+    """The entry in a line, or a `DamagedError` that says what is wrong with it."""
+    record = unseal(line)
+    try:
+        entry = ManifestLine(**record)
+    except TypeError as error:
+        raise DamagedError(f"not a manifest entry ({error})") from None
+    numbers = (entry.step, entry.bytes, entry.groups, entry.responses, entry.tokens)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise DamagedError("a count is not a whole number")
+    if not isinstance(entry.time, int | float) or not isinstance(entry.sha256, str):
+        raise DamagedError("time or sha256 has the wrong type")
+    match = _FILE.fullmatch(entry.file) if isinstance(entry.file, str) else None
+    if match is None or int(match[1]) != entry.step:
+        raise DamagedError(f"{entry.file!r} is not the name of a step file of this folder")
+    return entry
+
+
+class Manifest:
+    """`entries` by step, in the order of their lines, and the `problems` of other lines. `update` parses only
+    what is new."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._parsed = b""
+        self.entries: dict[int, ManifestLine] = {}
+        self.problems: list[str] = []
+        self.update(data)
+
+    def update(self, data: bytes) -> None:
+        """`data`: the whole file as it is now. A last line without newline does not count: it is being written,
+        or its writer was killed."""
+        whole = data[: data.rfind(b"\n") + 1]
+        if not self._parsed or not whole.startswith(self._parsed):
+            self._parsed, self.entries, self.problems = b"", {}, []
+        number = self._parsed.count(b"\n")
+        for line in whole[len(self._parsed) :].split(b"\n")[:-1]:
+            number += 1
+            try:
+                entry = parse_line(line)
+            except DamagedError as error:
+                self.problems.append(f"line {number}: {error}")
+            else:
+                self.entries[entry.step] = entry
+        self._parsed = whole
+
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +177,8 @@ class TraceWriter:
         self._raise_pending()
         try:
             about = json.dumps({**(meta or {}), "step": int(step)}, default=plain_number).encode()
-            job = _Job(int(step), schema.conform(self.kind, columns), about)
-        except (schema.SchemaError, TypeError, ValueError) as error:
+            job = _Job(int(step), conform(self.kind, columns), about)
+        except (SchemaError, TypeError, ValueError) as error:
             self._fail(f"{self.kind} step {step} was not written: {error}", error)
             self._raise_pending()
             return
@@ -174,27 +257,6 @@ class TraceWriter:
             raise GradtraceError(self.stats.last_error) from error
 
 
-class SilentWriter(TraceWriter):
-    """The writer of a process that leaves the files to another one: it takes everything and keeps nothing."""
-
-    def __init__(self, kind: str) -> None:
-        record_of(kind)
-        self.kind = kind
-        self.stats = WriterStats()
-
-    def write(self, step: int, columns: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def truncate_after(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class _StepStore:
     """The folder of one kind: what the background thread does to it. Order is what makes it crash-safe:
     step file, manifest line, removal of what the line replaced, side files."""
@@ -207,19 +269,19 @@ class _StepStore:
         remove_leftovers(folder)
         remove_leftovers(folder / "steps")
         self.lines = JsonLines(folder / "manifest.jsonl", fsync)
-        self.entries = manifest.Manifest(self.lines.path.read_bytes()).entries
+        self.entries = Manifest(self.lines.path.read_bytes()).entries
         self.obsolete: list[str] = []
 
     def put(self, step: int, columns: dict[str, np.ndarray], meta_json: bytes) -> int:
         head: dict[str, np.ndarray] = {
-            "format_version": np.array([schema.FORMAT_VERSION], np.int32),
+            "format_version": np.array([FORMAT_VERSION], np.int32),
             "meta_json": np.frombuffer(meta_json, np.uint8),
         }
         data = dump_npz({**head, **columns})
         old = self.entries.get(step)
-        entry = manifest.Entry(
+        entry = ManifestLine(
             step=step,
-            file=manifest.next_file(step, old),
+            file=next_file(step, old),
             bytes=len(data),
             sha256=hashlib.sha256(data).hexdigest(),
             groups=len(columns["group_id"]),
@@ -249,12 +311,12 @@ class _StepStore:
             self.obsolete.pop()
         self._put_side_files(self.entries)
 
-    def _put_side_files(self, by_step: dict[int, manifest.Entry]) -> None:
+    def _put_side_files(self, by_step: dict[int, ManifestLine]) -> None:
         """Write summary.json and latest_step.txt for people and scripts; the reader goes by the manifest."""
         entries = by_step.values()
         summary = {
             "kind": self.kind,
-            "format_version": schema.FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "steps": len(by_step),
             "first_step": min(by_step, default=None),
             "latest_step": max(by_step, default=None),
@@ -274,6 +336,6 @@ class _StepStore:
         try:
             self.lines.keep(lambda record: record["step"] <= step)
         finally:  # it may fail before the rename or after
-            self.entries = manifest.Manifest(self.lines.path.read_bytes()).entries
+            self.entries = Manifest(self.lines.path.read_bytes()).entries
             self.obsolete += [entry.file for key, entry in before.items() if key not in self.entries]
         self.tidy()

@@ -18,15 +18,15 @@ import errno
 import hashlib
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from gradtrace.config.policy import looks_local
 from gradtrace.errors import GradtraceError
-from gradtrace.program import command
-from gradtrace.trace.atomic import (
+from gradtrace.terminal import command
+from gradtrace.trace.files import (
     DamagedError,
     atomic_directory,
     atomic_write,
@@ -37,6 +37,59 @@ from gradtrace.trace.atomic import (
 
 LATEST = "latest"
 MARKER = "complete.json"
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+FOREIGN = "optimizer.pt"
+"""Optimizer state in a checkpoint of transformers' Trainer, and so of TRL."""
+
+
+MadeBy = Literal["embedded", "verl", "final", "plain"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights that a run has, or a model without a run around it."""
+
+    folder: Path
+    """For a model on the hub: its name."""
+    name: str
+    step: int | None
+    """Training steps behind these weights; None: not known."""
+    made_by: MadeBy
+    """`embedded`: RUN/checkpoints/step_N, with optimizer state. `verl`: its shards, converted when they are opened.
+    `final`: RUN/policy. `plain`: a transformers folder or a hub name."""
+
+    @staticmethod
+    def embedded(folder: Path) -> Checkpoint:
+        number = folder.name.removeprefix("step_")
+        return Checkpoint(folder, folder.name, int(number) if number.isdigit() else None, "embedded")
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the weights, which transformers or peft can load."""
+        return self.folder / "policy" if self.made_by == "embedded" else self.folder
+
+    @property
+    def whole(self) -> Path:
+        """The complete checkpoint that these weights are of, or the folder itself."""
+        return self.folder.parent if (self.folder.parent / MARKER).is_file() else self.folder
+
+    @property
+    def seal(self) -> str:
+        """A digest that changes with the weights; of a model on the hub, that of its name."""
+        folder = self.whole
+        if (folder / MARKER).is_file():
+            return digest(folder / MARKER)
+        about = str(folder)
+        if folder.is_dir():
+            about = repr([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())])
+        return hashlib.sha256(about.encode()).hexdigest()
+
+    @property
+    def optimizer_file(self) -> Path | None:
+        """The state of the optimizer that goes on from here, if it is stored."""
+        files = (self.whole / OPTIMIZER, self.folder / FOREIGN)
+        return next((file for file in files if file.is_file()), None)
 
 
 class Checkpoints:
@@ -116,16 +169,6 @@ class Checkpoints:
         )
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that is meant, checked: `path` itself, or the latest of the run in `path`."""
-    if (path / MARKER).is_file():
-        check_complete(path)
-        return path
-    if latest := Checkpoints(path).latest():
-        return latest
-    raise GradtraceError(f"{path} is no checkpoint and no run with one: {what_exists(path)}.")
-
-
 def what_exists(path: Path) -> str:
     """For an error about `path`: the checkpoints of its run, or else the runs beside it."""
     run = path.parent.parent if path.parent.name == "checkpoints" else path
@@ -135,37 +178,6 @@ def what_exists(path: Path) -> str:
         return f"{run} has no checkpoints"
     runs = sorted(folder.name for folder in run.parent.glob("*") if (folder / "config.yaml").is_file())
     return f"{run.parent} has {', '.join(runs[:20]) or 'no runs'}"
-
-
-def model_of(name: str) -> str:
-    """A folder that transformers (or peft) can load, or the hub name that was given."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        if looks_local(name):
-            raise GradtraceError(
-                f"{name}: there is no such folder; {what_exists(folder)}. Give a model's folder, a run, or a hub name."
-            )
-        return name
-    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
-        return str(folder)
-    if (folder / MARKER).is_file():
-        check_complete(folder)
-        return str(folder / "policy")
-    if (folder / "policy").is_dir():  # a run that has come to its end
-        return str(folder / "policy")
-    latest = Checkpoints(folder).latest()
-    if latest is not None:
-        return str(latest / "policy")
-    raise GradtraceError(f"{folder} is no model: it has no config.json, and no policy/ or checkpoints/ as a run has.")
-
-
-def weights_seal(folder: Path) -> str:
-    """A checksum that changes with the weights in a checkpoint or a plain transformers folder."""
-    marker = folder / MARKER
-    if marker.is_file():
-        return hashlib.sha256(marker.read_bytes()).hexdigest()
-    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
-    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def write_marker(folder: Path) -> None:

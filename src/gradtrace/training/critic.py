@@ -14,13 +14,15 @@ from transformers import AutoModel
 
 from gradtrace.algorithms import Denominator, aggregate, value_loss
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config, CriticConfig
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.observer import OptimizerStep
+from gradtrace.instruments.contract import OptimizerStep
+from gradtrace.policy.load import choose_device, disable_dropout
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import choose_device, disable_dropout, run_model
-from gradtrace.training.update import Totals
+from gradtrace.policy.policy import run_model
+from gradtrace.policy.settings import CriticConfig
+from gradtrace.training.update import UpdateMetrics
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -68,7 +70,7 @@ class Critic:
         self, batch: RolloutBatch, micro_batches: MicroBatches, updates: list[OptimizerStep]
     ) -> dict[str, float]:
         """One optimizer step per planned mini-batch towards batch.returns."""
-        totals = Totals()
+        steps = UpdateMetrics()
         sums: dict[str, float] = defaultdict(float)
         for update in updates:
             denominator = Denominator.of(batch.response_mask[update.rows])
@@ -82,8 +84,10 @@ class Critic:
                 loss.backward()
                 sums["critic/vf_loss"] += float(loss.detach()) / len(updates)
                 sums["critic/vf_clipfrac"] += float(outputs.metrics["critic/vf_clipfrac"].sum()) / denominator.tokens
-            totals.apply(self.optimizer)
-        return {**sums, "critic/grad_norm": totals.grad_norm, "critic/skipped_updates": float(totals.skipped)}
+            if steps.is_finite(self.optimizer.clip()):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {**sums, "critic/grad_norm": steps.grad_norm, "critic/skipped_updates": float(steps.skipped)}
 
     def save(self, folder: Path) -> None:
         self.model.backbone.save_pretrained(folder)

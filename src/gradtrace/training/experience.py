@@ -1,8 +1,9 @@
-"""Prompts → rollout → reward → advantage: everything that happens before the weights move."""
+"""Prompts → rollout → reward: everything that happens before the weights move, and validation."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,14 +17,15 @@ from gradtrace.algorithms import (
     shortest_shaping,
     soft_overlong_penalty,
 )
+from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import AlgorithmConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.metrics import GENERATED, Timer
 from gradtrace.policy.rollouts import judge, keep_groups, rollout
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.tasks.base import Prompt, Task
 from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.training.components import Components
 
 
 @dataclass(eq=False)
@@ -37,6 +39,14 @@ class Experience:
     algorithm: AlgorithmConfig
     prompts_per_step: int
     flip_probability: float = 0.0
+
+    @staticmethod
+    def of(components: Components, prompts_per_step: int) -> Experience:
+        config, task = components.config, components.task
+        params = SamplingParams.of(config.rollout, task.stop_token_ids)
+        flips = config.reward.flip_probability
+        reward, sampler = components.reward, components.sampler
+        return Experience(task, reward, sampler, params, config.algorithm, prompts_per_step, flips)
 
     def collect(self, generator: torch.Generator, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
         """A batch with rewards, and metrics of how it came about."""
@@ -124,3 +134,39 @@ def flip_rewards(batch: RolloutBatch, probability: float, generator: torch.Gener
     """The batch with rewards r turned into 1 − r at random, and marked so: a verifier that errs."""
     flipped, rewards = torch.rand(len(batch), generator=generator) < probability, batch.need("rewards")
     return batch.replace(rewards=torch.where(flipped, 1.0 - rewards, rewards), flipped=flipped)
+
+
+# ---------------------------------------------------------------- validation
+
+
+def validate(components: Components) -> dict[str, float]:
+    """`val-core/SOURCE/reward/mean@n` and `…/pass@k`, from several responses to prompts that are never trained on.
+
+    Always the same prompts and the same random numbers, so that differences come from the policy.
+    """
+    run, task = components.config, components.task
+    config = run.trainer.validation
+    params = SamplingParams.of(config, task.stop_token_ids, max_new_tokens=run.rollout.max_new_tokens)
+    generator = torch.Generator().manual_seed(run.trainer.seed)
+    prompts = task.validation_prompts(config.prompts)
+    if not prompts:
+        return {}
+    batch = judge(rollout(components.sampler, prompts, params, generator), task.tokenizer, components.reward)
+    rewards = batch.need("rewards").view(len(prompts), config.n)
+    rows: dict[str, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        rows[prompt.item["source"]].append(index)
+    metrics = {}
+    for source, indexes in rows.items():
+        own = rewards[indexes]
+        metrics[f"val-core/{source}/reward/mean@{config.n}"] = float(own.mean())
+        right = (own >= config.success_threshold).sum(-1).tolist()
+        for k in config.pass_k:
+            estimates = [pass_at_k(config.n, count, k) for count in right]
+            metrics[f"val-core/{source}/reward/pass@{k}"] = sum(estimates) / len(estimates)
+    return metrics
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that at least one of k responses drawn from these n, without replacement, is right."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)

@@ -7,9 +7,9 @@ import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradtrace.config import TrainerConfig, WandbConfig
+from gradtrace.config.root import TrainerConfig, WandbConfig
 from gradtrace.errors import GradtraceError, install
-from gradtrace.trace.atomic import atomic_write
+from gradtrace.trace.files import atomic_write
 
 ID_FILE = "wandb_id.txt"
 

@@ -3,74 +3,69 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
 from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.contract import OptimizerStep
 from gradtrace.instruments.findings.watch import Findings
-from gradtrace.instruments.observer import OptimizerStep, StepObserver
 from gradtrace.metrics import GENERATED, Timer, batch_metrics
+from gradtrace.policy.attention import can_attend, is_supported
+from gradtrace.policy.load import export_model
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import (
     WORTH_PACKING,
     WORTH_SHARING,
-    Layout,
+    InputLayout,
     MicroBatches,
     padding_share,
     shared_share,
 )
-from gradtrace.policy.packed_attention import can_attend, is_supported
-from gradtrace.policy.policy import export_model
 from gradtrace.policy.rollouts import add_advantages, add_rollouts
-from gradtrace.program import command
-from gradtrace.rollout import SamplingParams
-from gradtrace.trace.atomic import atomic_directory
+from gradtrace.terminal import command
+from gradtrace.trace.files import atomic_directory
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.checkpoint import Checkpoints
-from gradtrace.training.experience import Experience
-from gradtrace.training.interrupt import Interrupt
+from gradtrace.training.components import Components
+from gradtrace.training.experience import Experience, validate
+from gradtrace.training.host import EmbeddedSteps, no_instruments
 from gradtrace.training.logger import Tracker
-from gradtrace.training.parts import Parts
-from gradtrace.training.state import LightState, save_observer_state, save_state
+from gradtrace.training.state import LightState, save_state
 from gradtrace.training.terminal import Display
 from gradtrace.training.update import PolicyUpdate, plan_updates
-from gradtrace.training.validation import validate
 
 
 class Trainer:
     def __init__(
         self,
-        parts: Parts,
+        components: Components,
         files: RunFiles,
-        observer: StepObserver,
         display: Display,
+        steps: EmbeddedSteps | None = None,
         trackers: list[Tracker] | None = None,
         findings: Findings | None = None,
     ) -> None:
-        config = parts.config
-        self.parts = parts
+        config = components.config
+        self.components = components
         self.config = config
         self.files = files
-        self.observer = observer
+        self.steps = steps or no_instruments(components, display.message)
         self.display = display
         self.trackers = trackers or []
         self.findings = findings
         self.checkpoints = Checkpoints(files.path, config.trainer.checkpoint.keep_last)
         self.estimator = advantage(config.algorithm.advantage, **config.algorithm.advantage_options)
-        self.experience = Experience(
-            parts.task,
-            parts.reward,
-            parts.sampler,
-            SamplingParams.of(config.rollout, parts.task.stop_token_ids),
-            config.algorithm,
-            config.data.train_batch_size,
-            config.reward.flip_probability,
-        )
-        loss = PolicyLoss(parts.policy, config.algorithm, config.rollout.max_new_tokens)
-        self.update = PolicyUpdate(loss, parts.optimizer, moves=not config.trainer.skip_optimizer)
+        self.experience = Experience.of(components, config.data.train_batch_size)
+        loss = PolicyLoss(components.policy, config.algorithm, config.rollout.max_new_tokens)
+        self.update = PolicyUpdate(loss, components.optimizer, moves=not config.trainer.skip_optimizer)
         self._attends_to = 0
         """The longest sequence that our own attention is known to compute for this model."""
 
@@ -78,7 +73,7 @@ class Trainer:
         """Train from step `last_step` + 1 to the end, or until Ctrl-C. Returns the last step made, saved."""
         settings = self.config.trainer
         self.files.truncate_after(last_step)
-        self.observer.start(last_step)
+        self.steps.start(last_step)
         if self.findings is not None:
             self.findings.start(last_step)
         if last_step == 0 and settings.validation.every and settings.validation.before_training:
@@ -98,19 +93,19 @@ class Trainer:
             if step == settings.total_steps:
                 self.export()
         finally:
-            self.observer.close()
+            self.steps.close()
             for tracker in self.trackers:
                 tracker.close()
         return step
 
     def _guarded_step(self, step: int) -> None:
         """One step, logged. If it fails before the weights move, the state before it is saved."""
-        before = LightState.of(self.parts)
+        before = LightState.of(self.components)
         timer = Timer()
         try:
-            batch, metrics = self.experience.collect(self.parts.generators["rollout"], timer)
+            batch, metrics = self.experience.collect(self.components.generators["rollout"], timer)
         except GradtraceError as error:
-            before.restore(self.parts)
+            before.restore(self.components)
             self.save(step - 1)
             raise GradtraceError(
                 f"Step {step}: {error}\nThe run is saved as it was before this step. Mend the cause, then continue "
@@ -135,58 +130,57 @@ class Trainer:
 
     def train_step(self, batch: RolloutBatch, step: int, timer: Timer) -> tuple[RolloutBatch, dict[str, float]]:
         """Learn from a batch with rewards. Returns it with every column that the step made, and metrics."""
-        parts, actor = self.parts, self.config.actor
-        generator = parts.generators["update"]
-        if (more := self.observer.more_rollouts(step)) is not None:
-            batch = add_rollouts(batch, more, parts.sampler.pad_token_id)
+        components, actor = self.components, self.config.actor
+        generator = components.generators["update"]
+        self.steps.sample(step, self.steps.run.sample)
+        if (more := self.steps.more_rollouts(step)) is not None:
+            batch = add_rollouts(batch, more, components.sampler.pad_token_id)
         micro_batches = MicroBatches(batch, actor.token_budget, self._layout(batch))
-        metrics = {"actor/lr": parts.optimizer.begin_step(step)}
+        metrics = {"actor/lr": components.optimizer.begin_step(step)}
 
         if "old_log_probs" in self.estimator.needs:
             with timer("old_log_prob"):
-                batch = fill_statistics(parts.policy, batch, micro_batches, torch.arange(len(batch)))
-        if parts.reference is not None:
+                batch = fill_statistics(components.policy, batch, micro_batches, torch.arange(len(batch)))
+        if components.reference is not None:
             with timer("ref"):
-                batch = parts.reference.add_log_probs(batch, micro_batches(torch.arange(len(batch))))
-        if parts.critic is not None:
+                batch = components.reference.add_log_probs(batch, micro_batches(torch.arange(len(batch))))
+        if components.critic is not None:
             with timer("values"):
-                batch = parts.critic.add_values(batch, micro_batches)
+                batch = components.critic.add_values(batch, micro_batches)
         with timer("adv"):
             batch = add_advantages(batch, self.estimator)
 
-        batch = self.observer.before_update(batch, step)
+        batch = self.steps.begin(batch, step)
         updates = plan_updates(batch, actor.mini_batch_size, actor.epochs, actor.shuffle, step, generator)
         with timer("old_log_prob"):
             batch = self._add_old_log_probs(batch, micro_batches, updates)
-        if parts.critic is not None:
+        if components.critic is not None:
             with timer("update_critic"):
-                metrics["critic/lr"] = parts.critic.optimizer.begin_step(step)
+                metrics["critic/lr"] = components.critic.optimizer.begin_step(step)
                 critic_updates = plan_updates(
                     batch, actor.mini_batch_size, self.config.critic.epochs, actor.shuffle, step, generator
                 )
-                metrics.update(parts.critic.update(batch, micro_batches, critic_updates))
-        if parts.critic is None or step > self.config.critic.warmup_steps:
+                metrics.update(components.critic.update(batch, micro_batches, critic_updates))
+        if components.critic is None or step > self.config.critic.warmup_steps:
             with timer("update_actor"):
-                batch, update_metrics = self.update.run(batch, micro_batches, updates, self.observer)
+                batch, update_metrics = self.update.run(
+                    batch, micro_batches, updates, self.steps.observers, self.steps.host
+                )
             metrics.update(update_metrics)
-        metrics.update(self.observer.after_update(batch, step))
+        metrics.update(self.steps.finish(batch, step))
         metrics.update(batch_metrics(batch))
         return batch, metrics
 
     def save(self, step: int) -> Path:
-        def fill(folder: Path) -> None:
-            save_state(folder, self.parts, step)
-            save_observer_state(folder, self.observer.state())
-
-        return self.checkpoints.save(step, fill)
+        return self.checkpoints.save(step, lambda folder: save_state(folder, self.components, step, self.steps.state()))
 
     def export(self) -> None:
         """The trained policy as a plain transformers folder, adapters merged: RUN/policy."""
         target = self.files.path / "policy"
         shutil.rmtree(target, ignore_errors=True)  # of an earlier end of this run
         with atomic_directory(target) as folder:
-            export_model(self.parts.policy.model, folder)
-            self.parts.task.tokenizer.save_pretrained(folder)
+            export_model(self.components.policy.model, folder)
+            self.components.task.tokenizer.save_pretrained(folder)
 
     def _add_old_log_probs(
         self, batch: RolloutBatch, micro_batches: MicroBatches, updates: list[OptimizerStep]
@@ -201,9 +195,9 @@ class Trainer:
         if not len(rows):
             return batch
         if not self._sampler_is_exact():
-            return fill_statistics(self.parts.policy, batch, micro_batches, rows)
-        if self.observer.needs_entropies:
-            batch = fill_statistics(self.parts.policy, batch, micro_batches, rows)
+            return fill_statistics(self.components.policy, batch, micro_batches, rows)
+        if self.steps.needs_entropies(updates[0].step if updates else 0):
+            batch = fill_statistics(self.components.policy, batch, micro_batches, rows)
         # The loss uses the same log-probs whether or not anybody watches.
         return batch.replace(old_log_probs=batch.sampler_log_probs.clone())
 
@@ -211,11 +205,11 @@ class Trainer:
         """The sampler's log-probs are those of the same float32 distribution that the loss uses."""
         rollout, source = self.config.rollout, self.config.actor.old_log_probs
         ours = rollout.engine == "embedded" and rollout.precision == "float32"
-        exact = ours and self.parts.policy.device.type == "cpu"
+        exact = ours and self.components.policy.device.type == "cpu"
         full = exact and rollout.top_p == 1 and rollout.top_k == 0
         return source == "sampler" or (source == "auto" and full)
 
-    def _layout(self, batch: RolloutBatch) -> Layout:
+    def _layout(self, batch: RolloutBatch) -> InputLayout:
         """How responses are laid out for the model: see `microbatch`. Whether anybody watches has no part in it."""
         actor, model = self.config.actor, self.config.model
         if actor.share_prompts == "always":
@@ -224,7 +218,7 @@ class Trainer:
         own_attention = (
             model.attention in ("auto", "sdpa")
             and not model.gradient_checkpointing
-            and is_supported(self.parts.policy.model)
+            and is_supported(self.components.policy.model)
         )
         may_share = actor.share_prompts == "auto" and actor.packing == "auto" and own_attention
         if may_share and self._gains_by_sharing(batch):
@@ -236,7 +230,7 @@ class Trainer:
 
     def _gains_by_sharing(self, batch: RolloutBatch) -> bool:
         """On a GPU nobody has measured it: attention with a mask of its own may take more than sharing saves."""
-        policy = self.parts.policy
+        policy = self.components.policy
         if policy.device.type != "cpu" or shared_share(batch) <= WORTH_SHARING:
             return False
         longest = int((batch.prompt_lengths + batch.response_lengths).max())
@@ -246,9 +240,38 @@ class Trainer:
 
     def _validate(self, timer: Timer) -> dict[str, float]:
         with timer("testing"):
-            return validate(self.parts)
+            return validate(self.components)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.files.log(step, metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
+
+
+class Interrupt:
+    """Ctrl-C or SIGTERM: the first one lets the step finish, a second one stops at once.
+
+    `with Interrupt(say) as interrupt:` … `if interrupt.requested: save and leave`.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.requested = False
+        self._say = say
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self._say("Finishing this step, then saving. Press Ctrl-C again to stop at once.")

@@ -7,38 +7,37 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradtrace.config import Config
-from gradtrace.config_loader import run_of, to_yaml
+from gradtrace.config.loader import run_of, to_yaml
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import lock
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
+from gradtrace.trace.reader import read_run
+from gradtrace.trace.run_files import RunFiles, acquire_lock, nothing_left_on_error, release_lock
 from gradtrace.training.checkpoint import Checkpoints
-from gradtrace.training.instruments import build_findings, build_observer
+from gradtrace.training.components import build_components
+from gradtrace.training.host import open_instruments
 from gradtrace.training.logger import open_trackers
 from gradtrace.training.loop import Trainer
-from gradtrace.training.parts import build_parts
 from gradtrace.training.state import load_observer_state, load_state
 from gradtrace.training.terminal import Display, SilentDisplay
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     run_dir: Path
     last_step: int
     finished: bool
     """False if it was interrupted (and saved)."""
 
 
-def train(config: Config, display: Display | None = None) -> Outcome:
+def train(config: Config, display: Display | None = None) -> TrainingResult:
     """Make a run, or continue the one that `config.resume` names."""
     display = display or SilentDisplay()
     with contextlib.ExitStack() as until_the_end:
         checkpoint = None
         if config.resume:
             run_dir, checkpoint = until_the_end.enter_context(resumed(config.resume))
-        parts = build_parts(config, checkpoint, display.warm_start)
-        last_step = load_state(checkpoint, parts) if checkpoint is not None else 0
+        components = build_components(config, checkpoint, display.warm_start)
+        last_step = load_state(checkpoint, components) if checkpoint is not None else 0
         if not config.resume:
             run_dir = new_run_dir(config)
 
@@ -48,21 +47,21 @@ def train(config: Config, display: Display | None = None) -> Outcome:
             files.write_config(to_yaml(dataclasses.replace(config, resume="")))
             trackers = open_trackers(config.trainer, run_dir, dataclasses.asdict(config))
             report = files.messages.telling(display.message)
-            observer = build_observer(parts, files, report)
-            findings = build_findings(parts, files, report, observer)
+            steps = open_instruments(components, files, report)
+            findings = steps.watch(files.path)
         display.begin(last_step, config.trainer.total_steps)
         if checkpoint is not None:
-            observer.load_state(load_observer_state(checkpoint))
-        trainer = Trainer(parts, files, observer, display, trackers, findings)
+            steps.load_state(load_observer_state(checkpoint))
+        trainer = Trainer(components, files, display, steps, trackers, findings)
         reached = trainer.fit(last_step)
-        outcome = Outcome(run_dir, reached, reached == config.trainer.total_steps)
+        outcome = TrainingResult(run_dir, reached, reached == config.trainer.total_steps)
 
         rewards = reward_curve(run_dir)
         files.write_summary(
             {
                 "steps": reached,
                 "finished": outcome.finished,
-                "parameters": sum(p.numel() for p in parts.policy.model.parameters()),
+                "parameters": sum(p.numel() for p in components.policy.model.parameters()),
                 "final_reward": rewards[-1][1] if rewards else None,
             }
         )
@@ -74,7 +73,7 @@ def train(config: Config, display: Display | None = None) -> Outcome:
 def resumed(resume: str) -> Iterator[tuple[Path, Path]]:
     """(run, checkpoint to go on from) of `resume=RUN` or `resume=RUN/checkpoints/step_000010`, with its lock."""
     run_dir = run_of(Path(resume))
-    lock.acquire(run_dir)
+    acquire_lock(run_dir)
     try:
         checkpoints = Checkpoints(run_dir)
         if Path(resume) != run_dir:
@@ -85,7 +84,7 @@ def resumed(resume: str) -> Iterator[tuple[Path, Path]]:
         checkpoints.discard_unfinished()
         yield run_dir, checkpoint
     finally:
-        lock.release(run_dir)
+        release_lock(run_dir)
 
 
 def new_run_dir(config: Config) -> Path:
@@ -107,5 +106,5 @@ def new_run_dir(config: Config) -> Path:
 
 def reward_curve(run_dir: Path) -> list[tuple[int, float]]:
     """(step, mean reward) of every step so far."""
-    records, _ = open_run(run_dir).metrics()
+    records, _ = read_run(run_dir).metrics()
     return [(r["step"], r["critic/rewards/mean"]) for r in records if "critic/rewards/mean" in r]

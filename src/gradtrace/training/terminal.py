@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.program import command
+from gradtrace.terminal import command, say
 
 SAMPLES = 6
 PLAIN_LINES = 40
@@ -47,12 +49,15 @@ SilentDisplay = Display
 class PlainDisplay(Display):
     """One line per step, or per few steps of a long run. Without samples: a table is for eyes, not for a job's log."""
 
+    widest = 80
+    """Columns of the curve at the end."""
+
     def __init__(self, console: Console) -> None:
         self.console = console
         self.total_steps = 0
 
     def message(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text)
 
     def warm_start(self, stage: str, step: int, accuracy: float) -> None:
         if step % 100 == 0 or stage != "clean chains":
@@ -68,40 +73,40 @@ class PlainDisplay(Display):
             self.message(f"step {step}/{self.total_steps}  {step_text(metrics)}{validated}")
 
     def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None:
-        for line in closing_lines(run_dir, rewards, finished, width=min(self.console.width, 80)):
+        for line in closing_lines(run_dir, rewards, finished, width=min(self.console.width, self.widest)):
             self.message(line)
 
 
-class RichDisplay(Display):
+class RichDisplay(PlainDisplay):
     """A progress bar with the numbers that matter, and a table of sample responses now and then."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.progress: Progress | None = None
-        self.task: Any = None
+    widest = 100
 
-    def message(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.update: Callable[..., None] | None = None
+        """Changes the bar that is shown."""
+        self.hide: Callable[[], None] = lambda: None
 
     def warm_start(self, stage: str, step: int, accuracy: float) -> None:
-        if self.progress is None:
-            self._open(TextColumn("[bold]warm start[/bold] {task.description}"))
-            self.task = self._live().add_task("", total=None)
-        self._live().update(self.task, description=f"{stage}  step {step}  accuracy {accuracy:.2f}")
+        text = "[bold]warm start[/bold] {task.description}"
+        update = self.update or self._show(progress.TextColumn(text), total=None)
+        update(description=f"{stage}  step {step}  accuracy {accuracy:.2f}")
 
     def begin(self, last_step: int, total_steps: int) -> None:
-        self._close()
-        self._open(
-            TextColumn("[bold]step[/bold]"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+        self._show(
+            progress.TextColumn("[bold]step[/bold]"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.description}"),
+            progress.TimeRemainingColumn(),
+            total=total_steps,
+            completed=last_step,
         )
-        self.task = self._live().add_task("", total=total_steps, completed=last_step)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        self._live().update(self.task, completed=step, description=step_text(metrics))
+        assert self.update is not None
+        self.update(completed=step, description=step_text(metrics))
         if validated := validation_text(metrics):
             self.message(f"step {step}{validated}")
 
@@ -109,22 +114,16 @@ class RichDisplay(Display):
         self.console.print(samples_table(step, batch))
 
     def end(self, run_dir: Path, rewards: list[tuple[int, float]], finished: bool) -> None:
-        self._close()
-        for line in closing_lines(run_dir, rewards, finished, width=min(self.console.width, 100)):
-            self.message(line)
+        self.hide()
+        super().end(run_dir, rewards, finished)
 
-    def _open(self, *columns: Any) -> None:
-        self.progress = Progress(*columns, console=self.console, transient=True)
-        self.progress.start()
-
-    def _close(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-            self.progress = None
-
-    def _live(self) -> Progress:
-        assert self.progress is not None
-        return self.progress
+    def _show(self, *columns: progress.ProgressColumn, **task: Any) -> Callable[..., None]:
+        """Show this bar instead of the one before."""
+        self.hide()
+        bar = progress.Progress(*columns, console=self.console, transient=True)
+        bar.start()
+        self.update, self.hide = partial(bar.update, bar.add_task("", **task)), bar.stop
+        return self.update
 
 
 def step_text(metrics: dict[str, float]) -> str:

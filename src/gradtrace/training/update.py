@@ -6,18 +6,21 @@ import math
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import Denominator, aggregate, token_weights
+from gradtrace.algorithms import Denominator, aggregate
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.observer import Backward, OptimizerStep, Passes, StepObserver
+from gradtrace.instruments.contract import OptimizerStep
+from gradtrace.instruments.observers import Observers
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from gradtrace.training.host import EmbeddedHost
 
 
 def plan_updates(
@@ -53,43 +56,50 @@ class PolicyUpdate:
         batch: RolloutBatch,
         micro_batches: MicroBatches,
         updates: list[OptimizerStep],
-        observer: StepObserver,
+        observers: Observers | None = None,
+        host: EmbeddedHost | None = None,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """All optimizer steps on this batch. Returns it with old_log_probs (and entropies) completed, and metrics.
+        `observers` of the step under way look on through their `host`.
 
         The first optimizer step runs at the weights that sampled the batch, so its own forward pass gives the old
         log-probs of its rows. Those of all other rows must be set already.
         """
-        totals = Totals()
+        metrics = UpdateMetrics()
         empty = torch.zeros_like(batch.sampler_log_probs)
         # Columns of this batch alone, to be written to as passes go by.
         own = {name: getattr(batch, name) for name in ("old_log_probs", "entropies")}
         batch = batch.replace(**{name: (empty if c is None else c).clone() for name, c in own.items()})
 
-        def passes(rows: Tensor, apart: bool = True) -> Passes:
-            return self.loss.passes(batch, micro_batches.with_prompts_apart() if apart else micro_batches, rows)
-
         for update in updates:
             denominator = Denominator.of(batch.response_mask[update.rows], self.loss.max_response_length)
+            watched = observers if observers and update.epoch == 0 else None
+            if watched is not None and host is not None:
+                host.train_on(batch, micro_batches, self.loss, update)
+                watched.before_passes(update, host.own(update))
             for micro in micro_batches(update.rows):
-                weights = token_weights(micro.mask, self.loss.algorithm.aggregation, denominator)
-                context = Backward(
-                    update,
-                    micro,
-                    weights,
-                    partial(self.loss.token_terms, batch, micro_batches),
-                    passes,
-                )
-                with observer.around_backward(context):
-                    loss = self._micro_loss(batch, micro, denominator, update.number == 0, totals)
+                with around(watched, host, micro):
+                    loss = self._micro_loss(batch, micro, denominator, update.number == 0, metrics)
                     loss.backward()
-            totals.mini_batch(denominator.tokens)
-            if not totals.apply(self.optimizer, observer.around_optimizer_step(update), self.moves):
-                observer.step_skipped(update)
-        return batch, totals.metrics()
+            metrics.mini_batch(denominator.tokens)
+            self.take_step(update, watched, metrics)
+        return batch, metrics.metrics()
+
+    def take_step(self, update: OptimizerStep, observers: Observers | None, metrics: UpdateMetrics) -> None:
+        """Move the weights, unless the gradient is not finite: one bad batch must not destroy the policy. Without
+        `moves` everything happens but the move itself."""
+        is_finite = metrics.is_finite(self.optimizer.clip())
+        if is_finite:
+            if observers is not None:
+                observers.before_step(update)
+            if self.moves:
+                self.optimizer.step()
+        if observers is not None:
+            observers.after_step(update, is_finite)
+        self.optimizer.zero_grad()
 
     def _micro_loss(
-        self, batch: RolloutBatch, micro: MicroBatch, denominator: Denominator, is_first: bool, totals: Totals
+        self, batch: RolloutBatch, micro: MicroBatch, denominator: Denominator, is_first: bool, metrics: UpdateMetrics
     ) -> Tensor:
         """The micro-batch's share of the mini-batch's loss."""
         log_probs, entropies = (micro.unflatten(values) for values in self.loss.policy.statistics(micro))
@@ -103,11 +113,18 @@ class PolicyUpdate:
         loss = policy_term
         for penalty in penalties:
             loss = loss + aggregate(penalty, mask, self.loss.algorithm.aggregation, denominator)
-        totals.micro_batch(policy_term, loss, token_sums)
+        metrics.micro_batch(policy_term, loss, token_sums)
         return loss
 
 
-class Totals:
+def around(observers: Observers | None, host: EmbeddedHost | None, micro: MicroBatch) -> AbstractContextManager[Any]:
+    """What observers do around the pass over a micro-batch."""
+    if observers is None or host is None:
+        return nullcontext()
+    return observers.around_backward(host.backward(host.training, micro))
+
+
+class UpdateMetrics:
     """Sums over the micro-batches of a training step, from which its metrics are made."""
 
     def __init__(self) -> None:
@@ -129,21 +146,13 @@ class Totals:
         self.tokens += tokens
         self.mini_batches += 1
 
-    def apply(
-        self, optimizer: Optimizer, around: AbstractContextManager[Any] | None = None, moves: bool = True
-    ) -> bool:
-        """Move the weights, unless the gradient is not finite: one bad batch must not destroy the policy. Without
-        `moves` everything happens but the move itself. Returns whether the gradient was finite."""
-        norm = optimizer.clip()
-        if finite := math.isfinite(norm):
-            self.norms.append(norm)
-            with around or nullcontext():
-                if moves:
-                    optimizer.step()
-        else:
+    def is_finite(self, norm: float) -> bool:
+        """Count a gradient of this norm; whether its optimizer step is made."""
+        if not math.isfinite(norm):
             self.skipped += 1
-        optimizer.zero_grad()
-        return finite
+            return False
+        self.norms.append(norm)
+        return True
 
     @property
     def grad_norm(self) -> float:

@@ -4,21 +4,28 @@ A run can hold private prompts, and the model's own output is untrusted text. So
 answered unless the user named another host, which then needs a token; a page of another site gets nothing
 (Host, Origin and Sec-Fetch-Site are checked, which also stops DNS rebinding); and our own pages run under a
 content security policy without inline scripts or styles.
+
+HTTP connections that say nothing are closed: otherwise a few hundred half-open ones would block the viewer. uvicorn's
+own time-outs begin with the first answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
+import re
 import secrets
 import socket
-from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 LONGEST_TARGET = 2048
@@ -60,7 +67,7 @@ class Access:
     """Required from every visitor when set."""
     posts: bool = False
     """Take POST requests, which start and cancel a job; a page that sends one must name its origin."""
-    cookie: str = field(default="gradtrace")
+    cookie: str = "gradtrace"
     """Cookies are shared by all ports of a host, so two viewers need two names."""
 
     def allows_host(self, host_header: str) -> bool:
@@ -72,35 +79,24 @@ class Access:
 
 def access_for(host: str, port: int, token: str | None, posts: bool = False) -> Access:
     """The rule for a server bound to `host`: loopback needs no token, anything else always has one."""
-    cookie = f"gradtrace_{port}"
+    access = Access(hosts=LOOPBACK_NAMES, token=token, cookie=f"gradtrace_{port}", posts=posts)
     if host in LOOPBACK_NAMES:
-        return Access(hosts=LOOPBACK_NAMES, token=token, cookie=cookie, posts=posts)
+        return access
     names = {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()} | LOOPBACK_NAMES
     every_interface = is_address(host) and ipaddress.ip_address(host).is_unspecified
-    return Access(
-        hosts=frozenset(names),
-        any_address=every_interface,
-        token=token or secrets.token_urlsafe(24),
-        cookie=cookie,
-        posts=posts,
-    )
+    token = token or secrets.token_urlsafe(24)
+    return replace(access, hosts=frozenset(names), any_address=every_interface, token=token)
+
+
+_HOST = re.compile(r"(?:\[(?P<address>[^]]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]+)?")
 
 
 def host_name(host_header: str) -> str | None:
     """The name in a Host header without its port, or None if it is not one ("a@b", "x:y:z", "")."""
-    name, _, port = host_header.rpartition(":")
-    if host_header.startswith("[") or name:
-        if host_header.endswith("]"):
-            name, port = host_header, "0"
-        if not port.isascii() or not port.isdigit():
-            return None
-    else:
-        name = host_header
-    if name.startswith("[") and name.endswith("]"):
-        name = name[1:-1]
-        return name.lower() if is_address(name) else None
-    allowed = all(character.isalnum() or character in ".-_" for character in name)
-    return name.lower() if name and name.isascii() and allowed else None
+    match = _HOST.fullmatch(host_header)
+    if match is None or (match["address"] and not is_address(match["address"])):
+        return None
+    return (match["address"] or match["name"]).lower()
 
 
 def is_address(name: str) -> bool:
@@ -119,10 +115,10 @@ class Gate:
         self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # we have none; closing before accepting answers 403
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
-            if scope["type"] == "websocket":  # we have none; closing before accepting answers 403
-                await send({"type": "websocket.close", "code": 1008})
-                return
             await self.app(scope, receive, send)
             return
 
@@ -172,7 +168,7 @@ class Gate:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and same(bearer.strip(), token):
             return None
-        if same(read_cookie(headers.get("cookie", ""), self.access.cookie), token):
+        if same(HTTPConnection(scope).cookies.get(self.access.cookie, ""), token):
             return None
         query = parse_qs(scope["query_string"].decode("ascii", "replace"))
         if same(query.pop("token", [""])[0], token):
@@ -188,14 +184,6 @@ class Gate:
         )
 
 
-def read_cookie(header: str, name: str) -> str:
-    try:
-        morsel = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
-
-
 def same(given: str, wanted: str) -> bool:
     """Compared in constant time."""
     return hmac.compare_digest(given.encode(), wanted.encode())
@@ -203,3 +191,39 @@ def same(given: str, wanted: str) -> bool:
 
 def plain(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
     return PlainTextResponse(text + "\n", status_code=status, headers=headers)
+
+
+HEADER_SECONDS = 5.0
+"""From the first byte of a request, or from the connection, to the end of its headers."""
+
+
+class ImpatientProtocol(H11Protocol):
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_waiting():
+            self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _is_waiting(self) -> bool:
+        """No request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._close_if_waiting, self.cycle)
+
+    def _close_if_waiting(self, cycle: Any) -> None:
+        """Unless a request has come since the clock was set."""
+        self._timer = None
+        if self.cycle is cycle and self._is_waiting() and not self.transport.is_closing():
+            self.transport.close()

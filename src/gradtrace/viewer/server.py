@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import mimetypes
 from collections.abc import Callable
 from functools import cached_property, lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,21 +18,41 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup
+from gradtrace.trace.columns import KINDS
 from gradtrace.trace.reader import StepUnreadableError
-from gradtrace.trace.schema import COUNTERFACTUAL, KINDS
 from gradtrace.trace.step import Step
-from gradtrace.viewer import payload
-from gradtrace.viewer.ablation_payload import AblationUnreadableError, ablation_payload
-from gradtrace.viewer.catalog import RunCatalog, ServedRun, last_activity
-from gradtrace.viewer.counterfactual_payload import counterfactual_payload, measured_group, token_payload
-from gradtrace.viewer.instrument_pages import instrument_page, kind_of, navigation
-from gradtrace.viewer.news import run_news, state_of
-from gradtrace.viewer.resample import MOST_K, ResampleJob, Sampling
-from gradtrace.viewer.resample import Request as ResampleRequest
-from gradtrace.viewer.response_payload import response_payload
+from gradtrace.viewer.catalog import RunCatalog, ServedRun, run_news, state_of
+from gradtrace.viewer.counterfactual import (
+    MOST_K,
+    ResampleJob,
+    Sampling,
+    counterfactual_payload,
+    measured_group,
+    token_payload,
+)
+from gradtrace.viewer.counterfactual import Request as ResampleRequest
+from gradtrace.viewer.group import (
+    group_payload,
+    group_tokens,
+    json_bytes,
+    miniatures,
+    pairwise_block,
+    pairwise_column,
+    points,
+    points_payload,
+    step_payload,
+)
+from gradtrace.viewer.pages import (
+    AblationUnreadableError,
+    ablation_payload,
+    instrument_page,
+    kind_of,
+    navigation,
+    response_payload,
+)
+from gradtrace.viewer.scores import SCORES, ScoredStep
 from gradtrace.viewer.search import LOOKS, Query, prompt_key, search
 from gradtrace.viewer.security import Access, Gate
-from gradtrace.viewer.step_view import SCORES, StepView
 from gradtrace.viewer.story import group_story, run_story, step_story
 
 LONGEST_QUERY = 200
@@ -41,27 +60,22 @@ SMALLEST_COMPRESSED = 1400
 """Answers that fit into one packet are not worth compressing."""
 
 
+STATIC = Path(__file__).parent / "static"
+STATIC_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
 @lru_cache(maxsize=1)
 def static_files() -> dict[str, bytes]:
     """Every file of static/ by its path there. Requests are looked up here and never reach the file system."""
-    found: dict[str, bytes] = {}
-
-    def walk(folder: Any, prefix: str) -> None:
-        for item in sorted(folder.iterdir(), key=lambda item: item.name):
-            if item.is_dir():
-                walk(item, f"{prefix}{item.name}/")
-            elif item.name.endswith((".html", ".css", ".js", ".svg")):
-                found[prefix + item.name] = item.read_bytes()
-
-    walk(files("gradtrace.viewer") / "static", "")
-    return found
+    paths = (path for path in sorted(STATIC.rglob("*")) if path.suffix in STATIC_TYPES)
+    return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
 
 
 def create_app(catalog: RunCatalog, access: Access, sampling: Sampling | None = None) -> Starlette:
     """`sampling`: what "resample from here" works with; without it the viewer never writes."""
     job = ResampleJob(sampling) if sampling is not None else None
     routes = [
-        Route("/", _page),
+        Route("/", _static),
         Route("/static/{name:path}", _static),
         *(
             Route(f"/api/{path}", _answer(catalog, handler, job), methods=["POST"])
@@ -77,24 +91,18 @@ def create_app(catalog: RunCatalog, access: Access, sampling: Sampling | None = 
     )
 
 
-async def _page(request: Request) -> Response:
-    return tagged(request, static_files()["index.html"], "text/html; charset=utf-8")
-
-
 async def _static(request: Request) -> Response:
-    name = request.path_params["name"]
+    name = request.path_params.get("name", "index.html")
     body = static_files().get(name)
     if body is None:
         raise HTTPException(404, "no such file")
-    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
-    kind = "text/javascript" if name.endswith(".js") else kind
-    return tagged(request, body, f"{kind}; charset=utf-8")
+    return tagged(request, body, f"{STATIC_TYPES[Path(name).suffix]}; charset=utf-8")
 
 
 async def _error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         error = HTTPException(500, "the viewer failed; its terminal says where")
-    body = payload.json_bytes({"error": error.detail})
+    body = json_bytes({"error": error.detail})
     return Response(body, error.status_code, media_type=JSON, headers=dict(error.headers or {}))
 
 
@@ -132,7 +140,7 @@ BINARY = "application/octet-stream"
 
 
 def as_json(value: Any) -> Answer:
-    return payload.json_bytes(value), JSON
+    return json_bytes(value), JSON
 
 
 def as_floats(body: bytes | None) -> Answer:
@@ -172,7 +180,7 @@ class Question:
         return served
 
     @cached_property
-    def view(self) -> StepView:
+    def view(self) -> ScoredStep:
         view = readable(lambda: self.catalog.step_view(self.served, self.path["step"]))
         if view is None:
             raise HTTPException(404, f"no trace of step {self.path['step']}")
@@ -192,19 +200,18 @@ class Question:
     @property
     def response(self) -> int:
         """A response of the group."""
-        return self.below(len(self.view.members[self.group]), "response", "the group")
+        return self.below(len(self.view.members(self.group)), "response", "the group")
 
     @property
     def position(self) -> int:
         """A token of the response."""
-        response = self.view.members[self.group][self.response]
-        return self.below(int(self.view.layout["length"][response]), "position", "the response")
+        response = self.view.members(self.group)[self.response]
+        return self.below(int(self.view.lengths[response]), "position", "the response")
 
     @cached_property
     def measured(self) -> MeasuredGroup | None:
         """Counterfactual values of the group, where there are any."""
-        found = readable(lambda: self.catalog.trace_step(self.served, COUNTERFACTUAL, self.path["step"]))
-        return measured_group(self.view, self.group, found)
+        return measured_group(self.view, self.group)
 
     @cached_property
     def trace(self) -> Step:
@@ -237,7 +244,6 @@ def runs(question: Question) -> Answer:
             "name": served.name,
             "state": state_of(served.run),
             "traced_steps": len({step for kind in KINDS for step in served.entries(kind)}),
-            "written": last_activity(served.run.path),
         }
         for served in listed
     ]
@@ -255,19 +261,16 @@ def told_run(served: ServedRun) -> str:
     return run_story(served.run.metrics()[0], served.run.findings())
 
 
-def told_step(view: StepView, served: ServedRun) -> dict[str, Any]:
+def told_step(view: ScoredStep, served: ServedRun) -> dict[str, Any]:
     """The table of groups, and the sentence above it."""
-    found = [each for each in served.run.findings() if each.get("step") == view.step]
-    return {
-        **payload.step_payload(view, served.vocabulary),
-        "story": step_story(view, served.vocabulary, found),
-    }
+    found = [each for each in served.run.findings() if each["step"] == view.step]
+    return {**step_payload(view, served.vocabulary), "story": step_story(view, served.vocabulary, found)}
 
 
-def told_group(view: StepView, g: int, served: ServedRun, measured: MeasuredGroup | None) -> dict[str, Any]:
+def told_group(view: ScoredStep, g: int, served: ServedRun, measured: MeasuredGroup | None) -> dict[str, Any]:
     """A group's structure, and the sentence that it begins with."""
     story = group_story(view, g, served.vocabulary, measured).as_json()
-    return {**payload.group_payload(view, g, served.vocabulary), "story": story}
+    return {**group_payload(view, g, served.vocabulary), "story": story}
 
 
 def find(question: Question) -> Answer:
@@ -300,7 +303,7 @@ def traced_groups(catalog: RunCatalog, served: ServedRun, step: int) -> dict[int
         view = catalog.step_view(served, step)
     except StepUnreadableError:
         return {}
-    return {} if view is None else {int(g): index for index, g in enumerate(view.layout["group_id"])}
+    return {} if view is None else {int(g): index for index, g in enumerate(view.need("group_id"))}
 
 
 def instrument_response(question: Question) -> Answer:
@@ -355,13 +358,13 @@ API: dict[str, Handler] = {
     "runs/{run:int}/findings": lambda q: as_json({"findings": q.served.run.findings()}),
     "runs/{run:int}/story": lambda q: as_json({"sentence": told_run(q.served)}),
     STEP: lambda q: as_json(told_step(q.view, q.served)),
-    f"{STEP}/miniatures": lambda q: as_floats(payload.miniatures(q.view, q.credit)),
-    f"{STEP}/tokens": lambda q: as_json(payload.points_payload(q.view, q.served.vocabulary)),
-    f"{STEP}/points": lambda q: as_floats(payload.points(q.view, q.credit, q.served.vocabulary)),
+    f"{STEP}/miniatures": lambda q: as_floats(miniatures(q.view, q.credit)),
+    f"{STEP}/tokens": lambda q: as_json(points_payload(q.view, q.served.vocabulary)),
+    f"{STEP}/points": lambda q: as_floats(points(q.view, q.credit, q.served.vocabulary)),
     GROUP: lambda q: as_json(told_group(q.view, q.group, q.served, q.measured)),
-    f"{GROUP}/tokens": lambda q: as_floats(payload.group_tokens(q.view, q.group, q.served.vocabulary)),
-    f"{GROUP}/pairwise/{{response:int}}": lambda q: as_floats(payload.pairwise_block(q.view, q.group, q.response)),
-    f"{GROUP}/pairwise/on/{{response:int}}": lambda q: as_floats(payload.pairwise_column(q.view, q.group, q.response)),
+    f"{GROUP}/tokens": lambda q: as_floats(group_tokens(q.view, q.group, q.served.vocabulary)),
+    f"{GROUP}/pairwise/{{response:int}}": lambda q: as_floats(pairwise_block(q.view, q.group, q.response)),
+    f"{GROUP}/pairwise/on/{{response:int}}": lambda q: as_floats(pairwise_column(q.view, q.group, q.response)),
     "runs/{run:int}/find": find,
     f"{GROUP}/history": find,
     f"{GROUP}/counterfactual": counterfactual,

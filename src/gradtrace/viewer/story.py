@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup
-from gradtrace.instruments.counterfactual.results import Counterfactual, results
-from gradtrace.viewer.step_view import LIKELIER, NO_STEP, StepView, token_ids
+from gradtrace.instruments.counterfactual.measure import Counterfactual, results
+from gradtrace.viewer.scores import ScoredStep
 from gradtrace.viewer.vocabulary import Vocabulary
 
 CREDIT_WORDS = {"loss_term": "loss-term credit", "tail": "tail credit", "position": "position credit"}
@@ -27,7 +27,7 @@ LONGEST_TOKEN = 24
 
 
 @dataclass(frozen=True)
-class Culprit:
+class KeyToken:
     """The token that a group's sentence is about."""
 
     response: int
@@ -40,7 +40,7 @@ class Culprit:
 @dataclass(frozen=True)
 class Story:
     sentence: str
-    at: Culprit | None = None
+    at: KeyToken | None = None
     """The token that it is about."""
 
     def as_json(self) -> dict[str, Any]:
@@ -48,116 +48,105 @@ class Story:
         return {"sentence": self.sentence, "at": at}
 
 
-def group_story(view: StepView, g: int, vocabulary: Vocabulary, measured: MeasuredGroup | None = None) -> Story:
+def group_story(table: ScoredStep, g: int, vocabulary: Vocabulary, measured: MeasuredGroup | None = None) -> Story:
     """`measured`: its counterfactual values, where there are any."""
-    members = view.members[g]
+    members = table.members(g).tolist()
     if not members:
         return Story("The responses of this group were not stored, so there is nothing to tell.")
-    rewards = [float(view.layout["reward"][r]) for r in members]
-    accepted = [bool(view.response_value("accepted", r)) for r in members]
+    rewards, accepted = table.rewards(g), table.accepted[members].tolist()
     if len(set(rewards)) == 1:
-        return Story(_constant(view, members, rewards[0]))
+        return Story(_constant(table, members, rewards[0]))
     if all(accepted) or not any(accepted):
         which = "All" if all(accepted) else "None"
         return Story(f"{which} of the {len(members)} answers were accepted, so nothing here tells right from wrong.")
     values = results(measured.measurement) if measured is not None else None
-    culprit = _culprit(view, g, accepted, values)
-    if culprit is None:
+    key = _key_token(table, g, accepted, values)
+    if key is None:
         count = f"{sum(accepted)} of {len(members)} answers were accepted"
         return Story(f"{count}; nothing was stored that says which token decided.")
-    parts = [_head(view, g, culprit, accepted, vocabulary)]
-    if effect := _effect(view, g, culprit, accepted):
+    parts = [_head(table, g, key, accepted, vocabulary)]
+    if effect := _effect(table, g, key, accepted):
         parts.append(effect)
-    if values is not None and (change := _value_change(values[culprit.response], culprit.position)):
+    if values is not None and (change := _value_change(values[key.response], key.position)):
         parts.append(change)
-    return Story(f"{parts[0]}{': ' if parts[1:] else ''}{'; '.join(parts[1:])}.", culprit)
+    return Story(f"{parts[0]}{': ' if parts[1:] else ''}{'; '.join(parts[1:])}.", key)
 
 
-def _constant(view: StepView, members: list[int], reward: float) -> str:
+def _constant(table: ScoredStep, members: list[int], reward: float) -> str:
     if len(members) == 1:
         return f"One answer alone, with reward {reward:g}: there is nothing to compare it with."
-    same = len(members) + 1 - len({tuple(token_ids(view.layout, r).tolist()) for r in members})
+    same = len(members) + 1 - len({tuple(table.ids(r).tolist()) for r in members})
     text = f"All {len(members)} answers got reward {reward:g}, so nothing here tells a better one from a worse one"
     if same == len(members):
         return f"{text}; they are the same text."
     return f"{text}."
 
 
-def _score(view: StepView, g: int) -> str | None:
-    """The most telling credit of a group: that of a step which training takes."""
-    return next((credit for credit in view.group_scores(g) if credit != LIKELIER), None)
-
-
-def _culprit(view: StepView, g: int, accepted: Sequence[bool], values: list[Counterfactual] | None) -> Culprit | None:
+def _key_token(
+    table: ScoredStep, g: int, accepted: Sequence[bool], values: list[Counterfactual] | None
+) -> KeyToken | None:
     rejected = [index for index, each in enumerate(accepted) if not each]
     lost = []
     for index, own in enumerate(values or []):
         least = np.maximum(SURE * np.nan_to_num(own.stderr), LEAST_VALUE)
-        sure = np.isfinite(own.delta_v) & (own.delta_v < -least)
-        lost += [(float(own.delta_v[t]), index, int(t)) for t in np.flatnonzero(sure) if not accepted[index]]
+        places = [] if accepted[index] else np.flatnonzero(own.delta_v < -least).tolist()
+        lost += [(float(own.delta_v[t]), index, t) for t in places]
     if lost:
-        return Culprit(*min(lost)[1:], "value")
-    credit = _score(view, g)
-    scores = None if credit is None else view.channel(f"influence_{credit}")
+        return KeyToken(*min(lost)[1:], "value")
+    credit = next(iter(table.group_credits(g)), None)
+    scores = np.zeros(table.n_tokens) if credit is None else np.nan_to_num(np.abs(table.need(f"influence_{credit}")))
+    sizes = [scores[table.tokens(r)] for r in table.members(g)]
     wrong = []
     for index in rejected:
-        r = view.members[g][index]
-        first = view.response_value("first_wrong", r)
-        if first is not None and 0 <= first < int(view.layout["length"][r]):
-            size = 0.0 if scores is None else abs(float(np.nan_to_num(scores[view.tokens(r)][first])))
-            wrong.append((-size, index, int(first)))
+        first = table.value("first_wrong", int(table.members(g)[index]))
+        if first is not None and 0 <= first < len(sizes[index]):
+            wrong.append((-float(sizes[index][first]), index, int(first)))
     if wrong:
-        return Culprit(*min(wrong)[1:], "wrong")
-    largest: tuple[float, int, int] | None = None
-    for index, r in enumerate(view.members[g]) if scores is not None else []:
-        assert scores is not None
-        sizes = np.nan_to_num(np.abs(scores[view.tokens(r)]))
-        if len(sizes) and sizes.max() > (largest[0] if largest else 0.0):
-            largest = (float(sizes.max()), index, int(sizes.argmax()))
-    return Culprit(*largest[1:], "score") if largest else None
+        return KeyToken(*min(wrong)[1:], "wrong")
+    largest = [(-float(own.max()), index, int(own.argmax())) for index, own in enumerate(sizes) if own.any()]
+    return KeyToken(*min(largest)[1:], "score") if largest else None
 
 
-def _head(view: StepView, g: int, at: Culprit, accepted: Sequence[bool], vocabulary: Vocabulary) -> str:
-    members = view.members[g]
-    ids = token_ids(view.layout, members[at.response])
-    same = sum(np.array_equal(ids, token_ids(view.layout, r)) for r in members) - 1
+def _head(table: ScoredStep, g: int, at: KeyToken, accepted: Sequence[bool], vocabulary: Vocabulary) -> str:
+    members = table.members(g).tolist()
+    ids = table.ids(members[at.response])
+    same = sum(np.array_equal(ids, table.ids(r)) for r in members) - 1
     who = f"r{at.response}" + (f" (×{same + 1})" if same else "")
     token = quoted(vocabulary, int(ids[at.position]))
     if at.why == "score":
         side = "accepted" if accepted[at.response] else "rejected"
         return f"Token {at.position} of {who} ({side}), {token}, has the largest score here"
-    is_first_wrong = view.response_value("first_wrong", members[at.response]) == at.position
+    is_first_wrong = table.value("first_wrong", members[at.response]) == at.position
     if not is_first_wrong:
         return f"{who} loses most at token {at.position}, {token}"
-    right = view.expected_ids(g)
+    right = table.expected(g).tolist()
     instead = f", where {quoted(vocabulary, right[at.position])} is right" if at.position < len(right) else ""
     return f"{who} goes wrong at token {at.position}, {token}{instead}"
 
 
-def _effect(view: StepView, g: int, at: Culprit, accepted: Sequence[bool]) -> str:
+def _effect(table: ScoredStep, g: int, at: KeyToken, accepted: Sequence[bool]) -> str:
     """What training's step on the token does, by its stored score; empty where it has none."""
-    credit, r = _score(view, g), view.members[g][at.response]
+    credit, r = next(iter(table.group_credits(g)), None), int(table.members(g)[at.response])
     if credit is None:
         return "no influence was stored for it"
-    values, clipped = view.channel(f"influence_{credit}"), view.channel(NO_STEP)
-    assert values is not None
-    if clipped is not None and clipped[view.tokens(r)][at.position] == 1:
+    values, clipped = table.need(f"influence_{credit}"), table.column("no_step")
+    if clipped is not None and clipped[table.tokens(r)][at.position]:
         return "training takes no step on it, because it was clipped"
-    score = float(values[view.tokens(r)][at.position])
+    score = float(values[table.tokens(r)][at.position])
     if not np.isfinite(score):
         return "its influence was not captured"
     does = "hurts" if score < 0 else "helps"
-    text = f"{_step_words(view, r)} {does} the accepted answers against the rejected ones"
-    counted, named = _counted(view, g, at, accepted), CREDIT_WORDS[credit]
-    by = str(view.meta.get("pairwise_credit"))
+    text = f"{_step_words(table, r)} {does} the accepted answers against the rejected ones"
+    counted, named = _counted(table, g, at, accepted), CREDIT_WORDS[credit]
+    by = str(table.meta.get("pairwise_credit"))
     if counted and by != credit:
         named = f"{named}, single answers by {CREDIT_WORDS.get(by, by)}"
     return f"{text}{counted} ({named})"
 
 
-def _step_words(view: StepView, r: int) -> str:
+def _step_words(table: ScoredStep, r: int) -> str:
     """The step that the score is about, as the beginning of a clause."""
-    function, advantage = view.meta.get("output_function"), view.response_value("advantage", r)
+    function, advantage = table.meta.get("output_function"), table.value("advantage", r)
     if function == "log_prob":
         return "making it likelier"
     if function in ("training_loss", "log_prob_advantage") and advantage:
@@ -165,13 +154,13 @@ def _step_words(view: StepView, r: int) -> str:
     return "a step along its gradient"
 
 
-def _counted(view: StepView, g: int, at: Culprit, accepted: Sequence[bool]) -> str:
+def _counted(table: ScoredStep, g: int, at: KeyToken, accepted: Sequence[bool]) -> str:
     """How many accepted answers the step makes likelier, where effects on single answers to log-probs are stored."""
-    theirs = view.influence_response.get(view.members[g][at.response])
-    if view.influence is None or theirs is None or view.meta.get("target") != "log_prob":
+    if table.meta.get("target") != "log_prob":
         return ""
-    block = view.influence.pairwise(theirs)
-    own = {view.influence_response.get(r) for r, yes in zip(view.members[g], accepted, strict=True) if yes}
+    members = table.members(g).tolist()
+    block = table.pairwise(members[at.response])
+    own = {r for r, yes in zip(members, accepted, strict=True) if yes}
     if block is None:
         return ""
     effects = [block.scores[at.position, column] for column, s in enumerate(block.members.tolist()) if s in own]
@@ -202,10 +191,9 @@ def quoted(vocabulary: Vocabulary, token_id: int) -> str:
     return f"“{text[:LONGEST_TOKEN]}{'…' if len(text) > LONGEST_TOKEN else ''}”"
 
 
-def step_story(view: StepView, vocabulary: Vocabulary, found: Sequence[dict[str, Any]] = ()) -> str:
+def step_story(table: ScoredStep, vocabulary: Vocabulary, found: Sequence[dict[str, Any]] = ()) -> str:
     """`found`: the findings of this step."""
-    rewards = [[float(view.layout["reward"][r]) for r in members] for members in view.members]
-    stored = [(g, each) for g, each in enumerate(rewards) if each]
+    stored = [(g, each) for g in range(table.n_groups) if (each := table.rewards(g))]
     if not stored:
         return "No response of this step was stored."
     mixed = [g for g, each in stored if len(set(each)) > 1]
@@ -215,18 +203,18 @@ def step_story(view: StepView, vocabulary: Vocabulary, found: Sequence[dict[str,
     if constant:
         text += f" ({rewarded} are always rewarded, {len(constant) - rewarded} never)"
     parts = [f"{text}."]
-    if (strongest := _strongest(view, mixed)) is not None:
-        parts.append(f"Most influence is in group {strongest}: {group_story(view, strongest, vocabulary).sentence}")
+    if (strongest := _strongest(table, mixed)) is not None:
+        parts.append(f"Most influence is in group {strongest}: {group_story(table, strongest, vocabulary).sentence}")
     parts += [str(each["sentence"]) for each in found if isinstance(each.get("sentence"), str)][:1]
     return " ".join(parts)
 
 
-def _strongest(view: StepView, groups: Sequence[int]) -> int | None:
+def _strongest(table: ScoredStep, groups: Sequence[int]) -> int | None:
     """The group with most influence among those whose scores can be compared: by the credit that all of them have."""
-    values = view.channel(f"influence_{view.common_credit}") if view.common_credit else None
+    values = table.common_scores
     if values is None:
         return None
-    sizes = {g: sum(float(np.nansum(np.abs(values[view.tokens(r)]))) for r in view.members[g]) for g in groups}
+    sizes = {g: sum(float(np.nansum(np.abs(values[table.tokens(r)]))) for r in table.members(g)) for g in groups}
     largest = max(sizes, key=lambda g: sizes[g], default=None)
     return largest if largest is not None and sizes[largest] > 0 else None
 

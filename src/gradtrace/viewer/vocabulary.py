@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gradtrace.trace.reader import Run
+from gradtrace.trace.reader import RunReader
 from gradtrace.trace.token_text import Flag, TokenBytes
 
 TOKEN_BYTES = "token_bytes.npz"
@@ -44,7 +44,7 @@ class Vocabulary:
         return {"ids": ids, "bytes": hexes, "special": special}
 
 
-def load_vocabulary(run: Run) -> Vocabulary:
+def load_vocabulary(run: RunReader) -> Vocabulary:
     token_bytes = run.token_bytes
     if token_bytes is not None:
         return Vocabulary(token_bytes)

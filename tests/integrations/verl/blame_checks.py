@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.blame import BLAME
+from gradtrace.instruments.blame.reporter import StepBlame
+from gradtrace.instruments.mismatch.share import share_metrics
 from tests.integrations.verl import blame_ranks, cases, harness
 
 ALL = [(world, name) for world in (1, 2) for name in blame_ranks.names(world)]
@@ -19,14 +19,10 @@ SAME = [(world, name) for world, name in ALL if name not in ("blame_flash", "bla
 
 
 def of_ranks(folder: Path, name: str, world: int) -> StepBlame:
-    """As the driver joins it from the ranks' parts."""
-    from gradtrace.integrations.verl.parts import BlamePart, joined_blame
-
-    with tempfile.TemporaryDirectory() as copy:  # joining removes the parts, and other tests want them, too
-        shutil.copytree(folder / f"{name}.{world}", copy, dirs_exist_ok=True)
-        part = BlamePart.joined(Path(copy), 1, world)
-    assert not part.failure and part.largest_norm > 0
-    return joined_blame(part, blame_ranks.batch_of(folder, name), torch.tensor(cases.PLAN))
+    """As the driver joins it from the ranks' tables."""
+    table = harness.table_of(folder / f"{name}.{world}", world, BLAME)
+    assert not table.failure and table.facts["largest_norm"] > 0
+    return StepBlame.of_table(blame_ranks.batch_of(folder, name), table)
 
 
 def log_probs_of(folder: Path, name: str) -> tuple[torch.nn.Module, dict[int, torch.Tensor]]:
@@ -133,8 +129,6 @@ def test_training_does_not_notice_blame(folder: Path, name: str, world: int) -> 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_mismatchs_share_of_the_update_on_ranks_equals_brute_force(folder: Path, world: int) -> None:
     """‖g_ρ − g_1‖/‖g_ρ‖, by autograd over the clipped loss in float64; training does not notice that it is measured."""
-    from gradtrace.integrations.verl.driver.recorder import MismatchRecorder
-
     batch = blame_ranks.batch_of(folder, "blame_packed")
     model, found = log_probs_of(folder, "blame_packed")
     sampled = harness.sampled_log_probs(batch).double()
@@ -152,9 +146,7 @@ def test_the_mismatchs_share_of_the_update_on_ranks_equals_brute_force(folder: P
 
     with_ratio = gradient({row: sampled[row, : len(values)] for row, values in found.items()})
     due = with_ratio - gradient({row: values.detach() for row, values in found.items()})
-    recorder = MismatchRecorder(1, folder / f"mismatch.{world}", world)
-    recorder.inputs(batch.replace(sampler_log_probs=sampled.float()), 1)
-    metrics = recorder.metrics()
+    metrics = share_metrics(*harness.table_of(folder / f"mismatch.{world}", world, "mismatch").facts["products"])
     share = float(due.norm() / with_ratio.norm())
     assert metrics["mismatch/share_of_update"] == pytest.approx(share, rel=1e-4) and share > 0.05
     squared = float(due @ with_ratio / with_ratio.square().sum())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import BlameConfig
+from gradtrace.instruments.blame import BLAME, BlameConfig
 from tests.integrations.verl import cases, harness
 from tests.integrations.verl.cases import Case
 
@@ -40,26 +40,23 @@ def batch_of(folder: Path, name: str) -> RolloutBatch:
 
 def run(name: str, folder: Path) -> None:
     """Two mini-batches and a later epoch, with blame and without; what they made of weights and moments."""
-    from verl.utils import tensordict_utils as tu
-
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.told import BLAME_STEP, BlameInputs
+    from gradtrace.integrations.verl.tables import StepMessage
 
     case, rank, world = BLAMED[name], dist.get_rank(), dist.get_world_size()
     parts_dir = folder / f"{name}.{world}"
     parts_dir.mkdir(exist_ok=True)
     batch, made = batch_of(folder, name), {}
+    message = StepMessage(1, torch.tensor(cases.PLAN), {BLAME: True})
     for blamed in (True, False):
         torch.manual_seed(0)  # adapters begin at random
         engine = harness.make_engine(str(folder / "model"), **case.engine)
         count = harness.PassCount(engine)
         actor = harness.actor_config(**case.actor)
-        loss = GradtraceLoss(actor, blame=SETTINGS if blamed else None)
+        loss = GradtraceLoss(actor, instruments={BLAME: SETTINGS} if blamed else {}, folder=str(parts_dir))
         for number in (0, 1, 0):
             rows = [row for row in cases.ranks_of(world)[rank] if cases.PLAN[row] == number]
-            data = harness.tensordict(batch, rows, None, sequences=8, **case.layout)
-            if blamed:
-                tu.assign_non_tensor_data(data, BLAME_STEP, BlameInputs(1, 2, True, str(parts_dir)))
+            data = harness.tensordict(batch, rows, message if blamed else None, sequences=8, **case.layout)
             with engine.train_mode():
                 engine.train_batch(data, loss)
         made[blamed] = state_of(engine)
@@ -71,10 +68,8 @@ def run(name: str, folder: Path) -> None:
 
 def measure_mismatch(folder: Path) -> None:
     """The share that a sampler who disagrees makes of the first mini-batch's gradient, before it is trained on."""
-    from verl.utils import tensordict_utils as tu
-
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.told import MISMATCH, MismatchInputs
+    from gradtrace.integrations.verl.tables import StepMessage
 
     rank, world = dist.get_rank(), dist.get_world_size()
     parts_dir = folder / f"mismatch.{world}"
@@ -84,10 +79,10 @@ def measure_mismatch(folder: Path) -> None:
     made = {}
     for measured in (True, False):
         engine = harness.make_engine(str(folder / "model"))
-        loss = GradtraceLoss(harness.actor_config())
-        data = harness.tensordict(batch, rows, None, sequences=8, sampled=True)
-        if measured:
-            tu.assign_non_tensor_data(data, MISMATCH, MismatchInputs(1, str(parts_dir)))
+        asked = {"mismatch": 1} if measured else {}
+        loss = GradtraceLoss(harness.actor_config(), instruments=asked, folder=str(parts_dir))
+        message = StepMessage(1, torch.where(torch.tensor(cases.PLAN) == 0, 0, -1), {"mismatch": True})
+        data = harness.tensordict(batch, rows, message if measured else None, sequences=8, sampled=True)
         with engine.train_mode():
             engine.train_batch(data, loss)
         made[measured] = state_of(engine)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gradtrace.config import InfluenceTraceConfig
+from gradtrace.instruments.influence import INFLUENCE_TRACE, InfluenceTraceConfig
 from tests.integrations.verl import blame_ranks, cases, harness, tracin_ranks
 
 
@@ -23,15 +23,16 @@ def full(gradient: Any) -> torch.Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -> dict[str, float]:
+def weight_gradient_error(engine: Any, weights: dict[int, float]) -> dict[str, float]:
     """Identity 1: Σ over responses and ranks of Σ_t u_t v_tᵀ against the gradient that FSDP made, per layer."""
     gradients = dict(engine.module.named_parameters())
     errors = {}
-    lengths = engine.tracer.tracer._ledger.counts
-    for block, stored in engine.tracer.tracer._store.targets.items():
+    observer = engine.steps.observers.observers[INFLUENCE_TRACE]
+    lengths = observer.tracer._ledger.counts
+    for block, stored in observer.tracer._store.targets.items():
         total = torch.zeros(block.d_out, block.d_in)
         for response, mean in stored.items():
-            row = int(engine.tracer.capture.current.rows[response])
+            row = int(observer.capture.current.rows[response])
             total -= mean * lengths[response] * weights[row]  # the step goes downhill on the loss
         dist.all_reduce(total)
         expected = full(gradients[block.parameter_name].grad)
@@ -43,8 +44,8 @@ def weight_gradient_error(engine: Any, labels: Any, weights: dict[int, float]) -
 def run_case(name: str, folder: Path) -> Any:
     from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.told import StepLabels
-    from gradtrace.trace.schema import GroupStatus
+    from gradtrace.integrations.verl.tables import StepMessage
+    from gradtrace.trace.columns import GroupStatus
 
     case = cases.CASES[name]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -55,28 +56,28 @@ def run_case(name: str, folder: Path) -> Any:
     weights = harness.correction(batch) if case.layout.get("corrected") else None
     step_plan = StepPlan.of(batch.replace(loss_weights=weights), 1, 0)
     step_plan.status[batch.group[~selected]] = int(GroupStatus.OVER_PROMPT_CAP)
-    labels = StepLabels(step_plan, plan)
+    message = StepMessage(1, plan, {INFLUENCE_TRACE: step_plan})
     engine = harness.make_engine(str(folder / "model"), **case.engine)
     parts_dir = folder / f"{name}.{world}"
     parts_dir.mkdir(exist_ok=True)
     loss = GradtraceLoss(
         harness.actor_config(**case.actor),
-        influence=InfluenceTraceConfig(**cases.knobs_of(name)),
-        parts_dir=str(parts_dir),
+        instruments={INFLUENCE_TRACE: InfluenceTraceConfig(**cases.knobs_of(name))},
+        folder=str(parts_dir),
     )
     errors: dict[str, float] = {}
     count = harness.PassCount(engine)
     metrics: list[Any] = []
     for number in range(2):
         rows = [row for row in cases.ranks_of(world)[rank] if cases.PLAN[row] == number]
-        data = harness.tensordict(batch, rows, labels, sequences=cases.PLAN.count(number), **case.layout)
+        data = harness.tensordict(batch, rows, message, sequences=cases.PLAN.count(number), **case.layout)
         with engine.train_mode():
             engine.optimizer_zero_grad()
             outputs = engine.forward_backward_batch(data, loss)
             if number == 0 and case.check_gradients:
                 tokens = int(batch.response_lengths[plan == 0].sum())
                 weights = dict.fromkeys(range(len(batch)), world / tokens)
-                errors = weight_gradient_error(engine, labels, weights)
+                errors = weight_gradient_error(engine, weights)
             metrics.append(engine.optimizer_step())
         del outputs
     parameters = {key: full(value.detach()).clone() for key, value in engine.module.named_parameters()}
@@ -99,10 +100,9 @@ def give_state(engine: Any, moments: dict[str, dict[str, torch.Tensor]]) -> None
 
 def run_probe(name: str, folder: Path) -> None:
     """One optimizer step with the probe and one without; what they made of weights and moments."""
-    from verl.utils import tensordict_utils as tu
-
+    from gradtrace.instruments.entropy_probe import ENTROPY_PROBE, EntropyProbeConfig
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
-    from gradtrace.integrations.verl.told import PROBE, ProbeInputs
+    from gradtrace.integrations.verl.tables import StepMessage
 
     case = cases.PROBES[name]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -111,23 +111,17 @@ def run_probe(name: str, folder: Path) -> None:
     )
     parts_dir = folder / f"{name}.{world}"
     parts_dir.mkdir(exist_ok=True)
-    lengths = evaluation.response_lengths.tolist()
-    inputs = ProbeInputs(
-        step=1,
-        prompts=[evaluation.prompts[group] for group in evaluation.group.tolist()],
-        responses=[ids[:n] for ids, n in zip(evaluation.responses.tolist(), lengths, strict=True)],
-        parts_dir=str(parts_dir),
-    )
+    first = torch.where(torch.tensor(cases.PLAN) == 0, 0, -1)
+    message = StepMessage(1, first, {ENTROPY_PROBE: evaluation})
     rows = [row for row in cases.ranks_of(world)[rank] if cases.PLAN[row] == 0]
     made = {}
     for probed in (True, False):
         torch.manual_seed(0)  # adapters begin at random
         engine = harness.make_engine(str(folder / "model"), optim=cases.PROBED_OPTIM, **case.engine)
         give_state(engine, moments)
-        loss = GradtraceLoss(harness.actor_config(**case.actor), probe=probed)
-        data = harness.tensordict(batch, rows, None, sequences=8, **case.layout)
-        if probed:
-            tu.assign_non_tensor_data(data, PROBE, inputs)
+        found = {ENTROPY_PROBE: EntropyProbeConfig(every=1)} if probed else {}
+        loss = GradtraceLoss(harness.actor_config(**case.actor), instruments=found, folder=str(parts_dir))
+        data = harness.tensordict(batch, rows, message if probed else None, sequences=8, **case.layout)
         for _ in range(2):  # the second is another epoch, which is not probed
             with engine.train_mode():
                 engine.train_batch(data, loss)
@@ -177,7 +171,7 @@ def hung_rank(engine: Any) -> str:
         time.sleep(4)
         return ""
     try:
-        engine.tracer._meet()
+        engine.steps.meet("step 1, mini-batch 0")
     except GradtraceError as error:
         return str(error)
     return ""
@@ -186,7 +180,9 @@ def hung_rank(engine: Any) -> str:
 def refusals(folder: Path) -> dict[str, str]:
     """What the engine says to settings that would go wrong."""
     from gradtrace.errors import GradtraceError
-    from gradtrace.integrations.verl.refusals import check_differences
+    from gradtrace.instruments import influence
+    from gradtrace.instruments.steps import check_needs
+    from gradtrace.integrations.verl.cannot import engine_cannot
 
     found = {}
     try:
@@ -195,7 +191,7 @@ def refusals(folder: Path) -> dict[str, str]:
         found["ulysses"] = str(error)
     coarse = harness.make_engine(str(folder / "model"), model_dtype="bf16")
     try:
-        check_differences(coarse, "influence_trace")
+        check_needs(influence.INSTRUMENT, InfluenceTraceConfig(), engine_cannot(coarse), "gradtrace.influence_trace")
     except GradtraceError as error:
         found["coarse"] = str(error)
     return found

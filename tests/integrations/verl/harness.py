@@ -6,9 +6,11 @@ import gc
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.contract import Table
 from gradtrace.tasks.arithmetic import build_tokenizer
 from tests.training import small
 
@@ -109,6 +112,15 @@ def run_worlds(module: str, folder: Path, work: dict[int, list[str]]) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
+
+
+def table_of(folder: Path, world: int, instrument: str) -> Table:
+    """What the driver reads of all ranks; their files stay for other tests."""
+    from gradtrace.integrations.verl.tables import read_tables
+
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        return read_tables(Path(copy), 1, world)[instrument]
 
 
 # ---------------------------------------------------------------- inside such a process
@@ -250,7 +262,7 @@ def actor_config(**options: Any) -> Any:
 def tensordict(
     batch: RolloutBatch,
     rows: list[int],
-    labels: Any,
+    message: Any,
     sequences: int,
     packed: bool = True,
     micro_batch: int = 2,
@@ -262,7 +274,7 @@ def tensordict(
     """The mini-batch `rows` of one rank; `sequences` counts those of all ranks."""
     from verl.utils import tensordict_utils as tu
 
-    from gradtrace.integrations.verl.told import LABELS, ROW
+    from gradtrace.integrations.verl.tables import ROW, STEP
 
     def nested(values: list[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(values, layout=torch.jagged)
@@ -305,6 +317,6 @@ def tensordict(
         calculate_entropy=entropies,
         use_fused_kernels=False,
     )
-    if labels is not None:
-        tu.assign_non_tensor_data(data, LABELS, labels)
+    if message is not None:
+        tu.assign_non_tensor_data(data, STEP, message)
     return data

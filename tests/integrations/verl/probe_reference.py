@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
+from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import AlgorithmConfig, ModelConfig
-from gradtrace.instruments.entropy_probe import (
-    EntropyProbe,
-    Measured,
-    Prediction,
-    Shares,
-    Tokens,
-    evaluation_batch,
-    update_batch,
-)
+from gradtrace.instruments.entropy_probe import ENTROPY_PROBE
+from gradtrace.instruments.entropy_probe.estimates import Measured, Prediction, Tokens
+from gradtrace.instruments.entropy_probe.passes import evaluation_batch, update_batch
+from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Shares
+from gradtrace.instruments.entropy_probe.reporter import Probed
+from gradtrace.policy.load import load_policy
 from gradtrace.policy.loss import PolicyLoss
-from gradtrace.policy.policy import load_policy
-from tests.integrations.verl import cases
+from gradtrace.policy.settings import ModelConfig
+from tests.integrations.verl import cases, harness
 from tests.training import small
 
 PAD = 0
@@ -49,16 +44,12 @@ def prepare(folder: Path, model: torch.nn.Module) -> None:
 
 
 def of_ranks(folder: Path, name: str, world: int) -> tuple[Prediction, Shares, Measured, Tokens]:
-    """As the driver joins it from the ranks' parts."""
-    from gradtrace.integrations.verl.parts import ProbePart, joined_probe
-
+    """As the driver joins it from the ranks' tables."""
     evaluation: RolloutBatch = torch.load(folder / "evaluation.pt", weights_only=False)
-    with tempfile.TemporaryDirectory() as copy:  # joining removes the parts, and other tests want them, too
-        shutil.copytree(folder / f"{name}.{world}", copy, dirs_exist_ok=True)
-        part = ProbePart.joined(Path(copy), 1, world)
-    assert not part.failure
-    rows = (torch.tensor(cases.PLAN) == 0).nonzero().squeeze(-1)
-    probed = joined_probe(part, evaluation, rows)
+    table = harness.table_of(folder / f"{name}.{world}", world, ENTROPY_PROBE)
+    assert not table.failure
+    probed = Probed.of_table(evaluation, table)
+    assert probed.rows.tolist() == [row for row, mini_batch in enumerate(cases.PLAN) if mini_batch == 0]
     return probed.prediction, probed.shares, probed.measured, probed.after
 
 

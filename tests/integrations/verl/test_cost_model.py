@@ -21,7 +21,7 @@ def passes(config: InfluenceConfig | None) -> tuple[int, InfluenceTracer | None]
     model = small.model(torch.float32, tie_word_embeddings=False)
     ids = torch.randint(3, 18, (LOAD.responses, LOAD.prompt_tokens + LOAD.response_tokens))
     tokens = torch.arange(ids.shape[1]).expand(ids.shape) >= LOAD.prompt_tokens
-    tracer = None if config is None else InfluenceTracer(model, config)
+    tracer = None if config is None else InfluenceTracer(model, config=config)
     counter = FlopCounterMode(display=False)
     with counter:
         loss = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[..., 0].sum()
@@ -43,7 +43,7 @@ def test_parameters_and_projections_are_those_of_the_model() -> None:
     counted = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
     assert SHAPE.parameters == counted
     for factor in (0, 4):
-        tracer = InfluenceTracer(model, InfluenceConfig.older(projection_dim_factor=factor))
+        tracer = InfluenceTracer(model, config=InfluenceConfig.older(projection_dim_factor=factor))
         assert cost_model.response_gradient_entries(SHAPE, factor) == sum(b.dim for b in tracer.blocks)
         tracer.close()
 

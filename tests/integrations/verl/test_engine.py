@@ -10,17 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+from gradtrace.algorithms.settings import AlgorithmConfig
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import AlgorithmConfig, InfluenceTraceConfig, OptimConfig
+from gradtrace.instruments.columns import response_columns
+from gradtrace.instruments.contract import OptimizerStep, Table
+from gradtrace.instruments.influence import INFLUENCE_TRACE, InfluenceTraceConfig
 from gradtrace.instruments.influence.columns import influence_columns
-from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
-from gradtrace.instruments.influence.record import InfluenceRecord
-from gradtrace.instruments.observer import OptimizerStep
+from gradtrace.instruments.influence.observer import InfluenceObserver
+from gradtrace.instruments.influence.plan import StepPlan
+from gradtrace.instruments.observers import Observers
+from gradtrace.policy.load import load_policy
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import load_policy
-from gradtrace.training.instruments import loss_traits
+from gradtrace.policy.settings import OptimConfig
+from gradtrace.training.host import EmbeddedHost, loss_traits
 from gradtrace.training.update import PolicyUpdate
 from tests.integrations.verl import blame_ranks, cases, harness, probe_reference, tracin_ranks
 from tests.integrations.verl.blame_checks import (  # noqa: F401  (tests of blame, on the same ranks)
@@ -46,14 +51,6 @@ def on_ranks(*kinds: dict[str, cases.Case]) -> list[tuple[int, str]]:
     return [(world, name) for world in (1, 2) for name in cases.names(world, *kinds)]
 
 
-class Kept(InfluenceTraceInstrument):
-    """Does not write files, and keeps what it would have written."""
-
-    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        self.columns, _ = influence_columns(batch, self.capture.scored, self.capture.status, self.config, 64.0)
-        return {}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a batch with the model's log-probs, what probes need, and every case run on one rank and on two."""
@@ -76,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_model_config() -> Any:
-    from gradtrace.config import ModelConfig
+    from gradtrace.policy.settings import ModelConfig
 
     return ModelConfig(device="cpu")
 
@@ -103,29 +100,33 @@ def embedded(folder: Path, name: str) -> dict[str, np.ndarray]:
     optimizer = Optimizer(policy.trainable(), settings, 10)
     optimizer.begin_step(1)
     update = PolicyUpdate(PolicyLoss(policy, algorithm, 16), optimizer)
-    knobs.on_error = "raise"
-    record = InfluenceRecord(knobs, writer=None)  # type: ignore[arg-type]
-    observer = Kept(policy, record, loss_traits(algorithm), optimizer.adamw)
-    observer.before_update(batch, 1)
+    host = EmbeddedHost(policy, optimizer, loss_traits(algorithm))
+    observers = Observers(Ranks(), {INFLUENCE_TRACE: InfluenceObserver(host, knobs)}, raising=[INFLUENCE_TRACE])
+    observers.begin({INFLUENCE_TRACE: StepPlan.of(batch, 1)})
     plan = torch.tensor(cases.PLAN)
     steps = [OptimizerStep(1, 0, i, i, (plan == i).nonzero().squeeze(-1)) for i in range(2)]
-    done, _ = update.run(batch, MicroBatches(batch, 40), steps, observer)
-    observer.after_update(done, 1)
-    return observer.columns
+    done, _ = update.run(batch, MicroBatches(batch, 40), steps, observers, host)
+    return columns_of(done, observers.end()[INFLUENCE_TRACE], knobs)
+
+
+def columns_of(batch: RolloutBatch, table: Table, knobs: InfluenceTraceConfig) -> dict[str, np.ndarray]:
+    """What a step's file holds of its responses and scores."""
+    status = torch.zeros(len(batch.prompts), dtype=torch.long)
+    rows, columns, _ = influence_columns(batch, table, status, knobs, 64.0)
+    known = {name: np.asarray(values) for name, values in response_columns(batch, rows).items()}
+    return known | columns
+
+
+def table_of(folder: Path, name: str, world: int) -> Table:
+    table = harness.table_of(folder / f"{name}.{world}", world, INFLUENCE_TRACE)
+    assert not table.failure
+    return table
 
 
 def joined(folder: Path, name: str, world: int) -> dict[str, np.ndarray]:
-    """The columns that the driver makes of the ranks' parts."""
-    from gradtrace.integrations.verl.parts import join_parts
-
-    batch = batch_of(folder, name)
-    plan = torch.tensor(cases.PLAN)
-    rows = [(plan == i).nonzero().squeeze(-1) for i in range(2)]
-    step = join_parts(folder / f"{name}.{world}", 1, list(range(world)), rows)
-    assert not step.failures
-    status = torch.zeros(len(batch.prompts), dtype=torch.long)
-    config = InfluenceTraceConfig(**cases.knobs_of(name))
-    return influence_columns(batch, step.scored, status, config, 64.0)[0]
+    """The columns that the driver makes of the ranks' tables."""
+    knobs = InfluenceTraceConfig(**cases.knobs_of(name))
+    return columns_of(batch_of(folder, name), table_of(folder, name, world), knobs)
 
 
 @pytest.mark.parametrize(("world", "name"), on_ranks(cases.LAYOUTS, cases.LORA))
@@ -225,13 +226,10 @@ def test_loss_terms_of_a_bf16_run_are_close_to_those_in_float32(folder: Path) ->
 
 def test_a_last_mini_batch_without_scores_does_not_cost_the_others(folder: Path) -> None:
     """All its groups have equal rewards, say."""
-    from gradtrace.integrations.verl.parts import join_parts
-
-    plan = torch.tensor(cases.PLAN)
-    rows = [(plan == 0).nonzero().squeeze(-1), torch.empty(0, dtype=torch.long)]
-    step = join_parts(folder / "first_only.2", 1, [0, 1], rows)
-    assert not step.failures and [len(scored.rows) for scored in step.scored] == [8]
-    assert all(len(scores) for scores in step.scored[0].trace.position_scores)
+    found = table_of(folder, "first_only", 2)
+    rows = [row for row, mini_batch in enumerate(cases.PLAN) if mini_batch == 0]
+    assert sorted(found.columns["position"]) == rows and len(rows) == 8 and found.facts["mini_batches"] == 1
+    assert all(len(scores) for scores in found.columns["position"].values())
 
 
 def test_the_layout_does_not_change_the_training(folder: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradtrace.config import Config
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.driver.status import Status
+from gradtrace.integrations.verl.driver.watch import Status
 from gradtrace.integrations.verl.launch import job as launch
 from gradtrace.integrations.verl.launch.translate import Translation
 from gradtrace.training.terminal import PlainDisplay, SilentDisplay

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.integrations.verl.dealing import PADDING, deal, plan_selection, plan_update
+from gradtrace.integrations.verl.assign import PADDING, deal, plan_selection, plan_update
 
 
 @given(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from gradtrace.algorithms import AdvantageInputs, LossInputs, advantage, aggregate, policy_loss
-from gradtrace.config_loader import load_config
+from gradtrace.algorithms.registry import advantages, policy_losses
+from gradtrace.config.loader import load_config
 from gradtrace.errors import GradtraceError
+from gradtrace.integrations.verl.cannot import check_main
 from gradtrace.integrations.verl.launch.translate import translate
-from gradtrace.integrations.verl.refusals import check_main
 from tests.integrations.verl import harness
 
 pytestmark = [pytest.mark.slow, harness.needs_verl]
@@ -26,7 +28,6 @@ pytestmark = [pytest.mark.slow, harness.needs_verl]
 @pytest.fixture(scope="module")
 def verl() -> Any:
     """verl with the plugin, on CPU."""
-    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "gradtrace.integrations.verl"}
     import verl
 
     return verl
@@ -96,10 +97,10 @@ def test_the_entry_point_is_installed() -> None:
 def test_verl_accepts_the_translation(verl: Any) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
-    from gradtrace.integrations.verl.options import read_options
+    from gradtrace.integrations.verl.settings import read_settings
 
     config = verl_config("trainer.influence_trace.hessian_mode=identity")
-    options = read_options(config)
+    options = read_settings(config)
     assert options.influence_trace.enable and options.influence_trace.hessian_mode == "identity"
     assert options.policy_loss_options["clip_high"] == 0.28 and options.run_dir == "/runs/mine"
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -107,11 +108,11 @@ def test_verl_accepts_the_translation(verl: Any) -> None:
 
 
 def test_a_misspelt_option_is_answered_with_the_nearest(verl: Any) -> None:
-    from gradtrace.integrations.verl.options import read_options
+    from gradtrace.integrations.verl.settings import read_settings
 
     config = verl_config("verl.gradtrace.influence_trace.hesian_mode=identity")
     with pytest.raises(GradtraceError, match=r"influence_trace\.hessian_mode"):
-        read_options(config)
+        read_settings(config)
 
 
 def test_fsdp1_is_refused_before_workers_start(verl: Any) -> None:
@@ -170,6 +171,39 @@ def test_losses_and_their_gradients_are_ours(verl: Any, name: str) -> None:
     assert "actor/pg_clipfrac" in metrics
 
 
+def test_a_loss_of_the_users_file_is_known_in_every_process_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for registry in (policy_losses, advantages):  # other tests list what ships
+        monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
+    file = tmp_path / "my_losses.py"
+    file.write_text(
+        "from gradtrace.algorithms import AdvantageOutputs, LossOutputs, register_advantage, register_policy_loss\n"
+        "@register_policy_loss('own_loss')\n"
+        "def own_loss(inputs, *, scale=1.0): return LossOutputs(-scale * inputs.advantages * inputs.log_probs)\n"
+        "@register_advantage('own_mean')\n"
+        "def own_mean(inputs): return AdvantageOutputs(inputs.rewards[:, None] * inputs.mask)\n"
+    )
+    chosen = (f"algorithm.path={file}", "algorithm.policy_loss=own_loss", "algorithm.advantage=own_mean")
+    config = load_config(["engine=verl", "recipe=demo", *chosen])
+    translation = translate(config, Path("/runs/mine"), "/models/mine", on_cpu=True)
+    settings = translation.settings
+    assert settings["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gradtrace_own_loss"
+    code = (
+        "import verl, torch\n"
+        "from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn\n"
+        f"get_adv_estimator_fn({settings['algorithm.adv_estimator']!r})\n"
+        "loss = get_policy_loss_fn('gradtrace_own_loss')\n"
+        "info = dict(dp_size=1, batch_num_tokens=2, global_batch_size=1, loss_scale_factor=None)\n"
+        "config = type('Config', (), {'global_batch_info': info})\n"
+        "ones = torch.ones(1, 2)\n"
+        "print(float(loss(-ones, -3 * ones, 2 * ones, ones, config=config)[0]))\n"
+    )
+    env = os.environ | translation.environment
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split()[-1] == "6.0", done.stderr
+
+
 def test_archer_without_entropies_says_what_is_missing(verl: Any) -> None:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
@@ -194,10 +228,10 @@ def test_advantages_are_ours(verl: Any, name: str) -> None:
 
 
 def test_a_loss_with_a_trace_on_verls_own_engine_is_an_error(verl: Any) -> None:
-    from gradtrace.config import InfluenceTraceConfig
+    from gradtrace.instruments.influence import INFLUENCE_TRACE, InfluenceTraceConfig
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
 
-    loss = GradtraceLoss(harness.actor_config(), influence=InfluenceTraceConfig(enable=True))
+    loss = GradtraceLoss(harness.actor_config(), instruments={INFLUENCE_TRACE: InfluenceTraceConfig(enable=True)})
     with pytest.raises(GradtraceError, match="Workers must load the plugin"):
         loss({}, {})
 
@@ -218,34 +252,32 @@ def test_selection_weighs_tokens_as_verls_aggregation_does(verl: Any, mode: str)
     assert torch.allclose((batch_weights(mask, actor) * values).sum(), expected, rtol=1e-5)
 
 
-def test_every_response_is_scored_on_one_rank_and_ranks_have_equally_many(verl: Any) -> None:
-    from gradtrace.instruments.tracin.losses import Weighted
-    from gradtrace.integrations.verl.driver.tracin import shares
+def test_every_response_is_dealt_to_one_rank_and_ranks_have_equally_many(verl: Any) -> None:
+    from gradtrace.integrations.verl.rank.sequences import OWN, dealt_sequences, rows_of
 
-    batch = harness.rollout(groups=3, n=5)
-    weights = torch.rand(batch.responses.shape)
-    for rows in (torch.arange(15), torch.tensor([3, 8, 9]), torch.empty(0, dtype=torch.long)):
+    whole = harness.rollout(groups=3, n=5)
+    weights = torch.rand(whole.responses.shape)
+    for chosen in (torch.arange(15), torch.tensor([3, 8, 9]), torch.tensor([4])):
+        batch, columns = whole.select(chosen), {"weights": weights[chosen]}
+        ids = batch.response_ids
         for ranks, multiple in ((1, 1), (2, 3), (4, 2)):
-            found = shares(Weighted(batch, rows, weights), ranks, multiple)
-            sizes = {len(share.rows) for share in found}
-            assert len(found) == ranks and len(sizes) == 1 and sizes.pop() % multiple == 0
-            dealt = torch.cat([share.rows for share in found])
-            assert sorted(dealt[dealt >= 0].tolist()) == rows.tolist()
-            for share in found:
-                for row, prompt, response, own in zip(
-                    share.rows.tolist(), share.prompts, share.responses, share.weights, strict=True
-                ):
-                    assert len(response) == len(own) > 0 and prompt
-                    if row < 0:
-                        assert not own.any()
-                    else:
-                        assert torch.equal(own, weights[row, : len(own)])
-                        assert prompt == batch.prompts[int(batch.group[row])]
+            found = [dealt_sequences(batch, ranks, place, multiple, columns) for place in range(ranks)]
+            sizes = {len(rows_of(data)) for data in found}
+            assert len(sizes) == 1 and sizes.pop() % multiple == 0
+            dealt = torch.cat([rows_of(data) for data in found])
+            assert sorted(dealt[dealt >= 0].tolist()) == list(range(len(batch)))
+            for data in found:
+                fields = (data[name].unbind() for name in ("prompts", "responses", f"{OWN}weights"))
+                for row, prompt, response, own in zip(rows_of(data).tolist(), *fields, strict=True):
+                    assert len(response) == len(own) > 0 and len(prompt)
+                    if row >= 0:
+                        assert torch.equal(own, weights[chosen[row], : len(own)]) and response.tolist() == ids[row]
+                        assert prompt.tolist() == batch.prompts[int(batch.group[row])]
 
 
 def test_a_shared_sequence_travels_without_the_rest_of_its_mini_batch(verl: Any) -> None:
     from gradtrace.attribution.collectives import Ranks
-    from gradtrace.integrations.verl.rank.shared import SharedSequences
+    from gradtrace.integrations.verl.rank.sequences import SharedSequences
 
     batch = harness.rollout()
     batch = batch.replace(old_log_probs=batch.sampler_log_probs, advantages=torch.zeros(batch.responses.shape))
@@ -348,13 +380,13 @@ def test_the_command_of_a_job_of_ones_own_is_understood(verl: Any, tmp_path: Pat
 
     from gradtrace.integrations.verl import cpu
     from gradtrace.integrations.verl.launch.translate import hydra_value
-    from gradtrace.integrations.verl.options import read_options
+    from gradtrace.integrations.verl.settings import read_settings
 
     on_cpu = [f"{key}={hydra_value(value)}" for key, value in cpu.settings(2).items()]
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
         for more in ([], on_cpu):
             config = compose("ppo_trainer", words_of_the_script(tmp_path, *more))
-            options = read_options(config)
+            options = read_settings(config)
             assert options.influence_trace.enable and options.entropy_trace.enable
             assert options.run_dir == "runs/mine" and not options.entropy_probe.every
             assert config.trainer.use_v1 and config.trainer.v1.trainer_mode == "sync"
@@ -371,8 +403,7 @@ def test_the_command_of_a_job_of_ones_own_is_understood(verl: Any, tmp_path: Pat
 def test_what_the_probe_cannot_do_is_refused_before_a_worker_starts(
     verl: Any, overrides: list[str], reason: str
 ) -> None:
-    from gradtrace.integrations.verl.driver.probe_sampling import check_probe_job
+    from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 
-    check_probe_job(verl_config("trainer.entropy_probe.every=5"))
     with pytest.raises(GradtraceError, match=reason):
-        check_probe_job(verl_config("trainer.entropy_probe.every=5", *overrides))
+        get_trainer_cls("sync")(verl_config("trainer.entropy_probe.every=5", *overrides))

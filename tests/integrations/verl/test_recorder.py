@@ -4,32 +4,58 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gradtrace import open_run
-from gradtrace.config import EntropyTraceConfig
+from gradtrace.algorithms import advantage
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import no_truth
-from gradtrace.integrations.verl.driver.recorder import Recorder
-from gradtrace.integrations.verl.driver.status import Status, describe, read_status
-from gradtrace.integrations.verl.options import VerlOptions, read_options
+from gradtrace.instruments.contract import TrainingRun
+from gradtrace.instruments.entropy_trace import EntropyTraceConfig
+from gradtrace.integrations.verl.driver.step import DriverSteps, VerlTask
+from gradtrace.integrations.verl.driver.watch import Status, describe, read_status
+from gradtrace.integrations.verl.settings import VerlSettings, read_settings
 from gradtrace.tasks.arithmetic import build_tokenizer
 from tests.integrations.verl import harness
 from tests.training import small
 
 
-def recorder(run_dir: Path) -> Recorder:
-    options = VerlOptions(run_dir=str(run_dir), metrics=True)
-    return Recorder(options, None, ranks=2, temperature=1.0, truth=no_truth, report=print)
+class Run(TrainingRun):
+    """Of a job that has no workers yet."""
+
+    prefix = "gradtrace."
+    seed = 0
+
+    def __init__(self, prompts: Any = (), report: Any = print) -> None:
+        self.task = VerlTask("dataset", no_truth)
+        self.tokenizer = build_tokenizer()
+        self.cannot = {}
+        self.estimator = advantage("grpo")
+        self.report = report
+        self.prompts = list(prompts)
+
+    def token_weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask.float()
+
+    def held_out(self, count: int, key: str, files: Any = (), unreported: bool = False) -> list[Any]:
+        return self.prompts
+
+    def ask(self, name: str, question: Any) -> Any:
+        raise AssertionError("there is nobody to ask")
+
+
+def recorder(run_dir: Path, **settings: Any) -> DriverSteps:
+    return DriverSteps(Run(), VerlSettings(run_dir=str(run_dir), metrics=True, **settings), ranks=2, temperature=1.0)
 
 
 def steps(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def begun(run_dir: Path) -> Recorder:
+def begun(run_dir: Path) -> DriverSteps:
     first = recorder(run_dir)
     first.start(0)
     first.log(1, {"critic/rewards/mean": 0.1, "table": "not a number"})
@@ -70,20 +96,20 @@ def test_without_a_section_everything_is_off() -> None:
     from omegaconf import OmegaConf
 
     config = OmegaConf.create({"trainer": {"default_local_dir": "/x"}})
-    assert not read_options(config).is_active
+    assert not read_settings(config).is_active
     config = OmegaConf.create({**config, "gradtrace": {"influence_trace": {"enable": True}}})
-    options = read_options(config)
+    options = read_settings(config)
     assert options.is_active and options.run_dir == "/x"
     with pytest.raises(GradtraceError, match="hessian_mode=none"):
         config.gradtrace.influence_trace.hessian_mode = "none"
-        read_options(config)
+        read_settings(config)
 
 
 def test_the_driver_watches_the_run_with_the_same_detectors(tmp_path: Path) -> None:
     """Here without blame."""
     own = recorder(tmp_path)
     own.start(0)
-    own.record(small.random_batch(), 1, None)
+    own.record(small.random_batch(), 1, observed=False)
     own.log(1, {"actor/grad_norm": 1.0, "actor/skipped_updates": 1.0})
     (line,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["findings/gradient_spike"] == 1.0
@@ -138,10 +164,9 @@ def test_the_weights_that_sampled_a_response_are_in_every_file(tmp_path: Path) -
     known = torch.ones(batch.response_mask.shape)
     batch = batch.replace(entropies=known, old_log_probs=-known)
     tags = [{"min_global_steps": 3, "max_global_steps": 4 + row % 2} for row in range(len(batch))]
-    options = VerlOptions(run_dir=str(tmp_path), entropy_trace=EntropyTraceConfig(enable=True))
-    own = Recorder(options, build_tokenizer(), ranks=2, temperature=1.0, truth=no_truth, report=print)
+    own = recorder(tmp_path, entropy_trace=EntropyTraceConfig(enable=True))
     own.start(0)
-    own.record(with_versions(batch, tags), 6, None)
+    own.record(with_versions(batch, tags), 6, observed=False)
     own.close()
     step = open_run(tmp_path).step("entropy_trace", 6)
     assert set(step["policy_version"]) == {3} and set(step["last_policy_version"]) == {4, 5}

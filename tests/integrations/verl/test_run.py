@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from gradtrace import open_run
-from gradtrace.config_loader import load_config
-from gradtrace.integrations.verl.driver.status import Status, read_status
-from gradtrace.trace.kinds.influence_trace import Credit
-from gradtrace.trace.schema import ProbeBatch, TracinReason
+from gradtrace.config.loader import load_config
+from gradtrace.instruments.entropy_probe import ProbeBatch
+from gradtrace.instruments.tracin import TracinReason
+from gradtrace.integrations.verl.driver.watch import Status, read_status
+from gradtrace.trace.columns import Credit
 from gradtrace.training.terminal import SilentDisplay
 from tests.integrations.verl import harness
 from tests.training import small
@@ -179,7 +180,7 @@ def test_one_trace_per_step_holds_all_ranks(result: Result) -> None:
             assert np.isfinite(influence[name]).all() and np.abs(influence[name]).max() > 0
         assert len(set(influence["group"][influence["credit"] == Credit.LOSS_TERM])) == 1
         assert set(influence["optimizer_step"]) <= {0, 1}
-    assert not list((result.run_dir / "influence_trace" / "parts").iterdir())
+    assert not list((result.run_dir / "ranks").iterdir())
 
 
 def test_what_selection_dropped_is_not_trained_on(result: Result) -> None:
@@ -214,7 +215,7 @@ def test_probes_are_of_the_first_optimizer_step_and_say_what_it_does(result: Res
         tolerance = 0.02 * float(np.abs(step["share"]).sum())  # the whole may be a small rest of large parts
         assert parts == pytest.approx(found["delta_h_predicted"], rel=0.01, abs=tolerance)
         assert found["errors"] == 0 and found["ess"] > 1 and found["timing_s/entropy_probe"] > 0
-    assert not list((result.run_dir / "entropy_probe" / "parts").iterdir())
+    assert not list((result.run_dir / "ranks").iterdir())
 
 
 def test_blame_shares_every_gradient_out_and_the_detectors_read_it(result: Result) -> None:
@@ -235,7 +236,7 @@ def test_blame_shares_every_gradient_out_and_the_detectors_read_it(result: Resul
         assert records[number]["blame/residual"] == pytest.approx(missed) and records[number]["blame/errors"] == 0
         assert records[number]["batch/prompt_gradient"] > 0  # what the detectors make of blame
         assert "findings/reward_hacking" in records[number]
-    assert not list((result.run_dir / "blame" / "parts").iterdir())
+    assert not list((result.run_dir / "ranks").iterdir())
 
 
 def test_metrics_have_our_names(result: Result) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gradtrace import open_run
-from gradtrace.config_loader import load_config
+from gradtrace.config.loader import load_config
 from gradtrace.tasks.calculator import ID, TAGS
-from gradtrace.trace.reader import Run
+from gradtrace.trace.reader import RunReader
 from tests.integrations.verl import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), harness.needs_verl]
@@ -24,7 +24,7 @@ def short(response, item):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
     from gradtrace.integrations.verl.launch.job import train
 
     folder = tmp_path_factory.mktemp("tools")
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return open_run(outcome.run_dir)
 
 
-def test_what_the_tool_wrote_stands_in_holes_of_the_loss_mask(run: Run) -> None:
+def test_what_the_tool_wrote_stands_in_holes_of_the_loss_mask(run: RunReader) -> None:
     called = 0
     for number in range(1, STEPS + 1):
         step = run.step("entropy_trace", number)
@@ -85,7 +85,7 @@ def test_what_the_tool_wrote_stands_in_holes_of_the_loss_mask(run: Run) -> None:
         ("blame", "token_grad_share"),
     ],
 )
-def test_tokens_of_the_tool_are_never_scored_and_the_policys_are(run: Run, kind: str, column: str) -> None:
+def test_tokens_of_the_tool_are_never_scored_and_the_policys_are(run: RunReader, kind: str, column: str) -> None:
     of_the_tool, largest = 0, 0.0
     for number in range(1, STEPS + 1):
         step = run.step(kind, number)
@@ -100,13 +100,13 @@ def test_tokens_of_the_tool_are_never_scored_and_the_policys_are(run: Run, kind:
     assert told[0] == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_critic_learns_and_advantages_are_of_single_tokens(run: Run) -> None:
+def test_the_critic_learns_and_advantages_are_of_single_tokens(run: RunReader) -> None:
     for record in run.metrics()[0]:
         assert record["critic/vf_loss"] > 0 and record["critic/grad_norm"] > 0
     assert (run.path / "checkpoints" / f"global_step_{STEPS}" / "critic").is_dir()
 
 
-def test_responses_know_the_weights_that_sampled_them(run: Run) -> None:
+def test_responses_know_the_weights_that_sampled_them(run: RunReader) -> None:
     """verl's asynchronous trainer has a batch more under way than it trains on."""
     stale = 0
     for number in range(1, STEPS + 1):
@@ -119,7 +119,7 @@ def test_responses_know_the_weights_that_sampled_them(run: Run) -> None:
     assert shares and all(0 < share < 1 for share in shares)  # of steps whose sampler had other weights
 
 
-def test_tokens_are_weighed_by_the_rollout_correction(run: Run) -> None:
+def test_tokens_are_weighed_by_the_rollout_correction(run: RunReader) -> None:
     """The sampler here is exact: weights are 1 where it had the weights that train, and near it where it had not."""
     for record in run.metrics()[0]:
         assert record["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.1)

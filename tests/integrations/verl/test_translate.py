@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gradtrace.config import Config
-from gradtrace.config_loader import load_config, recipes
+from gradtrace.config.loader import load_config, recipes
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl.launch.job import show
 from gradtrace.integrations.verl.launch.translate import (
@@ -121,7 +121,7 @@ def test_selection_draws_from_prompts_that_the_launcher_writes() -> None:
         ("trainer.tracin.method=tangent", "forward mode does not go through"),
         ("trainer.tracin.train_on_validation=true", "validation rollouts are outside of it"),
         ("trainer.tracin.parameters=all", "hooks on linear layers"),
-        ("actor.share_prompts=true", "no such layout"),
+        ("actor.share_prompts=always", "no such layout"),
         ("actor.optim.schedule=linear", "constant and cosine only"),
         ("algorithm.advantage=reinforce_plus_plus", "which our estimators do not get"),
         ("algorithm.advantage_options.kl_coef=0.1", "verl.algorithm.use_kl_in_reward"),

@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config, ModelConfig
+from gradtrace.config.root import Config
 from gradtrace.instruments.tracin.columns import TracinStep
-from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
 from gradtrace.instruments.tracin.losses import aggregated
-from gradtrace.instruments.tracin.model_scorer import ModelScorer
-from gradtrace.instruments.tracin.selector import TracInSelector
+from gradtrace.instruments.tracin.observer import TracinObserver
+from gradtrace.policy.load import load_policy
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import load_policy
-from gradtrace.trace.schema import TRACIN
-from gradtrace.trace.writer import SilentWriter
+from gradtrace.policy.settings import ModelConfig
+from gradtrace.training.host import EmbeddedHost, loss_traits
 from tests.integrations.verl import tracin_ranks
 
 
@@ -37,16 +35,13 @@ def embedded(folder: Path, step: int) -> TracinStep:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": tracin_ranks.second_moments(name, parameter.shape),
             }
-    source = tracin_ranks.Fixed(torch.load(folder / "tracin_val.pt", weights_only=False))
+    validation = torch.load(folder / "tracin_val.pt", weights_only=False)
     settings = tracin_ranks.settings(step)
-    selector = TracInSelector(policy.model, settings.method, settings.parameters)
-    host = ModelScorer(policy, selector, config.actor.token_budget, optimizer.adamw)
+    host = EmbeddedHost(policy, optimizer, loss_traits(config.algorithm), token_budget=config.actor.token_budget)
+    observer = TracinObserver(host, settings)
+    assert observer.selector.method == "tangent"
     weigh = aggregated(list(tracin_ranks.AGGREGATIONS.values())[step - 1], config.rollout.max_new_tokens)
-    record = TracinRecord(settings, SilentWriter(TRACIN))
-    instrument = TracinInstrument(record, host, weigh, source)  # type: ignore[arg-type]
-    instrument.before_update(batch, step)
-    assert host.method == "tangent" and instrument._step is not None
-    return instrument._step
+    return tracin_ranks.planned(tracin_ranks.Run(observer.answer, weigh), settings, batch, validation, step)
 
 
 def found(folder: Path, world: int, layout: str, step: int) -> dict[str, Any]:

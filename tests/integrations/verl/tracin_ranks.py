@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gradtrace.algorithms import advantage
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import TracinConfig
-from gradtrace.instruments.tracin.instrument import TracinInstrument, TracinRecord
+from gradtrace.instruments.contract import Table, TrainingRun
+from gradtrace.instruments.record import Record
+from gradtrace.instruments.tracin import RECORD, TRACIN, TracinConfig
+from gradtrace.instruments.tracin.columns import TracinStep
+from gradtrace.instruments.tracin.reporter import TracinReporter
 from gradtrace.instruments.tracin.validation import ValidationSet
-from gradtrace.trace.schema import TRACIN
-from gradtrace.trace.writer import SilentWriter
+from gradtrace.tasks.base import Prompt
 from tests.integrations.verl import harness
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -40,14 +44,38 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 
 
-class Fixed:
-    """A validation set that was sampled long ago."""
+class Run(TrainingRun):
+    """What the reporter asks: `answer` makes the scores."""
 
-    def __init__(self, batch: RolloutBatch) -> None:
-        self.batch = batch
+    seed = 0
+    tokenizer = None
+    task = None
 
-    def at(self, step: int) -> tuple[ValidationSet, int]:
-        return ValidationSet(self.batch, torch.arange(len(self.batch.prompts)), step), 0
+    def __init__(self, answer: Callable[[Any], Table], weigh: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.answer = answer
+        self.weigh = weigh
+        self.cannot = {"more_rollouts": "there are none"}
+        self.estimator = advantage("grpo")
+        self.report = print
+
+    def token_weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return self.weigh(mask)
+
+    def held_out(self, count: int, key: str, files: Any = (), unreported: bool = False) -> list[Prompt]:
+        return [Prompt([1], {})] * count
+
+    def ask(self, name: str, question: Any) -> Table:
+        assert name == TRACIN
+        return self.answer(question)
+
+
+def planned(run: Run, settings: TracinConfig, batch: RolloutBatch, validation: RolloutBatch, step: int) -> TracinStep:
+    """What the reporter makes of a step against a validation set that was sampled long ago."""
+    reporter = TracinReporter(Record(RECORD, settings), run)
+    reporter.source.current = ValidationSet(validation, torch.arange(len(validation.prompts)), step)
+    reporter.plan(batch, step, None)
+    assert reporter._step is not None
+    return reporter._step
 
 
 def second_moments(name: str, shape: torch.Size) -> torch.Tensor:
@@ -119,21 +147,18 @@ def normalised(folder: Path) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    from gradtrace.integrations.verl.driver.tracin import RankedScores
-    from gradtrace.integrations.verl.rank.losses import batch_weights
-    from gradtrace.integrations.verl.rank.tracin import RankAnswer, RankRequest, RankScorer
+def asked(steps: Any, question: Any) -> Table:
+    """The joined answers of all ranks."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, steps.answer(TRACIN, question))
+    return Table.joined(answers)
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+
+def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    from gradtrace.integrations.verl.rank.losses import GradtraceLoss, batch_weights
+
     batch, validation = (torch.load(folder / f"tracin_{name}.pt", weights_only=False) for name in ("train", "val"))
     engine = harness.make_engine(str(folder / "tied_model"), **options)
-    scorer = RankScorer(engine)
-
-    def ask(requests: list[RankRequest]) -> list[RankAnswer]:
-        answers: list[Any] = [None] * world
-        dist.all_gather_object(answers, scorer.answer(requests[rank]))
-        return answers
-
     found = {}
     for step, mode in zip((1, 2), AGGREGATIONS, strict=True):
         if step == 2:
@@ -145,14 +170,11 @@ def run_layout(folder: Path, options: dict[str, Any]) -> dict[int, dict[str, Any
             ppo_micro_batch_size_per_gpu=options.get("micro_batch_size_per_gpu", 1),
         )
         knobs, weigh = settings(step), partial(batch_weights, actor=actor)
-        scorer_of_ranks = RankedScores(actor, knobs.preconditioner, 1.0, world, ask)
-        record = TracinRecord(knobs, SilentWriter(TRACIN))
-        tracin = TracinInstrument(record, scorer_of_ranks, weigh, Fixed(validation))  # type: ignore[arg-type]
+        steps = engine.steps_of(GradtraceLoss(actor, instruments={TRACIN: knobs}))
+
         before = state_of(engine)
-        tracin.before_update(batch, step)
+        result = planned(Run(partial(asked, steps), weigh), knobs, batch, validation, step)
         after = state_of(engine)
-        result = tracin._step
-        assert result is not None
         measures = result.measures
         found[step] = {
             "scores": result.scores,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.trace.schema import ProbeBatch
+from gradtrace.instruments.entropy_probe import ProbeBatch
 
 ETAS = (0.03, 0.1, 0.3, 1.0, 3.0)
 

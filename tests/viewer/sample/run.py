@@ -11,17 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from gradtrace.instruments.entropy_probe import ENTROPY_PROBE
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.instruments.tracin import TRACIN
+from gradtrace.trace.columns import SIGN_STATEMENT, GroupStatus, Selection, ragged
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import (
-    ENTROPY_PROBE,
-    ENTROPY_TRACE,
-    INFLUENCE_TRACE,
-    SIGN_STATEMENT,
-    TRACIN,
-    GroupStatus,
-    Selection,
-    ragged,
-)
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter
 from tests.viewer.sample import prose
@@ -232,8 +227,11 @@ class SampleRun:
     ) -> None:
         assert self.probe_writer is not None
         evaluation = self.held_out_groups(step, 3, self.groups, 1)
-        update = [group for group in groups if group.mixed][:PROBE_GROUPS] or groups[:PROBE_GROUPS]
-        rows = [-1] * len(evaluation) + list(range(sum(len(group.responses) for group in update)))
+        starts = np.cumsum([0, *(len(group.responses) for group in groups)]).tolist()
+        spans = [(group, range(*starts[g : g + 2])) for g, group in enumerate(groups)]
+        chosen = [(group, span) for group, span in spans if group.mixed][:PROBE_GROUPS] or spans[:PROBE_GROUPS]
+        update = [group for group, _ in chosen]
+        rows = [-1] * len(evaluation) + [row for _, span in chosen for row in span]
         layout = layout_columns([*evaluation, *update], rows)
         columns, more = probe_columns(
             layout,

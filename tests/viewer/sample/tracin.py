@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from gradtrace.instruments.tracin import TracinReason
 from gradtrace.instruments.tracin.diagnosis import certain_share, diagnose
-from gradtrace.trace.schema import TracinReason
 
 DROPPED = 0.25
 """Share of the responses that the sample's rule may drop, the lowest negative ones."""

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms.groups import constant_groups, group_index
-from gradtrace.algorithms.registry import register_advantage
-from gradtrace.algorithms.types import AdvantageInputs, AdvantageOutputs, masked
+from gradtrace.algorithms.registry import AdvantageInputs, AdvantageOutputs, masked, register_advantage
 from gradtrace.errors import GradtraceError
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gradtrace.algorithms.advantages.tokens import needs_reference, token_rewards, whiten
-from gradtrace.algorithms.registry import register_advantage
-from gradtrace.algorithms.types import AdvantageInputs, AdvantageOutputs
+from gradtrace.algorithms.advantages.gae import needs_reference, token_rewards, whiten
+from gradtrace.algorithms.registry import AdvantageInputs, AdvantageOutputs, register_advantage
 
 
 @register_advantage("reinforce_plus_plus", needs=needs_reference)

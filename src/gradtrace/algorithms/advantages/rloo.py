@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gradtrace.algorithms.advantages.grpo import centred, group_sizes, require_siblings, spread
-from gradtrace.algorithms.registry import register_advantage
-from gradtrace.algorithms.types import AdvantageInputs, AdvantageOutputs
+from gradtrace.algorithms.registry import AdvantageInputs, AdvantageOutputs, register_advantage
 
 
 @register_advantage("rloo")

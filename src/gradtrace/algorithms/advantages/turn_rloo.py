@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms.advantages.grpo import group_sizes, require_siblings
-from gradtrace.algorithms.registry import register_advantage
-from gradtrace.algorithms.types import AdvantageInputs, AdvantageOutputs, masked
+from gradtrace.algorithms.registry import AdvantageInputs, AdvantageOutputs, masked, register_advantage
 from gradtrace.errors import GradtraceError
 
 

@@ -1,5 +1,5 @@
-"""Policy losses, one to a file, and the critic's. Importing this package registers the policy losses."""
+"""Policy losses, one to a file. Importing this package registers them."""
 
-from gradtrace.algorithms.losses import archer, cispo, gspo, ppo, value
+from gradtrace.algorithms.losses import archer, cispo, gspo, ppo
 
-__all__ = ["archer", "cispo", "gspo", "ppo", "value"]
+__all__ = ["archer", "cispo", "gspo", "ppo"]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms.kl import kl_estimate
-from gradtrace.algorithms.registry import register_policy_loss
-from gradtrace.algorithms.types import LossInputs, LossOutputs, required, straight_through
+from gradtrace.algorithms.penalties import kl_estimate
+from gradtrace.algorithms.registry import LossInputs, LossOutputs, register_policy_loss, required, straight_through
 
 
 def high_entropy_tokens(entropies: Tensor, mask: Tensor, quantile: float = 0.8) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gradtrace.algorithms.registry import register_policy_loss
-from gradtrace.algorithms.types import LossInputs, LossOutputs
+from gradtrace.algorithms.registry import LossInputs, LossOutputs, register_policy_loss
 
 
 @register_policy_loss("cispo", plain_at_ratio_one=True)

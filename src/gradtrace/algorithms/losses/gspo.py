@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gradtrace.algorithms.losses.ppo import clipped_surrogate
-from gradtrace.algorithms.registry import register_policy_loss
-from gradtrace.algorithms.types import LossInputs, LossOutputs, straight_through
+from gradtrace.algorithms.registry import LossInputs, LossOutputs, register_policy_loss, straight_through
 
 
 @register_policy_loss("gspo", plain_at_ratio_one=True)

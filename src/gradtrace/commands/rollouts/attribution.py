@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import dataclasses
 import functools
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-from safetensors.torch import load_file
 
 from gradtrace.algorithms import advantage
 from gradtrace.attribution import AttributionError
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
-from gradtrace.commands.rollouts.importing import PROMPTS, at_home
-from gradtrace.config import Config
-from gradtrace.config.keys import check_fields
-from gradtrace.config_loader import finished, load_config, override_keys, to_yaml, with_overrides
+from gradtrace.commands.rollouts.importing import PROMPTS
+from gradtrace.config.loader import override_keys, to_yaml
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_trace.instrument import EntropyTrace
-from gradtrace.instruments.influence.instrument import InfluenceTraceInstrument
-from gradtrace.instruments.influence.plan import StepPlan
-from gradtrace.instruments.influence.record import InfluenceRecord
-from gradtrace.instruments.observer import Backward, Observers, OptimizerStep, StepObserver
-from gradtrace.instruments.stored import stored_batch, stored_truth
+from gradtrace.instruments.contract import Backward, Observer, OptimizerStep
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.instruments.entropy_trace import RECORD as ENTROPY_RECORD
+from gradtrace.instruments.entropy_trace.reporter import entropy_columns
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.instruments.influence import RECORD as INFLUENCE_RECORD
+from gradtrace.instruments.influence.observer import InfluenceObserver
+from gradtrace.instruments.influence.reporter import InfluenceReporter
+from gradtrace.instruments.observers import Observers
+from gradtrace.instruments.own_loop import stored_batch, stored_truth
+from gradtrace.instruments.record import Record
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import Policy, load_with_adapters
 from gradtrace.policy.rollouts import add_advantages
-from gradtrace.trace.kinds.shared import GroupStatus
-from gradtrace.trace.reader import Run, open_run
+from gradtrace.runs import Run, open_run
+from gradtrace.terminal import StageProgress, seconds
+from gradtrace.trace.columns import GroupStatus
+from gradtrace.trace.reader import RunReader
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_TRACE, INFLUENCE_TRACE
 from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
-from gradtrace.training.checkpoint import model_of, weights_seal
-from gradtrace.training.foreign_state import FOREIGN, load_foreign_state
-from gradtrace.training.instruments import loss_traits
-from gradtrace.training.parts import suitable_threads
-from gradtrace.training.state import OPTIMIZER
+from gradtrace.training.host import EmbeddedHost, loss_traits
+from gradtrace.training.state import load_optimizer
 from gradtrace.training.update import PolicyUpdate
 
 SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
@@ -55,20 +56,6 @@ BY_TOKEN = ("gae", "reinforce_plus_plus", "turn_rloo")
 """Estimators that may give tokens of one response different advantages."""
 STATE = "the optimizer's state in {}"
 NO_STATE = "no state: the second moment is that of the step's own gradient, as in AdamW's first step"
-
-
-@dataclass(frozen=True)
-class AttributeSettings:
-    model: str
-    steps: list[int] = field(default_factory=list)
-    """Empty: all."""
-    groups: list[int] = field(default_factory=list)
-    """Indices of the groups to score, in every step; empty: all whose rewards differ."""
-    output: Path | None = None
-    """A new run for the scores; None: into the run itself."""
-    replace: bool = False
-    budget: float = 0.0
-    """Seconds; 0: none."""
 
 
 @dataclass
@@ -84,44 +71,41 @@ class Attributed:
     tokens: int = 0
 
 
-Progress = Callable[[str, int, int], None]
 Message = Callable[[str], None]
 
 
-def attribute(
-    run_dir: Path, overrides: list[str], settings: AttributeSettings, progress: Progress, message: Message
-) -> Attributed:
-    """Score the chosen steps of run `run_dir` under a model, one file after the other, until the budget is spent."""
-    run = open_run(run_dir)
-    folder = Path(model_of(settings.model))
-    config = config_of(run, folder, overrides)
+def attribute(args: argparse.Namespace, progress: StageProgress, message: Message) -> Attributed:
+    """Score the chosen steps of a run under a model, one file after the other, until the budget is spent. `args`: of
+    the command, where its options are described."""
+    ends = time.monotonic() + seconds(args.budget)
+    run = scoring_run(args.run_dir, args.model, args.overrides)
     identity = hashlib.sha256(
-        f"{weights_seal(folder)} {to_yaml(dataclasses.replace(config, resume=''))}".encode()
+        f"{run.checkpoint().seal} {to_yaml(dataclasses.replace(run.settings, resume=''))}".encode()
     ).hexdigest()
-    target = settings.output or run.path
-    steps = chosen_steps(run, settings.steps)
-    before = written_before(target, steps, identity, settings)
+    target = args.output or run.path
+    there = RunReader(target)
+    steps = chosen_steps(run, args.step)
+    before = written_before(there, steps, identity, args)
     result = Attributed(target, "", before=before)
     remaining = [step for step in steps if step not in before]
     if not remaining:
         return result
     progress("loading the model", 0, 1)
-    scorer = Scorer(folder, config, message)
+    scorer = Scorer(run, message)
     result.optimizer = scorer.optimizer_said
-    if settings.output is not None:
-        new_run(run, settings.output)
-    ends = time.monotonic() + settings.budget if settings.budget else float("inf")
-    about = {"attributed": identity, "model": settings.model, "optimizer_state": scorer.optimizer_said}
+    if args.output is not None:
+        new_run(run, args.output)
+    about = {"attributed": identity, "model": args.model, "optimizer_state": scorer.optimizer_said}
     writing: dict[str, Any] = {"on_error": "raise", "on_report": message}
     with RunFiles(target) as files, TraceWriter(files.traces, INFLUENCE_TRACE, **writing) as influence:
-        files.messages.tell(f"attribute: {settings.model}; {scorer.optimizer_said}")
+        files.messages.tell(f"attribute: {args.model}; {scorer.optimizer_said}")
         for place, step in enumerate(remaining):
             if result.done and time.monotonic() > ends:
                 result.left = remaining[place:]
                 break
             source = run.step(next(kind for kind in SOURCES if step in run.steps(kind)), step)
-            groups = groups_of(source, target, step, settings.groups)
-            stays = entropies_stay(source, settings)
+            groups = groups_of(source, there, args.group)
+            stays = args.output is None and has_own_entropies(source)
             tell = functools.partial(progress, f"step {step}")
             with nullcontext() if stays else TraceWriter(files.traces, ENTROPY_TRACE, **writing) as entropies:
                 found = scorer.score(source, groups, influence, entropies, about, tell)
@@ -135,28 +119,25 @@ def attribute(
 # ---------------------------------------------------------------- what is there, and where scores go
 
 
-def config_of(run: Run, folder: Path, overrides: list[str]) -> Config:
-    """The run's settings with this model; the defaults where a run has none, as one that `gradtrace.record` wrote."""
-    given = override_keys(overrides)
-    own = [f"model.path={folder}", *overrides]
-    if (run.path / "config.yaml").is_file():
-        no_judge = ["reward.path=''", "reward.name=task", "reward.options={}", "reward.extra={}"]
-        judge = [] if "reward.path" in given else no_judge
-        config = load_config([f"resume={run.path}", *judge, *own])
-    else:
-        defaults: Any = OmegaConf.structured(Config)
-        config = finished(with_overrides(defaults, own), defaults, override_keys(own))
-        check_fields(config)
-    trace = dataclasses.replace(config.trainer.influence_trace, write_every=1, on_error="raise", verify_every=0)
-    trainer = dataclasses.replace(config.trainer, influence_trace=trace)
-    return at_home(dataclasses.replace(config, trainer=trainer, engine="embedded", verl={}), run.path)
+def scoring_run(path: Path, model: str, overrides: list[str]) -> Run:
+    """The run with the weights of `model`, and with settings that score all of its rollouts. What judges responses is
+    left out, unless `overrides` name it: their rewards are stored."""
+    no_judge = ["reward.path=''", "reward.name=task", "reward.options={}", "reward.extra={}"]
+    has_judge = "reward.path" in override_keys(overrides) or not (path / "config.yaml").is_file()
+    run = open_run(path, overrides if has_judge else [*no_judge, *overrides]).with_model(model)
+    trainer = run.settings.trainer
+    trace = dataclasses.replace(trainer.influence_trace, write_every=1, on_error="raise", verify_every=0)
+    trainer = copy.copy(trainer)
+    trainer.influence_trace = trace
+    run.settings = dataclasses.replace(run.settings, trainer=trainer, engine="embedded", verl={})
+    return run
 
 
-def rollout_steps(run: Run) -> list[int]:
+def rollout_steps(run: RunReader) -> list[int]:
     return sorted({step for kind in SOURCES for step in run.steps(kind)})
 
 
-def chosen_steps(run: Run, wanted: list[int]) -> list[int]:
+def chosen_steps(run: RunReader, wanted: list[int]) -> list[int]:
     there = rollout_steps(run)
     if not there:
         raise GradtraceError(
@@ -167,48 +148,39 @@ def chosen_steps(run: Run, wanted: list[int]) -> list[int]:
     return sorted(wanted) if wanted else there
 
 
-def written_before(target: Path, steps: list[int], identity: str, settings: AttributeSettings) -> list[int]:
+def written_before(there: RunReader, steps: list[int], identity: str, args: argparse.Namespace) -> list[int]:
     """Steps that have these very scores already; an error where a step has others."""
-    if not target.is_dir():
-        return []
-    there = open_run(target)
     found = []
     for step in (step for step in steps if step in there.steps(INFLUENCE_TRACE)):
         trace = there.step(INFLUENCE_TRACE, step)
-        scored = set(trace["group"].tolist())
         if trace.meta.get("attributed") == identity:
-            if settings.groups and not set(settings.groups) <= scored:
-                continue
-            found.append(step)
-        elif not settings.replace:
+            if set(args.group) <= set(trace["group"].tolist()):
+                found.append(step)
+        elif not args.replace:
             by = f"by {trace.meta['model']}" if "attributed" in trace.meta else "of its training"
             raise GradtraceError(
-                f"step {step} of {target} has scores {by}: put these into a run of their own with --output runs/NAME, "
-                "or replace those with --replace"
+                f"step {step} of {there.path} has scores {by}: put these into a run of their own with --output "
+                "runs/NAME, or replace those with --replace"
             )
     return found
 
 
-def groups_of(source: Step, target: Path, step: int, wanted: list[int]) -> list[int]:
+def groups_of(source: Step, there: RunReader, wanted: list[int]) -> list[int]:
     """The groups to score: those that were asked for, and those that an earlier call has scored with them."""
-    if not wanted:
-        return []
     if outside := [g for g in wanted if not 0 <= g < source.n_groups]:
-        raise GradtraceError(f"no group {outside[0]}; step {step} has groups 0 to {source.n_groups - 1}")
-    there = open_run(target)
-    if step not in there.steps(INFLUENCE_TRACE):
+        raise GradtraceError(f"no group {outside[0]}; step {source.step} has groups 0 to {source.n_groups - 1}")
+    if not wanted or source.step not in there.steps(INFLUENCE_TRACE):
         return wanted
-    trace = there.step(INFLUENCE_TRACE, step)
+    trace = there.step(INFLUENCE_TRACE, source.step)
     return sorted({*wanted, *(trace["group"].tolist() if "attributed" in trace.meta else [])})
 
 
-def entropies_stay(source: Step, settings: AttributeSettings) -> bool:
-    """The run's own entropies, of the policy that sampled, are not overwritten by those of another."""
-    own = "entropy" in source and "attributed" not in source.meta
-    return settings.output is None and source.kind == ENTROPY_TRACE and own
+def has_own_entropies(source: Step) -> bool:
+    """Of the policy that sampled: they are not overwritten by those of another."""
+    return source.kind == ENTROPY_TRACE and "entropy" in source and "attributed" not in source.meta
 
 
-def new_run(run: Run, folder: Path) -> None:
+def new_run(run: RunReader, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.yaml", "token_bytes.npz", PROMPTS):
         if (run.path / name).is_file() and not (folder / name).exists():
@@ -218,39 +190,28 @@ def new_run(run: Run, folder: Path) -> None:
 # ---------------------------------------------------------------- the scores
 
 
-class ChosenGroups(InfluenceRecord):
-    """Scores some groups; the others are in the step's gradient and are skipped."""
-
-    groups: Sequence[int] = ()
-
-    def plan(self, batch: RolloutBatch, step: int) -> StepPlan:
-        plan = super().plan(batch, step)
-        if self.groups:
-            others = torch.ones(len(batch.prompts), dtype=torch.bool)
-            others[list(self.groups)] = False
-            plan.status[others & (plan.status == int(GroupStatus.SCORED))] = int(GroupStatus.NOT_ASKED)
-        return plan
-
-
-class Counted(StepObserver):
+class Watched(Observers):
     """Reports how many responses went through the model."""
 
-    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, observer: Observer, total: int, progress: Callable[[int, int], None]) -> None:
+        super().__init__(Ranks(), {INFLUENCE_TRACE: observer}, raising=[INFLUENCE_TRACE])
         self.done, self.total, self.progress = 0, total, progress
 
-    def around_backward(self, backward: Backward) -> Any:
+    @contextmanager
+    def around_backward(self, backward: Backward) -> Iterator[None]:
         self.progress(self.done, self.total)
-        self.done += len(backward.micro.rows)
-        return nullcontext()
+        self.done += len(backward.rows)
+        with super().around_backward(backward):
+            yield
 
 
-class OwnGradient(StepObserver):
+class OwnGradient(Observer):
     """Makes the gradient of an update the optimizer's state, as if it had taken that one step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
-    def around_optimizer_step(self, update: OptimizerStep) -> Any:
+    def before_step(self, update: OptimizerStep) -> None:
         adamw = self.optimizer.adamw
         first, second = adamw.param_groups[0]["betas"]
         for parameter in self.optimizer.parameters.values():
@@ -260,30 +221,25 @@ class OwnGradient(StepObserver):
                 "exp_avg": (1 - first) * gradient,
                 "exp_avg_sq": (1 - second) * gradient.square(),
             }
-        return nullcontext()
 
 
 class Scorer:
     """A model with the optimizer that would go on from it, and the loss of the run's algorithm."""
 
-    def __init__(self, folder: Path, config: Config, message: Message) -> None:
-        self.config, self.message = config, message
-        model = load_with_adapters(folder, config.model, trainable=True, key="--model")
-        self.policy = Policy(model, next(model.parameters()).device, config.rollout.temperature)
-        if self.policy.device.type == "cpu":
-            torch.set_num_threads(config.trainer.cpu_threads or suitable_threads(self.policy))
+    def __init__(self, run: Run, message: Message) -> None:
+        self.config = config = run.settings
+        self.message = message
+        self.policy = run.policy(trainable=True, precision="float32")
         self.optimizer = Optimizer(self.policy.trainable(), config.actor.optim, config.trainer.total_steps)
-        state = folder.parent / OPTIMIZER
-        self.optimizer_said = NO_STATE
-        if folder.name == "policy" and state.is_file():
-            self.optimizer.load_state_tensors(load_file(state))
-            self.optimizer_said = STATE.format(state.parent)
-        elif (folder / FOREIGN).is_file():
-            load_foreign_state(self.optimizer, model, folder / FOREIGN)
-            self.optimizer_said = STATE.format(folder)
+        self.optimizer_said, found = NO_STATE, run.checkpoint()
+        if found.optimizer_file is not None:
+            load_optimizer(self.optimizer, self.policy.model, found)
+            self.optimizer_said = STATE.format(found.optimizer_file.parent)
         algorithm = config.algorithm
         if algorithm.kl_coef:
             message("The KL term of the loss is left out: stored rollouts have no log-probs of the reference.")
+        if run.config.get("engine") == "trl":
+            message(f"The loss of TRL is taken for ours: algorithm.policy_loss={algorithm.policy_loss}.")
         if algorithm.advantage in BY_TOKEN:
             message(
                 f"Stored advantages are means over a response; those of algorithm.advantage={algorithm.advantage} may "
@@ -297,6 +253,13 @@ class Scorer:
                 "rollouts have not: score with another, e.g. algorithm.policy_loss=ppo"
             )
         self.update = PolicyUpdate(loss, self.optimizer, moves=False)
+        self.host = EmbeddedHost(
+            self.policy,
+            self.optimizer,
+            loss_traits(self.algorithm),
+            grad_clip=config.actor.optim.grad_clip,
+            token_budget=config.actor.token_budget,
+        )
 
     def score(
         self,
@@ -311,32 +274,37 @@ class Scorer:
         batch = self.with_advantages(stored_batch(source))
         meta = {**source.meta, **about}
         config, truth = self.config.trainer.influence_trace, stored_truth(source)
-        record = ChosenGroups(config, writer, meta, truth, self.message)
-        record.groups = groups
+        reporter = InfluenceReporter(Record(INFLUENCE_RECORD, config, writer, meta, truth, self.message))
+        needed = groups if groups and entropy_writer is None else list(range(len(batch.prompts)))
+        updates = self.mini_batches(batch, source.step, needed)
+        micro_batches = MicroBatches(batch, self.config.actor.token_budget, "padded")
         try:
-            instrument = InfluenceTraceInstrument(
-                self.policy,
-                record,
-                loss_traits(self.algorithm),
-                self.optimizer.adamw,
-                grad_clip=self.config.actor.optim.grad_clip,
-            )
-            own = [EntropyTrace(entropy_writer, 1, meta, truth)] if entropy_writer is not None else []
-            needed = groups if groups and entropy_writer is None else list(range(len(batch.prompts)))
-            updates = self.mini_batches(batch, source.step, needed)
-            rows = sum(len(update.rows) for update in updates)
-            observers = Observers([Counted(rows, progress), *own, instrument])
-            micro_batches = MicroBatches(batch, self.config.actor.token_budget, "padded")
+            observer = InfluenceObserver(self.host, config)
+            observers = Watched(observer, sum(len(update.rows) for update in updates), progress)
             if self.optimizer_said == NO_STATE:
-                whole = OptimizerStep(source.step, 0, 0, 0, torch.arange(len(batch)))
-                self.update.run(batch, micro_batches, [whole], OwnGradient(self.optimizer))
-            batch = observers.before_update(batch, source.step)
-            batch, _ = self.update.run(batch, micro_batches, updates, observers)
-            found = observers.after_update(batch, source.step)
-            instrument.tracer.close()
+                self.take_own_gradient(batch, micro_batches, source.step)
+            _, plan = reporter.plan(batch, source.step)
+            if plan is not None and groups:
+                others = torch.ones(len(batch.prompts), dtype=torch.bool)
+                others[list(groups)] = False
+                plan.status[others & (plan.status == int(GroupStatus.SCORED))] = int(GroupStatus.NOT_ASKED)
+            observers.begin({INFLUENCE_TRACE: plan})
+            batch, _ = self.update.run(batch, micro_batches, updates, observers, self.host)
+            tables = observers.end()
+            if entropy_writer is not None:
+                record = Record(ENTROPY_RECORD, None, entropy_writer, meta, truth)
+                record.write(source.step, batch, torch.arange(len(batch)), entropy_columns(batch), {})
+            found = reporter.write(batch, source.step, tables[INFLUENCE_TRACE])
         except AttributionError as error:
             raise GradtraceError(f"step {source.step} cannot be scored: {error}") from error
         return found
+
+    def take_own_gradient(self, batch: RolloutBatch, micro_batches: MicroBatches, step: int) -> None:
+        """Make the gradient of the whole rollout the optimizer's state, as if it had taken that one step."""
+        whole = OptimizerStep(step, 0, 0, 0, torch.arange(len(batch)))
+        observers = Observers(self.host.ranks, {"state": OwnGradient(self.optimizer)}, raising=["state"])
+        observers.begin({"state": True})
+        self.update.run(batch, micro_batches, [whole], observers, self.host)
 
     def mini_batches(self, batch: RolloutBatch, step: int, groups: list[int]) -> list[OptimizerStep]:
         """Mini-batches with any of `groups`: prompts in their order, as many to an optimizer step as in training, all

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtrace.algorithms import accepted
-from gradtrace.batch import RolloutBatch
 from gradtrace.commands.rollouts.formats import (
     FORMATS,
     BadRowError,
@@ -23,42 +22,28 @@ from gradtrace.commands.rollouts.formats import (
     find_files,
     read_rows,
 )
-from gradtrace.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig, TaskConfig
 from gradtrace.config.keys import check_fields
-from gradtrace.config_loader import check_reward, to_yaml
+from gradtrace.config.loader import check_reward, to_yaml
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.columns import turn_columns
+from gradtrace.instruments.columns import group_columns, response_columns
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.instruments.own_loop import batch_of_lists
+from gradtrace.policy.load import load_tokenizer
+from gradtrace.policy.settings import ModelConfig
+from gradtrace.rollout.settings import RolloutConfig
+from gradtrace.runs import IMPORTED, PROMPTS
 from gradtrace.tasks.datasets import encode, messages_of
+from gradtrace.tasks.settings import DataConfig, RewardConfig, TaskConfig
 from gradtrace.tasks.sources import read_source
-from gradtrace.tasks.tokenizer import load_tokenizer
-from gradtrace.trace.atomic import atomic_directory
+from gradtrace.terminal import Progress
+from gradtrace.trace.files import atomic_directory
 from gradtrace.trace.run_files import RunFiles
-from gradtrace.trace.schema import ENTROPY_TRACE, ragged
 from gradtrace.trace.token_text import TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
-RECIPE = "imported"
-PROMPTS = "prompts.jsonl"
-"""The prompts of an imported run with their ids and answers: the data of its task."""
 SHOWN = 10
 """Bad rows that an error names."""
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class ImportSettings:
-    tokenizer: str
-    format: str = ""
-    """Of FORMATS; empty: by the columns of the first row."""
-    temperature: float = 1.0
-    reward: str = ""
-    """Judges responses that are sampled later: a name, or FILE:FUNCTION."""
-    append_end: bool = False
-    skip_bad: bool = False
-    prompts: str = ""
-    """A data set with the prompts as messages, where the rows hold their text without special tokens (verl)."""
-    reward_columns: str = ""
-    """TRL: NAME or NAME=WEIGHT, with commas between."""
 
 
 @dataclass
@@ -74,21 +59,25 @@ class ImportReport:
     notes: list[str] = field(default_factory=list)
 
 
-def import_rollouts(source: Path, run_dir: Path, settings: ImportSettings, progress: Progress) -> ImportReport:
-    """Write the rollouts in `source`, a file or folder, as run `run_dir`, which must not exist yet."""
+def import_rollouts(args: argparse.Namespace, progress: Progress) -> ImportReport:
+    """Write the rollouts in a file or folder as a run, which must not exist yet. `args`: of `gradtrace trace import`,
+    where its options are described."""
+    source, run_dir = args.source, args.run_dir
     if not source.exists():
         raise GradtraceError(f"{source}: there is no such file or folder")
     if run_dir.exists():
         raise GradtraceError(f"{run_dir} is there already: an import makes a new run; give another name")
     files = find_files(source)
-    name = settings.format or detect(files[0])
-    tokenizer = load_tokenizer(settings.tokenizer, "--tokenizer")
-    if settings.append_end and tokenizer.eos_token_id is None:
-        raise GradtraceError(f"--append-end: the tokenizer {settings.tokenizer} has no end token")
-    restored = restored_prompts(settings.prompts, tokenizer) if settings.prompts else {}
-    encoder = Encoder(tokenizer, settings.append_end, restored, reward_weights(settings.reward_columns))
+    name = args.format or detect(files[0])
+    tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
+    if args.append_end and tokenizer.eos_token_id is None:
+        raise GradtraceError(f"--append-end: the tokenizer {args.tokenizer} has no end token")
+    restored = restored_prompts(args.prompts, tokenizer) if args.prompts else {}
+    encoder = Encoder(tokenizer, args.append_end, restored, reward_weights(args.reward_columns))
     report = ImportReport(name)
-    rows = list(checked(read(files, name, encoder, report, progress), settings.skip_bad, report))
+    rows = list(read(files, name, encoder, report, progress))
+    if report.left_out and not args.skip_bad:
+        refuse(report.left_out)
     if not rows:
         raise GradtraceError(f"{source}: no row is left to import")
     steps: dict[int, list[Rollout]] = {}
@@ -98,31 +87,27 @@ def import_rollouts(source: Path, run_dir: Path, settings: ImportSettings, progr
     report.steps, report.responses = list(grouped), len(rows)
     report.tokens = sum(len(row.response) for row in rows)
     report.notes = notes(name, rows, restored, grouped, tokenizer.unk_token_id)
-    config = config_of(grouped, settings, run_dir)
+    config = config_of(grouped, args)
     with atomic_directory(run_dir) as folder:
         write_run(folder, grouped, config, tokenizer, {"imported_from": str(source), "format": name}, report)
     return report
 
 
-def read(
-    files: list[Path], name: str, encoder: Encoder, report: ImportReport, progress: Progress
-) -> Iterator[tuple[str, Rollout | BadRowError]]:
-    """(FILE:LINE, a response or what is wrong with it)."""
+def read(files: list[Path], name: str, encoder: Encoder, report: ImportReport, progress: Progress) -> Iterator[Rollout]:
+    """The responses; bad rows go to the report."""
     known = FORMATS[name]
     total, done = sum(path.stat().st_size for path in files), 0
-    for path in files:
-        for where, row, size in read_rows(path):
-            done += size
-            progress(min(done, total), total)
+    for where, row, size in itertools.chain.from_iterable(map(read_rows, files)):
+        done += size
+        progress(min(done, total), total)
+        try:
             if isinstance(row, BadRowError):
-                yield where, row
-                continue
+                raise row
             if name != "trl":  # every other column of TRL's table may be a reward
                 report.unread |= set(row) - known.knows
-            try:
-                yield where, well_formed(known.read(row, where, encoder), len(encoder.tokenizer))
-            except BadRowError as error:
-                yield where, error
+            yield well_formed(known.read(row, where, encoder), len(encoder.tokenizer))
+        except BadRowError as error:
+            report.left_out.append(f"{where}: {error}")
 
 
 def well_formed(row: Rollout, vocabulary: int) -> Rollout:
@@ -136,23 +121,14 @@ def well_formed(row: Rollout, vocabulary: int) -> Rollout:
     return row
 
 
-def checked(
-    rows: Iterable[tuple[str, Rollout | BadRowError]], skip_bad: bool, report: ImportReport
-) -> Iterator[Rollout]:
-    """The responses; an error that names the bad rows, unless they may be left out."""
-    for where, row in rows:
-        if isinstance(row, BadRowError):
-            report.left_out.append(f"{where}: {row}")
-        else:
-            yield row
-    if report.left_out and not skip_bad:
-        more = len(report.left_out) - SHOWN
-        raise GradtraceError(
-            f"{len(report.left_out)} rows cannot be imported, and nothing was written:\n  "
-            + "\n  ".join(report.left_out[:SHOWN])
-            + (f"\n  … and {more} more" if more > 0 else "")
-            + "\nMend them, or leave them out with --skip-bad."
-        )
+def refuse(bad: list[str]) -> None:
+    more = len(bad) - SHOWN
+    raise GradtraceError(
+        f"{len(bad)} rows cannot be imported, and nothing was written:\n  "
+        + "\n  ".join(bad[:SHOWN])
+        + (f"\n  … and {more} more" if more > 0 else "")
+        + "\nMend them, or leave them out with --skip-bad."
+    )
 
 
 def groups_of(rows: list[Rollout]) -> list[list[Rollout]]:
@@ -225,26 +201,24 @@ def notes(
 # ---------------------------------------------------------------- the run
 
 
-def config_of(grouped: dict[int, list[list[Rollout]]], settings: ImportSettings, run_dir: Path) -> Config:
+def config_of(grouped: dict[int, list[list[Rollout]]], args: argparse.Namespace) -> Config:
     """What later commands need to know: the task is the run's own prompts, judged by the reward that was named."""
     groups = [group for step in grouped.values() for group in step]
     rows = [row for group in groups for row in group]
-    reward = (
-        RewardConfig(path=settings.reward) if ".py" in settings.reward else RewardConfig(name=settings.reward or "task")
-    )
+    reward = RewardConfig(path=args.reward) if ".py" in args.reward else RewardConfig(name=args.reward or "task")
     config = Config(
-        recipe=RECIPE,
-        model=ModelConfig(path=settings.tokenizer),
+        recipe=IMPORTED,
+        model=ModelConfig(path=args.tokenizer),
         task=TaskConfig(name="dataset"),
         data=DataConfig(
-            train=[str(run_dir.absolute() / PROMPTS)],
+            train=[str(args.run_dir.absolute() / PROMPTS)],
             validation_fraction=0.0,
             max_prompt_length=max(len(row.prompt) for row in rows),
             train_batch_size=max(len(step) for step in grouped.values()),
         ),
         rollout=RolloutConfig(
             n=max(2, *(len(group) for group in groups)),
-            temperature=settings.temperature,
+            temperature=args.temperature,
             max_new_tokens=max(len(row.response) for row in rows),
         ),
         reward=reward,
@@ -252,13 +226,6 @@ def config_of(grouped: dict[int, list[list[Rollout]]], settings: ImportSettings,
     check_fields(config)
     check_reward(config)
     return config
-
-
-def at_home(config: Config, run_dir: Path) -> Config:
-    """The settings of a run; an imported one has its prompts beside them, wherever it was moved."""
-    if config.recipe != RECIPE or not (run_dir / PROMPTS).is_file():
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=[str(run_dir.absolute() / PROMPTS)]))
 
 
 def write_run(
@@ -299,34 +266,17 @@ def write_run(
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
 
-def batch_of(rows: list[Rollout], number: torch.Tensor) -> RolloutBatch:
-    """The responses with their loss masks, for what is made of these alone."""
-    lengths = torch.tensor([len(row.response) for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    for r, row in enumerate(rows):
-        mask[r, : len(row.response)] = torch.tensor(row.written or [True] * len(row.response))
-    unused = torch.zeros(mask.shape)
-    return RolloutBatch([], number, unused.long(), mask, number >= 0, unused, lengths=lengths)
-
-
 def columns_of(groups: list[list[Rollout]]) -> dict[str, Any]:
     """The columns of a step's file."""
-    rows = [dataclasses.replace(row, group=str(g)) for g, group in enumerate(groups) for row in group]
-    number = torch.tensor([int(row.group or 0) for row in rows])
-    rewards = torch.tensor([row.reward for row in rows])
-    columns: dict[str, Any] = {
-        "group_id": np.arange(len(groups)),
-        "group": number.numpy(),
-        "row": np.arange(len(rows)),
-        "reward": rewards.numpy(),
-        "accepted": accepted(rewards, number).numpy(),
-        "length": np.array([len(row.response) for row in rows]),
-        "finished": np.array([row.finished for row in rows]),
-        "token_id": np.concatenate([row.response for row in rows]),
-    }
-    if not all(all(row.written or [True]) for row in rows):
-        columns |= turn_columns(batch_of(rows, number))
-    columns["prompt_ids"], columns["prompt_offsets"] = ragged([group[0].prompt for group in groups])
+    rows = [row for group in groups for row in group]
+    batch = batch_of_lists(
+        [group[0].prompt for group in groups],
+        [row.response for row in rows],
+        [row.reward for row in rows],
+        [g for g, group in enumerate(groups) for _ in group],
+        [row.written or [True] * len(row.response) for row in rows],
+    ).replace(finished=torch.tensor([row.finished for row in rows]))
+    columns = group_columns(batch) | response_columns(batch, torch.arange(len(rows)))
     if all(row.advantage is not None for row in rows):
         columns["advantage"] = np.array([row.advantage for row in rows], np.float32)
     for name in sorted({name for row in rows for name in row.tokens}):

@@ -25,12 +25,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.terminal import no_foreign_bars, say, seconds, settings_from
+from gradtrace.terminal import no_foreign_bars, progress_bar, say, seconds, settings_from
 
 EXIT = {True: 0, False: 1, None: 3}
 
@@ -75,25 +74,24 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from gradtrace.commands.verify.page import better_score, terminal_table
-    from gradtrace.commands.verify.session import run_verify, write
+    from gradtrace.commands.verify.session import run_verify
 
     no_foreign_bars()
     console = Console(stderr=args.json)
-    display = Display(console, seconds(args.budget))
+    settings, overrides = settings_of(args), run_overrides(args.overrides)
     try:
-        with display:
+        with progress_bar(console) as progress:
             outcome = run_verify(
                 args.checkpoint,
-                run_overrides(args.overrides),
-                settings_of(args),
-                display.show,
-                display.message,
+                overrides,
+                settings,
+                lambda what, done, total: progress(done, total, what),
+                lambda text: say(console, text),
             )
     except KeyboardInterrupt:
         console.print("Interrupted. The same command goes on where it was.")
         return 130
-    write(outcome)
-    record = outcome.record()
+    record = outcome.write()
     if args.json:
         print((outcome.folder / "report.json").read_text())
         return EXIT[record["trustworthy"]]
@@ -138,42 +136,3 @@ def settings_of(args: argparse.Namespace) -> Any:
         raise GradtraceError(f"lr={own['lr']}: a learning rate is positive, e.g. 1e-5")
     size = Size(args.groups, args.tokens, args.halves)
     return settings_from(args, Settings, size=size, budget=seconds(args.budget), optimizer=optimizer, lr=lr)
-
-
-class Display:
-    """One line: what is done, how much of it, and how long it will still take."""
-
-    def __init__(self, console: Any, budget: float) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-        )
-        self.progress = Progress(*columns, console=console, transient=True)
-        self.budget, self.ends = budget, math.inf
-        self.task = self.progress.add_task("", total=None, left="")
-        self.what, self.begun, self.first = "", 0.0, 0
-
-    def __enter__(self) -> None:
-        self.progress.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self.progress.stop()
-
-    def show(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what == "scoring" and self.ends == math.inf:
-            self.ends = now + self.budget
-        if what != self.what:
-            self.what, self.begun, self.first = what, now, done
-        left = ""
-        if done > self.first:
-            estimate = (now - self.begun) / (done - self.first) * (total - done)
-            left = f"{min(estimate, max(0.0, self.ends - now)):.0f} s left"
-        self.progress.update(self.task, description=what, completed=done, total=total, left=left)
-
-    def message(self, text: str) -> None:
-        say(self.progress.console, text)

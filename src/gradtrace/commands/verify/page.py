@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from gradtrace.compare.page import html_page, html_table
-from gradtrace.compare.picture import Curve, escape, line_picture
-from gradtrace.instruments.verify.agreement import ranks
-from gradtrace.instruments.verify.measure import KINDS
+from gradtrace.commands.pages import html_page, html_table
+from gradtrace.commands.pages.picture import Curve, escape, line_picture
+from gradtrace.instruments.verify.measure import KINDS, ranks
 from gradtrace.instruments.verify.verification import CLEAR, in_brackets, number, usual_scores
 from gradtrace.intervals import Interval
-
-Rows = list[tuple[str, list[str]]]
 
 
 def rank_picture(record: dict[str, Any], key: str, kind: str = "single_token") -> str:
@@ -41,7 +38,7 @@ def rank_picture(record: dict[str, Any], key: str, kind: str = "single_token") -
     )
 
 
-def cells(record: dict[str, Any]) -> tuple[list[str], Rows]:
+def cells(record: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Column titles, and for each score its name and its cells; the best on single tokens first."""
     table = record["table"]
     kinds = [kind for kind in KINDS if any(kind in found for found in table.values())]

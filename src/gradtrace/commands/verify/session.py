@@ -16,28 +16,27 @@ from torch import Tensor
 
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.commands.rollouts.attribution import config_of
-from gradtrace.config import Config
-from gradtrace.config_loader import to_yaml
+from gradtrace.commands.pages import write_report
+from gradtrace.commands.rollouts.attribution import scoring_run
+from gradtrace.commands.verify.page import page, rank_picture
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import response_advantages
-from gradtrace.instruments.verify.copies import in_precision
+from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.verify.measure import Scores, Size
-from gradtrace.instruments.verify.trial import Trial
-from gradtrace.instruments.verify.verification import OWN, Progress, Verification, Verifier, usual_scores
-from gradtrace.integrations.verl.launch.checkpoints import converted, opened, steps_of
+from gradtrace.instruments.verify.trial import Trial, in_precision
+from gradtrace.instruments.verify.verification import OWN, Verification, Verifier, usual_scores
 from gradtrace.metrics import Timer
-from gradtrace.rollout import SamplingParams
 from gradtrace.rollout.sampler import evaluation_mode
-from gradtrace.trace.kinds.influence_trace import INFLUENCE_TRACE, Credit
-from gradtrace.trace.phases import PhaseStore, belongs_to
-from gradtrace.trace.reader import StepUnreadableError, open_run
+from gradtrace.runs import NotStoredError, Run, open_run
+from gradtrace.terminal import StageProgress
+from gradtrace.trace.columns import Credit
+from gradtrace.trace.reader import StepUnreadableError
+from gradtrace.trace.results import ResultStore
 from gradtrace.trace.step import Step
-from gradtrace.training.checkpoint import model_of, weights_seal
+from gradtrace.training.checkpoint import OPTIMIZER
 from gradtrace.training.experience import Experience
-from gradtrace.training.foreign_state import FOREIGN
-from gradtrace.training.source import Loaded, Source
-from gradtrace.training.state import OPTIMIZER
+from gradtrace.training.state import NextStep, completed
 
 STORED = "stored scores"
 TOKEN_BUDGET = 16384
@@ -79,7 +78,7 @@ class Material:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class VerifyResult:
     verification: Verification
     folder: Path
     facts: dict[str, Any]
@@ -88,76 +87,75 @@ class Outcome:
     def record(self) -> dict[str, Any]:
         return {**self.facts, **self.verification.record(), "seconds": round(self.verification.seconds, 2)}
 
+    def write(self) -> dict[str, Any]:
+        """report.json, report.html and the pictures; returns the record."""
+        record = self.record()
+        text = json.dumps(record, indent=1, allow_nan=False)
+        write_report(self.folder, text, page(record), predicted_vs_measured=rank_picture(record, "predicted"))
+        return record
+
 
 def run_verify(
-    path: Path, overrides: list[str], settings: Settings, progress: Progress, message: Callable[[str], None]
-) -> Outcome:
+    path: Path, overrides: list[str], settings: Settings, progress: StageProgress, message: Callable[[str], None]
+) -> VerifyResult:
     """`path`: a run, one of its checkpoints, or a plain transformers folder."""
     stored: Step | None
     if settings.model:
-        source, stored, settings = of_model(path, overrides, settings, message)
+        run, stored, settings = of_model(path, overrides, settings, message)
     else:
-        need_checkpoint(path)
-        source = Source.of(newest_with_scores(path, settings), overrides)
-        stored = None if settings.fresh or settings.optimizer != "checkpoint" else stored_step(source)
-    source.check_optimizer(settings.optimizer, "verify")
-    identity = {
-        "checkpoint": str(source.checkpoint),
-        "seal": source.seal,
-        "size": dataclasses.asdict(settings.size),
-        "settings": [settings.seed, settings.optimizer, settings.lr, settings.precision],
-        "stored": stored is not None and (stored.step if settings.model else True),
-        "run": to_yaml(dataclasses.replace(source.run, resume="")),
-    }
-    folder = settings.output or source.output("verify", lambda found: belongs_to(found, "verification", identity))
+        run = newest_with_scores(open_run(path, overrides), settings)
+        stored = None if settings.fresh or settings.optimizer != "checkpoint" else stored_step(run)
+    run.check_optimizer(settings.optimizer, "verify")
     progress("loading the model", 0, 1)
-    loaded = source.load(settings.optimizer, settings.lr, settings.precision)
-    store = PhaseStore(folder, "verification", identity)
+    loaded = run.next_step(settings.optimizer, settings.lr, settings.precision)
+    store = run.result_store(
+        "verify",
+        "verification",
+        settings.output,
+        size=dataclasses.asdict(settings.size),
+        settings=[settings.seed, settings.optimizer, settings.lr, settings.precision],
+        stored=stored is not None and (stored.step if settings.model else True),
+    )
     material = (
         of_trace(stored, settings.size.groups) if stored is not None else sampled(loaded, settings, store, progress)
     )
-    trial = trial_of(source.run, loaded, material)
-    scores = {OWN: own} if (own := own_score(source.run, message)) is not None else {}
+    trial = trial_of(run.settings, loaded, material)
+    scores = {OWN: own} if (own := own_score(run.settings, message)) is not None else {}
     with evaluation_mode(trial.model):
         verifier = Verifier(trial, scores | usual_scores(), material.given, settings.size, settings.seed, store)
         found = verifier.run(settings.budget, progress)
     facts = {
-        "checkpoint": str(source.checkpoint),
+        "checkpoint": str(run.checkpoint(resumable=True).folder.resolve()),
         "step": loaded.step,
         "scores": material.origin,
         "optimizer": settings.optimizer,
         "learning_rate": loaded.rate,
         "precision": str(loaded.dtype).removeprefix("torch."),
     }
-    return Outcome(found, folder, facts)
+    return VerifyResult(found, store.folder, facts)
 
 
 # ---------------------------------------------------------------- which checkpoint, which groups
 
 
-def newest_with_scores(path: Path, settings: Settings) -> Path:
-    """Of a run: its newest checkpoint whose next step was traced, else its latest. One of verl is converted."""
-    names = [folder.name.removeprefix("step_") for folder in path.glob("checkpoints/step_*")]
-    by_verl = steps_of(path)
-    steps = by_verl or sorted(int(name) for name in names if name.isdigit())
-    traced = set() if settings.fresh or not steps else set(open_run(path).steps(INFLUENCE_TRACE))
-    before_a_trace = [step for step in steps if step + 1 in traced]
-    if by_verl and before_a_trace:
-        return converted(path, before_a_trace[-1])
-    return path / "checkpoints" / f"step_{before_a_trace[-1]:06d}" if before_a_trace else opened(path)
-
-
-def need_checkpoint(path: Path) -> None:
-    if (path / "config.yaml").is_file() and not (path / "checkpoints").is_dir() and not steps_of(path):
-        raise GradtraceError(
-            f"{path} has no checkpoints: say with --model whose steps are to be taken on its rollouts, a transformers "
-            "folder or a checkpoint"
+def newest_with_scores(run: Run, settings: Settings) -> Run:
+    """Of a run: its newest checkpoint whose next step was traced, else its latest."""
+    if run.chosen is not None:
+        return run
+    there = [each for each in run.checkpoints if each.made_by != "final"]
+    if not there and (run.path / "config.yaml").is_file() and not (run.path / "checkpoints").is_dir():
+        raise NotStoredError(
+            f"{run.given} has no checkpoints: say with --model whose steps are to be taken on its rollouts, a "
+            "transformers folder or a checkpoint"
         )
+    traced = set() if settings.fresh or not there else set(run.steps(INFLUENCE_TRACE))
+    before_a_trace = [each for each in there if each.step is not None and each.step + 1 in traced]
+    return Run(run.given, run.overrides, before_a_trace[-1]) if before_a_trace else run
 
 
 def of_model(
     path: Path, overrides: list[str], settings: Settings, message: Callable[[str], None]
-) -> tuple[Source, Step, Settings]:
+) -> tuple[Run, Step, Settings]:
     """The model that takes the steps, and the scores of run `path` that are judged by them."""
     run = open_run(path)
     scored = run.steps(INFLUENCE_TRACE)
@@ -174,28 +172,21 @@ def of_model(
     if stored.meta.get("model") != settings.model:
         by = stored.meta.get("model", "the run's own training")
         message(f"The scores are those of {by}; they are judged by steps of {settings.model}.")
-    folder = Path(model_of(settings.model))
-    state = folder.parent / OPTIMIZER
-    if folder.name == "policy" and state.is_file() and settings.optimizer == "checkpoint":
-        return Source.of(folder.parent, overrides), stored, settings
-    config = config_of(run, folder, overrides)
-    config.trainer.runs_dir = str(path)  # results go to RUN/verify
-    fresh = settings.optimizer == "checkpoint" and not (folder / FOREIGN).is_file()
-    kind = "adamw" if fresh else settings.optimizer
-    source = Source(folder.resolve(), config, True, weights_seal(folder))
-    return source, stored, dataclasses.replace(settings, optimizer=kind)
+    scoring = scoring_run(path, settings.model, overrides)
+    state = scoring.checkpoint().optimizer_file
+    if settings.optimizer == "checkpoint" and state is not None and state.name == OPTIMIZER:
+        return open_run(state.parent, overrides), stored, settings
+    is_new = settings.optimizer == "checkpoint" and state is None
+    return scoring, stored, dataclasses.replace(settings, optimizer="adamw" if is_new else settings.optimizer)
 
 
-def stored_step(source: Source) -> Step | None:
+def stored_step(run: Run) -> Step | None:
     """The trace of the step after the checkpoint, if it has scores that were made at the checkpoint's weights."""
-    if source.is_plain:
-        return None
-    run = open_run(source.checkpoint.parent.parent)
-    number = int(source.checkpoint.name.removeprefix("step_")) + 1
-    if number not in run.steps(INFLUENCE_TRACE):
+    found = run.checkpoint(resumable=True)
+    if found.made_by == "plain" or found.step is None or found.step + 1 not in run.steps(INFLUENCE_TRACE):
         return None
     try:
-        step = run.step(INFLUENCE_TRACE, number)
+        step = run.step(INFLUENCE_TRACE, found.step + 1)
     except StepUnreadableError as error:
         raise GradtraceError(f"{error}. `--fresh` verifies fresh scores instead") from None
     usable = "advantage" in step and bool((step["optimizer_step"] == 0).any())
@@ -239,26 +230,17 @@ def of_trace(step: Step, groups: int) -> Material:
     )
 
 
-def sampled(loaded: Loaded, settings: Settings, store: PhaseStore, progress: Progress) -> Material:
+def sampled(loaded: NextStep, settings: Settings, store: ResultStore, progress: StageProgress) -> Material:
     """Responses to the next prompts of the run, sampled and judged as training does."""
-    parts, run = loaded.parts, loaded.parts.config
+    run = loaded.components.config
 
     def sample() -> tuple[Any, dict[str, Any]]:
         progress("sampling", 0, 1)
-        params = SamplingParams.of(run.rollout, parts.task.stop_token_ids)
-        prompts = max(2 * settings.size.groups, run.actor.mini_batch_size)
-        experience = Experience(
-            parts.task,
-            parts.reward,
-            parts.sampler,
-            params,
-            run.algorithm,
-            prompts,
-            run.reward.flip_probability,
-        )
+        experience = Experience.of(loaded.components, max(2 * settings.size.groups, run.actor.mini_batch_size))
         generator = torch.Generator().manual_seed(1_000_003 * settings.seed + 3)
         batch, _ = experience.collect(generator, Timer())
-        return loaded.completed(batch, TOKEN_BUDGET), {"temperature": run.rollout.temperature}
+        batch = completed(loaded.components, loaded.policy, batch, TOKEN_BUDGET)
+        return batch, {"temperature": run.rollout.temperature}
 
     batch = store.get_batch("rollout", sample)
     rewards = batch.need("rewards")
@@ -277,7 +259,7 @@ def sampled(loaded: Loaded, settings: Settings, store: PhaseStore, progress: Pro
 # ---------------------------------------------------------------- what is measured
 
 
-def trial_of(run: Config, loaded: Loaded, material: Material) -> Trial:
+def trial_of(run: Config, loaded: NextStep, material: Material) -> Trial:
     for parameter, state in loaded.optimizer.state.items():
         for key, value in state.items():
             state[key] = in_precision(value, parameter)
@@ -310,14 +292,3 @@ def own_score(run: Config, message: Callable[[str], None]) -> InfluenceConfig | 
     names = [field.name for field in dataclasses.fields(InfluenceConfig)]
     knobs = {name: getattr(settings, name) for name in names}
     return InfluenceConfig(**{**knobs, "pairwise": False, "loss_term_prompts": 0})
-
-
-def write(outcome: Outcome) -> None:
-    """report.json, report.html and the pictures."""
-    from gradtrace.commands.verify.page import page, rank_picture
-    from gradtrace.trace.atomic import atomic_write
-
-    record = outcome.record()
-    atomic_write(outcome.folder / "report.json", json.dumps(record, indent=1, allow_nan=False).encode())
-    atomic_write(outcome.folder / "predicted_vs_measured.svg", rank_picture(record, "predicted").encode())
-    atomic_write(outcome.folder / "report.html", page(record).encode())

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.reader import Run
-from gradtrace.trace.schema import BLAME, ENTROPY_PROBE, ENTROPY_TRACE, ProbeBatch
-from gradtrace.trace.show import pieces
-from gradtrace.trace.step import Step
-from gradtrace.trace.token_text import TokenBytes
+from gradtrace.instruments.blame import BLAME
+from gradtrace.instruments.entropy_probe import ENTROPY_PROBE
+from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
+from gradtrace.trace.reader import RunReader
+from gradtrace.trace.table import StepTable
+from gradtrace.trace.token_text import TokenBytes, pieces
 
 WHAT = ("grad_norm", "entropy", "reward", "length", "kl")
 METRIC = {
@@ -48,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Report:
+class GradientReport:
     what: str
     step: int
     sentence: str
@@ -67,15 +68,15 @@ class Report:
         return asdict(self)
 
 
-def blame(run: Run, what: str, step: int | None = None, top: int = 10) -> Report:
+def blame(run: RunReader, what: str, step: int | None = None, top: int = 10) -> GradientReport:
     """`step`: None takes the one with the most to explain."""
     if what not in WHAT:
         raise GradtraceError(f"--what {what}: it is one of {', '.join(WHAT)}")
     step = _most_eventful(run, what) if step is None else step
     if what == "grad_norm":
-        return gradient_report(run.step(BLAME, step), run.token_bytes, top)
+        return gradient_report(run.step_table(step, BLAME), run.token_bytes, top)
     if what == "entropy" and step in run.steps(ENTROPY_PROBE):
-        return _probe(run, run.step(ENTROPY_PROBE, step), top)
+        return _probe(run, run.step_table(step, ENTROPY_PROBE), top)
     return _difference(run, what, step, top)
 
 
@@ -85,7 +86,7 @@ def _kinds_with(what: str) -> tuple[str, ...]:
     )
 
 
-def _most_eventful(run: Run, what: str) -> int:
+def _most_eventful(run: RunReader, what: str) -> int:
     stored = {step for kind in _kinds_with(what)[:1] for step in run.steps(kind)}
     stored = stored or {step for kind in _kinds_with(what) for step in run.steps(kind)}
     if not stored:
@@ -111,27 +112,25 @@ def _most_eventful(run: Run, what: str) -> int:
 class _Batch:
     """Texts and places of one stored step."""
 
-    def __init__(self, token_bytes: TokenBytes | None, step: Step) -> None:
-        self.step = step
+    def __init__(self, token_bytes: TokenBytes | None, table: StepTable) -> None:
+        self.table = table
         self.token_bytes = token_bytes
-        self.group = step["group"]
-        seen: dict[int, int] = {}
-        self.place = np.empty(len(self.group), np.int64)
-        for r, group in enumerate(self.group.tolist()):
-            self.place[r] = seen[group] = seen.get(group, -1) + 1
-        self.owner = np.repeat(np.arange(step.n_responses), np.diff(step["token_offsets"]))
+        self.place = np.zeros(table.n_responses, np.int64)
+        for _, index, r in table.everyone():
+            self.place[r] = index
+        self.owner = np.repeat(np.arange(table.n_responses), table.lengths)
 
     def texts(self, r: int) -> list[str]:
-        return pieces(self.step.tokens(r)["token_id"], self.token_bytes, continues=True)
+        return pieces(self.table.ids(r), self.token_bytes, continues=True)
 
     def name(self, r: int) -> str:
-        return f"p{int(self.step['group_id'][self.group[r]])} r{self.place[r]}"
+        return f"p{int(self.table.need('group_id')[self.table.group[r]])} r{self.place[r]}"
 
     def prompts(self, shares: np.ndarray, top: int) -> list[Part]:
         """`shares`: one for each response."""
-        sums = np.bincount(self.group, shares, self.step.n_groups)
+        sums = np.bincount(self.table.group, shares, self.table.n_groups)
         return [
-            Part(float(sums[g]), "".join(pieces(self.step.group(g).prompt_ids, self.token_bytes)), group=int(g))
+            Part(float(sums[g]), "".join(pieces(self.table.prompt(g), self.token_bytes)), group=int(g))
             for g in _largest(sums, top)
             if sums[g]
         ]
@@ -141,17 +140,17 @@ class _Batch:
             Part(
                 float(shares[r]),
                 "".join(self.texts(r)),
-                int(self.group[r]),
+                int(self.table.group[r]),
                 int(self.place[r]),
-                note=notes[r] if notes else f"reward {self.step['reward'][r]:g}",
+                note=notes[r] if notes else f"reward {self.table.need('reward')[r]:g}",
             )
             for r in _largest(shares, top)
         ]
 
     def token(self, t: int, share: float, note: str = "") -> Part:
         r = int(self.owner[t])
-        position = int(t - self.step["token_offsets"][r])
-        return Part(share, self.texts(r)[position], int(self.group[r]), int(self.place[r]), position, note)
+        position = int(t - self.table.offsets[r])
+        return Part(share, self.texts(r)[position], int(self.table.group[r]), int(self.place[r]), position, note)
 
     def tokens(self, shares: np.ndarray, top: int) -> list[Part]:
         return [self.token(int(t), float(shares[t])) for t in _largest(shares, top)]
@@ -166,7 +165,7 @@ class _Batch:
         return found
 
     def vocabulary(self, shares: np.ndarray, top: int) -> list[Part]:
-        ids, where = np.unique(self.step["token_id"], return_inverse=True)
+        ids, where = np.unique(self.table.token_id, return_inverse=True)
         sums, counts = np.bincount(where, shares), np.bincount(where)
         texts = pieces(ids, self.token_bytes)
         return [Part(float(sums[i]), texts[i], note=f"×{counts[i]}") for i in _largest(sums, top)]
@@ -179,29 +178,29 @@ def _largest(values: np.ndarray, top: int) -> list[int]:
 # ---------------------------------------------------------------- the gradient
 
 
-def gradient_report(step: Step, token_bytes: TokenBytes | None, top: int) -> Report:
+def gradient_report(table: StepTable, token_bytes: TokenBytes | None, top: int) -> GradientReport:
     """Of one step of a blame trace."""
-    batch = _Batch(token_bytes, step)
-    updates = [u for u in step.meta.get("updates", []) if isinstance(u, dict)]
-    broken = step.meta.get("skipped") or []
+    batch = _Batch(token_bytes, table)
+    updates = [u for u in table.first.meta.get("updates", []) if isinstance(u, dict)]
+    broken = table.first.meta.get("skipped") or []
     if not updates:
         return _broken(batch, top, broken)
     square = {int(update["number"]): float(update["grad_norm"]) ** 2 for update in updates}
     total = sum(square.values()) or 1.0
-    weight = np.array([square.get(int(number), 0.0) / total for number in step["optimizer_step"]])
-    shares = step["grad_share"] * weight
-    tokens = step["token_grad_share"] * weight[batch.owner]
+    weight = np.array([square.get(int(number), 0.0) / total for number in table.need("optimizer_step")])
+    shares = table.need("grad_share") * weight
+    tokens = table.need("token_grad_share") * weight[batch.owner]
     norms = [
-        f"‖g_r‖ {norm:.3g}, reward {reward:g}" for norm, reward in zip(step["grad_norm"], step["reward"], strict=True)
+        f"‖g_r‖ {norm:.3g}, reward {reward:g}"
+        for norm, reward in zip(table.need("grad_norm"), table.need("reward"), strict=True)
     ]
-    who = ""
-    for first in batch.responses(shares, 1):
-        who = f"; {first.share:.0%} of it by response {first.response} to prompt {first.group}"
+    (first,) = batch.responses(shares, 1)
+    who = f"{first.share:.0%} of it by response {first.response} to prompt {first.group}"
     most = max(float(update["grad_norm"]) for update in updates)
-    return Report(
+    return GradientReport(
         "grad_norm",
-        step.step,
-        f"Step {step.step}: the gradient of {len(updates)} optimizer step(s), the largest of norm {most:.3g}{who}.",
+        table.step,
+        f"Step {table.step}: the gradient of {len(updates)} optimizer step(s), the largest of norm {most:.3g}; {who}.",
         "share of ‖g‖²",
         **batch.lists(shares, tokens, top, norms),
         rest=_rest(updates),
@@ -212,11 +211,7 @@ def gradient_report(step: Step, token_bytes: TokenBytes | None, top: int) -> Rep
 def _rest(updates: list[dict[str, Any]]) -> list[Part]:
     """What no response did, over the step's optimizer steps; momentum and decay are shares of the optimizer's move."""
     parts = [
-        Part(
-            float(update["clip_factor"]) ** 2 - 1.0,
-            "clipping",
-            note=f"of optimizer step {int(update['number'])}",
-        )
+        Part(float(update["clip_factor"]) ** 2 - 1.0, "clipping", note=f"of optimizer step {int(update['number'])}")
         for update in updates
         if float(update.get("clip_factor", 1.0)) < 1.0
     ]
@@ -226,15 +221,15 @@ def _rest(updates: list[dict[str, Any]]) -> list[Part]:
     return [part for part in parts if abs(part.share) >= 5e-4]
 
 
-def _broken(batch: _Batch, top: int, skipped: Sequence[int]) -> Report:
+def _broken(batch: _Batch, top: int, skipped: Sequence[int]) -> GradientReport:
     """No optimizer step was made: the responses whose own gradient is not finite come first, then the largest."""
-    norms = batch.step["grad_norm"].astype(np.float64)
+    norms = batch.table.need("grad_norm").astype(np.float64)
     order = np.where(np.isfinite(norms), norms, np.inf)
     bad = int((~np.isfinite(norms)).sum())
-    return Report(
+    return GradientReport(
         "grad_norm",
-        batch.step.step,
-        f"Step {batch.step.step}: the gradient was not finite and {len(skipped)} optimizer step(s) were skipped; "
+        batch.table.step,
+        f"Step {batch.table.step}: the gradient was not finite and {len(skipped)} optimizer step(s) were skipped; "
         f"{bad} of {len(norms)} responses have a gradient that is not finite.",
         "‖g_r‖",
         responses=batch.responses(np.nan_to_num(order, posinf=1e30), top),
@@ -242,17 +237,13 @@ def _broken(batch: _Batch, top: int, skipped: Sequence[int]) -> Report:
 
 
 def _cancelled(batch: _Batch, top: int) -> list[Part]:
-    step = batch.step
-    if "advantage" not in step or "opponent" not in step:
+    advantages, push = batch.table.column("advantage"), batch.table.need("push")
+    if advantages is None or batch.table.column("opponent") is None:
         return []
-    advantage = step["advantage"][batch.owner]
-    against = np.where(step["push"] * advantage < 0, np.abs(step["push"] * advantage), 0.0)
+    advantage = advantages[batch.owner]
+    against = np.where(push * advantage < 0, np.abs(push * advantage), 0.0)
     return [
-        batch.token(
-            t,
-            float(step["push"][t]),
-            f"advantage {advantage[t]:+.2f}; {_outweighed(batch, int(batch.owner[t]))}",
-        )
+        batch.token(t, float(push[t]), f"advantage {advantage[t]:+.2f}; {_outweighed(batch, int(batch.owner[t]))}")
         for t in _largest(against, top)
         if against[t] > 0
     ]
@@ -260,34 +251,32 @@ def _cancelled(batch: _Batch, top: int) -> list[Part]:
 
 def _outweighed(batch: _Batch, r: int) -> str:
     """Who pulls against response r: a sibling, or a response to another prompt."""
-    step = batch.step
-    opponent = int(step["opponent"][r])
+    table = batch.table
+    opponent = int(table.need("opponent")[r])
     if opponent < 0:
         return "no response opposes its own"
-    kind = "its sibling" if batch.group[opponent] == batch.group[r] else "another prompt's"
-    sums = (f"{name} {step[f'product_{name}'][r]:+.3f}" for name in ("self", "siblings", "others"))
+    kind = "its sibling" if table.group[opponent] == table.group[r] else "another prompt's"
+    sums = (f"{name} {table.need(f'product_{name}')[r]:+.3f}" for name in ("self", "siblings", "others"))
     return f"most against it: {kind} {batch.name(opponent)} (products of gradients: {', '.join(sums)})"
 
 
 # ---------------------------------------------------------------- entropy, by the probe
 
 
-def _probe(run: Run, step: Step, top: int) -> Report:
-    batch = _Batch(run.token_bytes, step)
-    is_update = step["batch"] == int(ProbeBatch.UPDATE)
-    shares = np.where(is_update, step["share"], 0.0)
-    predicted = float(step.meta.get("delta_h_predicted", shares.sum()))
-    tokens = step["token_share"] if "token_share" in step else np.zeros(step.n_tokens)
-    known = {"momentum": step.meta.get("momentum_share"), "weight decay": step.meta.get("decay_share")}
+def _probe(run: RunReader, table: StepTable, top: int) -> GradientReport:
+    batch, meta = _Batch(run.token_bytes, table), table.first.meta
+    shares = table.need("share")
+    predicted = float(meta.get("delta_h_predicted", shares.sum()))
+    known = {"momentum": meta.get("momentum_share"), "weight decay": meta.get("decay_share")}
     rest = [Part(float(value), name) for name, value in known.items() if isinstance(value, int | float)]
-    measured = step.meta.get("delta_h_measured")
+    measured = meta.get("delta_h_measured")
     beside = f", measured {measured:+.4f}" if isinstance(measured, int | float) else ""
-    return Report(
+    return GradientReport(
         "entropy",
-        step.step,
-        f"Step {step.step}: its first update changes entropy by {predicted:+.4f} nats per token (predicted{beside}).",
+        table.step,
+        f"Step {table.step}: its first update changes entropy by {predicted:+.4f} nats per token (predicted{beside}).",
         "nats per token",
-        **batch.lists(shares, tokens, top),
+        **batch.lists(shares, table.need("token_share"), top),
         rest=rest,
     )
 
@@ -295,35 +284,33 @@ def _probe(run: Run, step: Step, top: int) -> Report:
 # ---------------------------------------------------------------- a mean, beside that of the step before
 
 
-def _difference(run: Run, what: str, number: int, top: int) -> Report:
+def _difference(run: RunReader, what: str, number: int, top: int) -> GradientReport:
     kind = next((kind for kind in _kinds_with(what)[::-1] if number in run.steps(kind)), None)
     if kind is None or kind == ENTROPY_PROBE:
         raise GradtraceError(f"step {number} of {run.path} has no trace that --what {what} can read")
-    step = run.step(kind, number)
-    if what == "kl" and "reference_gap" not in step:
+    table = run.step_table(number, kind)
+    if what == "kl" and table.column("reference_gap") is None:
         raise GradtraceError(
             f"--what kl: step {number} has no reference log-probs; train with algorithm.kl_coef above 0"
         )
     earlier = [other for other in run.steps(kind) if other < number]
-    batch = _Batch(run.token_bytes, step)
-    before = _values(run.step(kind, earlier[-1]), what).mean() if earlier else 0.0
-    values = _values(step, what).astype(np.float64)
+    batch = _Batch(run.token_bytes, table)
+    before = _values(run.step_table(earlier[-1], kind), what).mean() if earlier else 0.0
+    values = _values(table, what).astype(np.float64)
     shares = (values - before) / max(1, len(values))
     is_token = what in ("entropy", "kl")
-    responses = np.bincount(batch.owner, shares, step.n_responses) if is_token else shares
+    responses = np.bincount(batch.owner, shares, table.n_responses) if is_token else shares
     notes = [] if is_token else [f"{float(v):.3g}" for v in values]
     than = f"{before:.4g} in step {earlier[-1]}" if earlier else "0, there being no step before it"
-    note = ""
-    if what == "entropy":
-        note = " No probe was stored for it: this says who was sampled, not what the update did."
-    return Report(
+    no_probe = " No probe was stored for it: this says who was sampled, not what the update did."
+    return GradientReport(
         what,
         number,
-        f"Step {number}: the mean is {values.mean():.4g}, against {than}.{note}",
+        f"Step {number}: the mean is {values.mean():.4g}, against {than}.{no_probe if what == 'entropy' else ''}",
         {"reward": "reward", "length": "tokens"}.get(what, "nats per token"),
         **batch.lists(responses, shares if is_token else None, top, notes),
     )
 
 
-def _values(step: Step, what: str) -> np.ndarray:
-    return step[{"kl": "reference_gap"}.get(what, what)]
+def _values(table: StepTable, what: str) -> np.ndarray:
+    return table.need({"kl": "reference_gap"}.get(what, what))

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.loss_terms import SPREAD
-from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.update_direction import parameter_updates, update_rule
-from gradtrace.instruments.host import DerivativeHost
+from gradtrace.attribution.update import parameter_updates, update_rule
+from gradtrace.instruments.contract import Host
 
 WINDOW, ENOUGH = 40, 8
 """Optimizer steps whose norms say what is usual, and how many of them it takes."""
@@ -45,7 +45,7 @@ class UsualNorms:
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    host: DerivativeHost
+    host: Host
     model: nn.Module
     optimizer: torch.optim.Optimizer
     measured: list[str]
@@ -128,7 +128,7 @@ def move_parts(
     sums = [0.0, 0.0, 0.0]
     try:
         update_rule(optimizer)
-    except GradtraceError:
+    except AttributionError:
         return {}
     for name, part in parameter_updates(optimizer, parameters, gradient):
         whole = part.whole(gradient[name])

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.instruments.counterfactual.results import results
+from gradtrace.instruments.counterfactual import COUNTERFACTUAL
+from gradtrace.instruments.counterfactual.measure import results
 from gradtrace.instruments.counterfactual.tree import Measurement, PrefixTree, Sample
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.schema import COUNTERFACTUAL, ragged
+from gradtrace.trace.columns import ragged
+from gradtrace.trace.reader import read_run
 from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
 
@@ -35,14 +36,14 @@ class MeasuredGroup:
 def to_columns(groups: list[MeasuredGroup]) -> dict[str, Any]:
     """The columns of a step file that holds these groups."""
     sources = [group.measurement for group in groups]
-    found = [result for source in sources for result in results(source)]
+    of_groups = [results(source) for source in sources]
+    found = [result for own in of_groups for result in own]
     responses = [response for source in sources for response in source.responses]
     first = np.cumsum([0, *(len(source.responses) for source in sources)])
     columns: dict[str, Any] = {"group_id": [group.group_id for group in groups]}
     columns["prompt_ids"], columns["prompt_offsets"] = ragged([source.prompt for source in sources])
-    values = [results(source)[0] for source in sources]
-    columns["prompt_value"] = np.array([value.value[0] for value in values])
-    columns["prompt_value_stderr"] = np.array([value.value_stderr[0] for value in values])
+    columns["prompt_value"] = np.array([own[0].value[0] for own in of_groups])
+    columns["prompt_value_stderr"] = np.array([own[0].value_stderr[0] for own in of_groups])
     columns["group"] = np.repeat(np.arange(len(sources)), np.diff(first))
     columns["reward"] = np.concatenate([source.rewards for source in sources])
     columns["token_id"], columns["token_offsets"] = ragged(responses)
@@ -120,7 +121,7 @@ def _samples(step: Step, responses: list[int], tree: PrefixTree) -> Iterable[Sam
 
 def stored_groups(run_dir: Path, step: int) -> list[MeasuredGroup]:
     """What was measured of a training step so far."""
-    run = open_run(run_dir)
+    run = read_run(run_dir)
     return from_step(run.step(COUNTERFACTUAL, step)) if step in run.steps(COUNTERFACTUAL) else []
 
 

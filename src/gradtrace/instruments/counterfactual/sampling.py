@@ -15,6 +15,7 @@ from gradtrace.instruments.counterfactual.tree import NEGLIGIBLE, Measurement, P
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.rollout.draw import distribution
 from gradtrace.rollout.sampler import Start, evaluation_mode
+from gradtrace.terminal import Progress
 
 AT_LEAST = 4
 """Samples of every stretch before the rest goes to where it helps most."""
@@ -23,7 +24,6 @@ LOGIT_ROWS = 256
 
 Judge = Callable[[list[str]], list[float]]
 """Texts of whole responses to one prompt → their rewards."""
-Progress = Callable[[int, int], None]
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ sequences with it) costs nothing and speaks of exactly the number that is report
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,12 +90,6 @@ class Tokens:
         return float(self.entropies.sum() / self.lengths.sum())
 
 
-def score_weights(base: Tokens, mean_entropy: float) -> Tensor:
-    """[R]: h_i − H̄·T_i, what multiplies ∂S_i in the derivative of the mean entropy H̄ of all of E."""
-    sums = base.sums
-    return sums["h"] - mean_entropy * sums["T"]
-
-
 # ---------------------------------------------------------------- predicted
 
 
@@ -110,32 +104,54 @@ def _predicted_columns(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -
     return {**sums, "dh": dh, "dS": ds, "h·dS": sums["h"] * ds, "T·dS": sums["T"] * ds}
 
 
-def predicted_change(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -> Estimate:
-    """Derivative of the importance-weighted mean entropy of this very batch; d_…: [N], along the update."""
-    return jackknife(_predicted_columns(base, d_log_probs, d_entropies), base.group, _predicted)
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    base: Tokens
+    """E at the weights as they are."""
+    d_log_probs: Tensor
+    """float64[N]: change of each E token's log-prob to first order, for the whole update."""
+    d_entropies: Tensor
+    """float64[N]: change of the entropy at each E token to first order."""
 
+    @property
+    def change(self) -> Estimate:
+        """δH1, the derivative of the importance-weighted mean entropy of this very batch."""
+        columns = _predicted_columns(self.base, self.d_log_probs, self.d_entropies)
+        return jackknife(columns, self.base.group, _predicted)
 
-def reward_to_go_change(base: Tokens, d_log_probs: Tensor, d_entropies: Tensor) -> Estimate:
-    """The same as `predicted_change` in expectation, with less noise: a token is credited with later entropies only."""
-    later = base.after_each_token(base.entropies) * d_log_probs
-    count = base.after_each_token(torch.ones_like(base.entropies)) * d_log_probs
-    columns = {
-        **base.sums,
-        "dh": base.per_sequence(d_entropies),
-        "h·dS": base.per_sequence(later),
-        "T·dS": base.per_sequence(count),
-    }
-    return jackknife(columns, base.group, _predicted)
+    @property
+    def reward_to_go(self) -> Estimate:
+        """The same as `change` in expectation, with less noise: a token is credited with later entropies only."""
+        base, later = self.base, self.base.after_each_token
+        columns = {
+            **base.sums,
+            "dh": base.per_sequence(self.d_entropies),
+            "h·dS": base.per_sequence(later(base.entropies) * self.d_log_probs),
+            "T·dS": base.per_sequence(later(torch.ones_like(base.entropies)) * self.d_log_probs),
+        }
+        return jackknife(columns, base.group, _predicted)
 
+    @property
+    def score_function(self) -> Estimate:
+        """The same as `change` in expectation, from log-probs of the sampled tokens alone: the textbook estimate, with
+        the most noise."""
+        surprisals = replace(self.base, entropies=-self.base.log_probs)
+        return Prediction(surprisals, self.d_log_probs, torch.zeros_like(self.d_log_probs)).change
 
-def score_function_change(base: Tokens, d_log_probs: Tensor) -> Estimate:
-    """The same as `predicted_change` in expectation, from log-probs of the sampled tokens alone (−S in place of h): the
-    textbook estimate, with the most noise."""
-    sums = base.sums
-    ds = base.per_sequence(d_log_probs)
-    columns = {"T": sums["T"], "h": -sums["S"], "dh": torch.zeros_like(ds), "h·dS": -sums["S"] * ds}
-    columns["T·dS"] = sums["T"] * ds
-    return jackknife(columns, base.group, _predicted)
+    def against(self, after: Tokens, scale: float = 1.0) -> Measured:
+        """The change found on the same sequences at weights that were moved by `scale` updates, by self-normalised
+        importance weights."""
+        raw = after.sums["S"] - self.base.sums["S"]  # log of the importance weight of each sequence, before it is cut
+        weights = raw.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
+        columns = _predicted_columns(self.base, self.d_log_probs, self.d_entropies)
+        columns["w·h'"] = weights * after.sums["h"]
+        columns["w·T"] = weights * columns["T"]
+        return Measured(
+            change=jackknife(columns, self.base.group, _measured),
+            ess=float(weights.sum() ** 2 / weights.square().sum()),
+            clipped=int((raw.abs() > LOG_WEIGHT_LIMIT).sum()),
+            difference=jackknife(columns, self.base.group, lambda s: scale * _predicted(s) - _measured(s)),
+        )
 
 
 # ---------------------------------------------------------------- measured
@@ -155,22 +171,6 @@ class Measured:
 
 def _measured(s: dict[str, Tensor]) -> Tensor:
     return s["w·h'"] / s["w·T"] - s["h"] / s["T"]
-
-
-def measured_change(base: Tokens, after: Tokens, d_log_probs: Tensor, d_entropies: Tensor, scale: float) -> Measured:
-    """The change found on the same sequences at the moved weights, by self-normalised importance weights. `scale`: how
-    many updates far they were moved."""
-    raw = after.sums["S"] - base.sums["S"]  # log of the importance weight of each sequence, before it is cut
-    weights = raw.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
-    columns = _predicted_columns(base, d_log_probs, d_entropies)
-    columns["w·h'"] = weights * after.sums["h"]
-    columns["w·T"] = weights * columns["T"]
-    return Measured(
-        change=jackknife(columns, base.group, _measured),
-        ess=float(weights.sum() ** 2 / weights.square().sum()),
-        clipped=int((raw.abs() > LOG_WEIGHT_LIMIT).sum()),
-        difference=jackknife(columns, base.group, lambda s: scale * _predicted(s) - _measured(s)),
-    )
 
 
 def fresh_change(base: Tokens, fresh: Tokens) -> Estimate:

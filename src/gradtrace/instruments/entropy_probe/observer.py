@@ -1,156 +1,108 @@
-"""The entropy probe inside training: ΔH of the optimizer step about to be taken, predicted, then measured.
+"""The entropy probe beside the weights: ΔH of the optimizer step about to be taken, predicted, then measured.
 
-Which step: the first optimizer step of a training step. Its gradient is complete and clipped, the weights are still
-those that sampled; E is sampled from them there and then, from prompts that are never trained on. The prediction is
-made before the weights move, the measurement right after, at the weights that the optimizer really made. Later
-mini-batches of the same rollout are not probed: they start from other weights, and each would need its own E.
-
-E is drawn from the full distribution whatever `rollout.top_p` is, with random numbers of its own. Training does not
-notice: weights and random numbers are bit-identical with the probe on and off.
+Which step: the first optimizer step of a training step. Its gradient is complete, the weights are still those that
+sampled; E was sampled from them, from prompts that are never trained on. The prediction is made before the weights
+move, the measurement right after, at the weights that the optimizer really made. Later mini-batches of the same
+rollout are not probed: they start from other weights, and each would need its own E.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.columns import Probed, ProbeRecord
-from gradtrace.instruments.entropy_probe.passes import Pass, TokenBatch, evaluation_batch
-from gradtrace.instruments.entropy_probe.probe import EntropyProbe, Prediction, Shares
-from gradtrace.instruments.observer import Backward, OptimizerStep, WritingObserver
-from gradtrace.metrics import GENERATED, Timer
-from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import Policy
-from gradtrace.rollout import Sampler, SamplingParams
-from gradtrace.tasks.base import Prompt
+from gradtrace.instruments.contract import Gradient, Host, Observer, OptimizerStep, Pass, Rows
+from gradtrace.instruments.entropy_probe import EntropyProbeConfig
+from gradtrace.instruments.entropy_probe.estimates import Tokens
+from gradtrace.instruments.entropy_probe.passes import Pass as TokenPass
+from gradtrace.instruments.entropy_probe.passes import TokenBatch
+from gradtrace.instruments.entropy_probe.probe import EntropyProbe
 
 
-@dataclass(eq=False)
-class _Step:
-    """What is known of the step under way."""
+class ProbeObserver(Observer):
+    def __init__(self, host: Host, settings: EntropyProbeConfig) -> None:
+        self.host = host
+        self.probe = EntropyProbe(host.model, host.optimizer, host=host)
+        self._evaluation: Rows | None = None
+        """This process's part of E."""
+        self._batch: TokenBatch | None = None
 
-    batch: RolloutBatch
-    active: bool
-    """Whether this step is probed."""
-    weights: Tensor
-    """float[R]: what aggregation multiplies the tokens of each response by."""
-    token_terms: Callable[[Tensor], Tensor] | None = None
-    predicted: tuple[Tensor, RolloutBatch, Prediction, Shares, float] | None = None
-    """All of `Probed` but the measurement."""
-    probed: Probed | None = None
-    timer: Timer = field(default_factory=Timer)
+    def begin(self, plan: RolloutBatch) -> None:
+        """A probed step begins; `plan` is its evaluation batch."""
+        super().begin(plan)
+        self._evaluation = self.host.dealt(plan, apart=True, entropies=True)
+        self._batch = None
 
-
-@dataclass(eq=False)
-class EntropyProbeInstrument(WritingObserver):
-    policy: Policy
-    optimizer: Optimizer
-    sampler: Sampler
-    prompts: list[Prompt]
-    """Of E, held out of training."""
-    params: SamplingParams
-    """n, length and stop tokens of its responses."""
-    seed: int
-    token_budget: int
-    record: ProbeRecord
-    _step: _Step | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if len(self.prompts) < 2:
-            raise GradtraceError(
-                f"trainer.entropy_probe needs at least 2 held-out prompts, the task has {len(self.prompts)}: give "
-                "data.validation files, or a larger data.validation_fraction"
-            )
-        self.probe = EntropyProbe(self.policy.model, self.optimizer.adamw)
-        self.writer = self.record.writer
-
-    # ------------------------------------------------------------ the step
-
-    def before_update(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        self._step = _Step(batch, self.record.is_due(step), torch.zeros(len(batch)))
-        return batch
-
-    def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
-        step = self._step
-        if step is not None and step.active and backward.update.number == 0:
-            step.weights[backward.micro.rows] = backward.token_weights.amax(1).cpu()
-            step.token_terms = backward.token_terms
-        return nullcontext()
-
-    @contextmanager
-    def around_optimizer_step(self, update: OptimizerStep) -> Iterator[None]:
-        step = self._step
-        if step is None or not step.active or update.number:
-            yield
+    def before_step(self, update: OptimizerStep) -> None:
+        coming, rows = self.host.next_gradient(), self._evaluation
+        if update.number or coming is None or rows is None:
             return
-        with self._guarded(update.step), step.timer("entropy_probe"):
-            self._predict(step, update)
-        yield
-        if step.predicted is not None:
-            with self._guarded(update.step), step.timer("entropy_probe"):
-                self._measure(step)
+        with self.host.aside():
+            made = self.probe.update_of(coming.values, coming.clip_factor)
+            self._batch = batch = self._token_batch(rows)
+            prediction = self.probe.predict(batch, made)
+            made.direction.clear()  # its memory is needed
+            own = self.host.own(update)
+            shares = self.probe.shares(prediction, batch, made, self._loss_terms(own))
+        self.table.put("base", rows.split(pair(prediction.base)))
+        self.table.put("derivative", rows.split(torch.stack([prediction.d_log_probs, prediction.d_entropies])))
+        self.table.put("shares", own.split(shares.tokens))
+        self.table.facts = {
+            "momentum": shares.momentum,
+            "decay": shares.decay,
+            "legacy": shares.legacy,
+            "rate": float(self.host.optimizer.param_groups[0]["lr"]),
+        }
 
-    def _predict(self, step: _Step, update: OptimizerStep) -> None:
-        rows = update.rows.sort().values
-        evaluation = self._sample(step.batch, update.step)
-        E = evaluation_batch(self.policy, evaluation, self.token_budget)
-        gradient = {name: p.grad for name, p in self.probe.parameters.items() if p.grad is not None}
-        made = self.probe.update_of(gradient, self.optimizer.clip_factor)
-        prediction = self.probe.predict(E, made)
-        shares = self.probe.shares(prediction, E, made, self._terms(step, rows))
-        rate = float(self.optimizer.adamw.param_groups[0]["lr"])
-        step.predicted = rows, evaluation, prediction, shares, rate
+    def after_step(self, update: OptimizerStep, moved: bool) -> None:
+        """The same E at the weights that the optimizer has really made."""
+        batch, self._batch, rows = self._batch, None, self._evaluation
+        if batch is None or rows is None or not moved:
+            return
+        with self.host.aside():
+            self.table.put("after", rows.split(pair(self.probe.tokens(batch))))
 
-    def _measure(self, step: _Step) -> None:
-        assert step.predicted is not None
-        rows, evaluation, prediction, shares, rate = step.predicted
-        after = self.probe.tokens(evaluation_batch(self.policy, evaluation, self.token_budget))
-        step.probed = Probed(rows, evaluation, prediction, shares, after, rate)
+    def drop(self) -> None:
+        self._batch = self._evaluation = None
 
-    def _sample(self, update: RolloutBatch, step: int) -> RolloutBatch:
-        """E, from the weights as they are, without the prompts of this rollout."""
-        trained = {tuple(prompt) for prompt in update.prompts}
-        prompts = [prompt.ids for prompt in self.prompts if tuple(prompt.ids) not in trained]
-        if len(prompts) < 2:
-            raise GradtraceError("all held-out prompts are in the rollout as well: nothing is left to evaluate on")
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)
-        return self.sampler.generate(prompts, self.params, generator=generator)
+    def _token_batch(self, rows: Rows) -> TokenBatch:
+        """E: log-probs and entropies of its tokens."""
 
-    def _terms(self, step: _Step, rows: Tensor) -> TokenBatch:
+        def gradient(weights: Tensor) -> Gradient:
+            weight_of = dict(zip(rows.ids.tolist(), weights.tolist(), strict=True))
+
+            def objective(one: Pass) -> Tensor:
+                own = one.log_probs.new_tensor([weight_of.get(row, 0.0) for row in one.rows.tolist()])[:, None]
+                real = (one.rows >= 0).to(one.mask.device)[:, None] & one.mask
+                return (entropies_of(one) + own * one.log_probs) * real
+
+            return self.host.gradient(rows, objective)
+
+        everything = TokenPass(torch.arange(len(rows.ids)), lambda: self.host.values(rows, of_tokens))
+        return TokenBatch(rows.mask.sum(1), rows.ids, lambda: [everything], gradient)
+
+    def _loss_terms(self, rows: Rows) -> TokenBatch:
         """U: the loss terms of the mini-batch that the gradient is of."""
-        lengths = step.batch.written_counts[rows]
-        weights = step.weights[rows].repeat_interleave(lengths)
-        token_terms = step.token_terms
-        assert token_terms is not None
 
-        def run() -> Tensor:
-            losses, _ = token_terms(rows)  # runs the model a micro-batch at a time
-            return losses * weights.to(losses)
+        def weighted(one: Pass) -> Tensor:
+            losses = one.terms()
+            return losses * one.weights[:, None].to(losses)
 
-        one = Pass(torch.arange(len(rows)), run)
-        return TokenBatch(lengths, step.batch.group[rows], lambda: [one])
+        everything = TokenPass(torch.arange(len(rows.ids)), lambda: self.host.values(rows, weighted))
+        return TokenBatch(rows.mask.sum(1), rows.ids, lambda: [everything])
 
-    @contextmanager
-    def _guarded(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.record.failed(step, error)
 
-    # ------------------------------------------------------------ the file
+def of_tokens(one: Pass) -> Tensor:
+    """[2, b, T]"""
+    return torch.stack([one.log_probs, entropies_of(one)])
 
-    def after_update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        own, self._step = self._step, None
-        if own is None or not own.active:
-            return {}
-        metrics = self.record.write(batch, step, own.probed, own.timer.seconds["entropy_probe"])
-        if own.probed is not None:
-            metrics[GENERATED] = float(len(own.probed.evaluation))
-        return metrics
+
+def entropies_of(one: Pass) -> Tensor:
+    assert one.entropies is not None, "passes over E compute entropies"
+    return one.entropies
+
+
+def pair(tokens: Tokens) -> Tensor:
+    """float64[2, N]: log-probs and entropies."""
+    return torch.stack([tokens.log_probs, tokens.entropies])

@@ -6,18 +6,16 @@ make them from a `RolloutBatch`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from gradtrace.algorithms import Denominator, token_weights
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.contract import Gradient
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
@@ -48,6 +46,9 @@ class TokenBatch:
     """long[R]: the prompt of each; sequences of one prompt are not independent of each other."""
     passes: Callable[[], Iterable[Pass]]
     """Called once for every sweep over the batch; always the same passes."""
+    gradient: Callable[[Tensor], Gradient] | None = None
+    """Weights w [R] of sequences → the gradient of Σ_k (H_k + w ℓ_k) over their tokens, and over all ranks; None: by
+    autograd over `passes`."""
 
     def __post_init__(self) -> None:
         empty = (self.lengths < 1).nonzero().flatten().tolist()
@@ -59,53 +60,25 @@ class TokenBatch:
 
     def collect(self, values_of: Callable[[Pass], Tensor], progress: Progress | None = None) -> Tensor:
         """Numbers per token of all passes, [..., N] in the order of the sequences, on the CPU, in float64."""
-        offsets = self.lengths.cumsum(0) - self.lengths
-        result: Tensor | None = None
-        done = 0
+        found: dict[int, Tensor] = {}
+        nothing = torch.empty(0, dtype=torch.float64)
         for one in self.passes():
             values = values_of(one).detach().cpu().double()
-            if result is None:
-                result = values.new_full((*values.shape[:-1], int(self.lengths.sum())), torch.nan)
-            places = [torch.arange(int(self.lengths[r])) + offsets[r] for r in one.rows.tolist()]
-            result[..., torch.cat([torch.empty(0, dtype=torch.long), *places])] = values
-            done += len(one.rows)
+            nothing = values[..., :0]
+            found.update(zip(one.rows.tolist(), values.split(self.lengths[one.rows].tolist(), dim=-1), strict=True))
             if progress is not None:
-                progress(done, len(self.lengths))
-        assert result is not None
-        return result
+                progress(len(found), len(self.lengths))
+        return torch.cat([nothing, *(found[row] for row in range(len(self.lengths)))], dim=-1)
 
 
-class KeepDouble(TorchFunctionMode):
-    """Inside, whoever asks for float32 gets float64. Models ask for it in their norms and softmaxes, meaning to raise
-    half precision; to a float64 model that is a rounding as large as the entropy change of a small step."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {key: torch.float64 if v is torch.float32 else v for key, v in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-class FullPrecision(Policy):
+def precise(policy: Policy) -> Policy:
     """The policy in the precision of its weights: bf16 rounds away the changes that the probe measures."""
-
-    def statistics(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        double = next(self.model.parameters()).dtype == torch.float64
-        with KeepDouble() if double else contextlib.nullcontext():
-            return super().statistics(micro)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, enabled=False)
-
-    @staticmethod
-    def of(policy: Policy) -> FullPrecision:
-        return FullPrecision(policy.model, policy.device, policy.temperature)
+    return Policy(policy.model, policy.device, policy.temperature, full_precision=True)
 
 
 def evaluation_batch(policy: Policy, batch: RolloutBatch, token_budget: int = 16384) -> TokenBatch:
     """E: log-probs and entropies of the responses, `token_budget` tokens (padding counted) in a pass."""
-    exact = FullPrecision.of(policy)
+    exact = precise(policy)
 
     def one(micro: MicroBatch) -> Pass:
         return Pass(micro.rows, lambda: torch.stack(exact.statistics(micro)))
@@ -132,3 +105,34 @@ def update_batch(loss: PolicyLoss, batch: RolloutBatch, token_budget: int = 1638
 def _passes(batch: RolloutBatch, token_budget: int, one: Callable[[MicroBatch], Pass]) -> Callable[[], Iterator[Pass]]:
     micro_batches = MicroBatches(batch, token_budget)
     return lambda: (one(micro) for micro in micro_batches(torch.arange(len(batch))))
+
+
+def gradient_of(
+    model: nn.Module,
+    batch: TokenBatch,
+    objective: Callable[[Tensor, Tensor], Tensor],
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """The gradient of `objective(rows, values)`, summed over the passes; parameters that it does not reach are left
+    out."""
+    found: dict[str, Tensor] = {}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    done = 0
+    for one in batch.passes():
+        with torch.enable_grad():
+            value = objective(one.rows, one.run())
+        if not value.requires_grad:
+            raise GradtraceError(
+                "the loss does not depend on any trainable parameter: is the model run under no_grad, or are its "
+                "outputs detached?"
+            )
+        gradients = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
+        for name, gradient in zip(trainable, gradients, strict=True):
+            if gradient is not None:
+                found[name] = found[name].add_(gradient) if name in found else gradient.clone()
+        done += len(one.rows)
+        if progress is not None:
+            progress(done, len(batch.lengths))
+    if not found:
+        raise GradtraceError("the loss does not reach any of the model's trainable parameters")
+    return found

@@ -15,32 +15,26 @@ E, positive = entropy rises.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution.collectives import local
-from gradtrace.attribution.tangent import Shards
+from gradtrace.attribution.update import ParameterUpdate, parameter_updates
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.entropy_probe.estimates import (
-    Estimate,
-    Measured,
-    Tokens,
-    measured_change,
-    predicted_change,
-    reward_to_go_change,
-    score_function_change,
-    score_weights,
-)
-from gradtrace.instruments.entropy_probe.model_host import ModelProbeHost, gradient_of
-from gradtrace.instruments.entropy_probe.passes import Progress, TokenBatch
-from gradtrace.instruments.entropy_probe.update_direction import ParameterUpdate, parameter_updates
-from gradtrace.instruments.host import ProbeHost
-from gradtrace.instruments.padding_row import padding_row_counts
+from gradtrace.instruments.entropy_probe.estimates import Measured, Prediction, Tokens
+from gradtrace.instruments.entropy_probe.passes import Progress, TokenBatch, gradient_of
+from gradtrace.instruments.steps import asked_by
+from gradtrace.instruments.whole_model import WholeModel
+from gradtrace.policy.padding_row import padding_row_counts
+
+if TYPE_CHECKING:
+    from gradtrace.instruments.contract import Host
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,33 +49,6 @@ class Update:
     """What clipping multiplied the gradient by; 1 = it did not clip."""
     grad_norm: float
     """Norm of the gradient before clipping."""
-
-
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    base: Tokens
-    """E at the weights as they are."""
-    d_log_probs: Tensor
-    """float64[N]: change of each E token's log-prob to first order, for the whole update."""
-    d_entropies: Tensor
-    """float64[N]: change of the entropy at each E token to first order."""
-
-    @property
-    def change(self) -> Estimate:
-        """δH1, the predicted change of the mean entropy."""
-        return predicted_change(self.base, self.d_log_probs, self.d_entropies)
-
-    def against(self, after: Tokens, scale: float = 1.0) -> Measured:
-        """The measured change, from E's tokens at weights that have moved by `scale` updates."""
-        return measured_change(self.base, after, self.d_log_probs, self.d_entropies, scale)
-
-    @property
-    def reward_to_go(self) -> Estimate:
-        return reward_to_go_change(self.base, self.d_log_probs, self.d_entropies)
-
-    @property
-    def score_function(self) -> Estimate:
-        return score_function_change(self.base, self.d_log_probs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,15 +77,15 @@ class EntropyProbe:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float | None = None,
-        host: ProbeHost | None = None,
+        host: Any = None,
     ) -> None:
-        """`max_grad_norm`: gradients are clipped to it as `clip_grad_norm_` does; None or 0 = not at all. `host`: how
-        passes are run and differentiated, where the model is not simply in this process."""
+        """`max_grad_norm`: gradients are clipped to it as `clip_grad_norm_` does; None or 0 = not at all. `host`: who
+        takes derivatives (`contract.Host`), where the model is not simply in this process."""
         self.model = model
         self.optimizer = optimizer
-        self.max_grad_norm = max_grad_norm or None
+        self.max_grad_norm = max_grad_norm
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.host = host or ModelProbeHost(model)
+        self.host: Host | WholeModel = host or WholeModel(model)
         if not self.parameters:
             raise GradtraceError("every parameter of the model is frozen (requires_grad=False): no update can move it")
         for name, parameter in self.parameters.items():
@@ -132,16 +99,10 @@ class EntropyProbe:
 
     def update(self, batch: TokenBatch, progress: Progress | None = None) -> Update:
         """Δθ of one optimizer step on `batch`, clipped as in training."""
-        with self.host.still():
+        with self.host.aside():
             gradient = gradient_of(self.model, batch, lambda rows, terms: terms.sum(), progress)
-        return self.clipped_update(gradient)
-
-    def clipped_update(self, gradient: Mapping[str, Tensor]) -> Update:
-        """Δθ for the gradient of a whole batch, which is clipped here."""
         norm = self._norm(gradient)
-        factor = 1.0
-        if self.max_grad_norm is not None:
-            factor = min(1.0, self.max_grad_norm / (norm + 1e-6))  # as clip_grad_norm_
+        factor = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0  # as clip_grad_norm_
         return self.update_of({name: factor * value for name, value in gradient.items()}, factor, norm)
 
     def update_of(
@@ -161,13 +122,14 @@ class EntropyProbe:
 
     def _parts(self, gradient: Mapping[str, Tensor]) -> Iterator[tuple[str, ParameterUpdate]]:
         # An optimizer may hold frozen parameters, too.
-        return parameter_updates(self.optimizer, dict(self.model.named_parameters()), gradient)
+        with asked_by("entropy probe"):
+            yield from parameter_updates(self.optimizer, dict(self.model.named_parameters()), gradient)
 
     # ------------------------------------------------------------ prediction
 
     def tokens(self, batch: TokenBatch, progress: Progress | None = None) -> Tokens:
         """E at the current weights."""
-        with self.host.still(), torch.no_grad():
+        with self.host.aside(), torch.no_grad():
             log_probs, entropies = batch.collect(lambda one: one.run(), progress)
         return Tokens(batch.lengths, batch.group, log_probs, entropies)
 
@@ -180,7 +142,7 @@ class EntropyProbe:
     ) -> Prediction:
         """The change of every E token to first order, along the update that the optimizer is about to make."""
         base = base or self.tokens(batch)
-        with self.host.still():
+        with self.host.aside():
             d_log_probs, d_entropies = batch.collect(
                 lambda one: self.host.derivative(one.run, update.direction), progress
             )
@@ -197,7 +159,7 @@ class EntropyProbe:
         """Attribute the change, by one backward pass over E and one derivative over U, however many responses there
         are."""
         ranks = self.host.ranks
-        with self.host.still():
+        with self.host.aside():
             target = self._entropy_gradient(prediction.base, evaluation, progress)
             direction: dict[str, Tensor] = {}
             sums = [0.0, 0.0, 0.0]
@@ -219,9 +181,18 @@ class EntropyProbe:
         """X̄ = ∇[Σ H_k + Σ (h_i − H̄T_i) ℓ_k] / ΣT over all of E, the weights held fixed."""
         own = float(base.entropies.sum()), int(base.lengths.sum())
         entropy, count = (sum(column) for column in zip(*self.host.ranks.gather(own), strict=True))
-        weights = score_weights(base, entropy / count)
+        weights = base.sums["h"] - entropy / count * base.sums["T"]
+
+        def objective(rows: Tensor, values: Tensor) -> Tensor:
+            log_probs, entropies = values
+            own = weights[rows].repeat_interleave(batch.lengths[rows]).to(values)
+            return (entropies + own * log_probs).sum()
+
         with padding_row_counts(self.model):
-            gradient = self.host.entropy_gradient(batch, weights, progress)
+            if batch.gradient is not None:
+                gradient = dict(batch.gradient(weights))
+            else:
+                gradient = gradient_of(self.model, batch, objective, progress)
         return {name: value.div_(count) for name, value in gradient.items()}
 
     # ------------------------------------------------------------ measurement
@@ -239,13 +210,6 @@ class EntropyProbe:
             after = self.tokens(batch, progress)
         return prediction.against(after, scale), after
 
-    @contextlib.contextmanager
-    def moved(self, update: Update, scale: float) -> Iterator[None]:
+    def moved(self, update: Update, scale: float) -> AbstractContextManager[None]:
         """Inside, the model is at θ + scale·Δθ; afterwards it is where it was, bit by bit."""
-        parts = [(self.parameters[name], step) for name, step in update.direction.items()]
-        shards = Shards(self.model, parts, self.host.ranks)
-        try:
-            shards.move(scale)
-            yield
-        finally:
-            shards.restore()
+        return self.host.moved(update.direction, scale)

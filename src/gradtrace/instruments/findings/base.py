@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import FindingsConfig
-from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.blame.reporter import StepBlame
+from gradtrace.instruments.findings import FindingsConfig
 
 if TYPE_CHECKING:
-    from gradtrace.instruments.findings.reward_hacking import Cluster
+    from gradtrace.instruments.findings.reward import Cluster
 
 CULPRITS = 3
 """How many a finding names."""
 
 
 @dataclass(frozen=True)
-class Culprit:
+class Named:
     """A prompt, a response or a token that a finding names."""
 
     text: str
@@ -39,7 +39,7 @@ class Finding:
     confidence: float
     """0 to 1: how far beyond its threshold the evidence is; 0.5 is at the threshold."""
     evidence: dict[str, float] = field(default_factory=dict)
-    culprits: list[Culprit] = field(default_factory=list)
+    culprits: list[Named] = field(default_factory=list)
     detector: str = ""
     step: int = 0
 
@@ -79,54 +79,54 @@ class Moment:
         values = [float(row[name]) for row in self.history if isinstance(row.get(name), int | float)]
         return np.array([value for value in values if math.isfinite(value)][-self.knobs.window :])
 
-    def usual(self, *names: str) -> tuple[float, float] | None:
-        """Median and spread (1.48 MAD) of the steps before; None while there are fewer than `warmup_steps`."""
-        values = self.before(*names)
-        if len(values) < self.knobs.warmup_steps:
-            return None
-        median = float(np.median(values))
-        return median, 1.4826 * float(np.median(np.abs(values - median)))
+    def compared(self, *names: str) -> tuple[float, float] | None:
+        """This step's value and the median of the steps before; None while there are fewer than `warmup_steps`."""
+        value, values = self.now(*names), self.before(*names)
+        return None if value is None or len(values) < self.knobs.warmup_steps else (value, float(np.median(values)))
 
     # ------------------------------------------------------------ who
 
-    def response(self, row: int, share: float | None = None) -> Culprit:
-        ids = self.batch.response_ids[row]
-        return Culprit(self.decode(ids), int(self.batch.group[row]), row, share=share)
+    def response(self, row: int) -> Named:
+        return Named(self.decode(self.batch.response_ids[row]), int(self.batch.group[row]), row)
 
-    def token(self, row: int, position: int, share: float | None = None) -> Culprit:
+    def responses_by(self, values: torch.Tensor, descending: bool = True) -> list[Named]:
+        """The responses with the largest (or smallest) of these values [R]."""
+        return [self.response(row) for row in values.argsort(descending=descending)[:CULPRITS].tolist()]
+
+    def token(self, row: int, position: int, share: float | None = None) -> Named:
         text = self.decode([int(self.batch.responses[row, position])])
-        return Culprit(text, int(self.batch.group[row]), row, position, share)
+        return Named(text, int(self.batch.group[row]), row, position, share)
 
-    def prompt(self, group: int, share: float | None = None) -> Culprit:
-        return Culprit(self.decode(self.batch.prompts[group]), group, share=share)
+    def prompt(self, group: int, share: float | None = None) -> Named:
+        return Named(self.decode(self.batch.prompts[group]), group, share=share)
 
-    def tokens_by(self, values: torch.Tensor, count: int = CULPRITS) -> list[Culprit]:
+    def tokens_by(self, values: torch.Tensor) -> list[Named]:
         """The tokens with the largest of these values [R, T], one of each response."""
         values = torch.where(self.batch.response_mask, values.double(), -torch.inf)
         best, where = values.max(1)
-        rows = best.argsort(descending=True)[:count].tolist()
+        rows = best.argsort(descending=True)[:CULPRITS].tolist()
         return [self.token(row, int(where[row]), float(best[row])) for row in rows if best[row] > 0]
 
-    def blamed(self, count: int = CULPRITS) -> list[Culprit]:
+    def blamed(self) -> list[Named]:
         """Tokens with the largest shares of the step's gradient; where it was not finite, who made it so."""
         if self.blame is None or not len(self.blame.rows):
             return []
         if not self.blame.updates:
             norms = torch.where(self.blame.norm.isfinite(), self.blame.norm, torch.inf).nan_to_num(-1.0, posinf=1e300)
             norms = torch.where(self.blame.optimizer_step >= 0, norms, -1.0)
-            return [self.response(row) for row in norms.argsort(descending=True)[:count].tolist()]
-        return self.tokens_by(self.blame.of_the_step().share, count)
+            return self.responses_by(norms)
+        return self.tokens_by(self.blame.of_the_step().share)
 
-    def vocabulary(self, weights: torch.Tensor, count: int = CULPRITS) -> list[Culprit]:
+    def vocabulary(self, weights: torch.Tensor) -> list[Named]:
         """Vocabulary entries with the largest sums of these weights [R, T]."""
         mask = self.batch.response_mask
         ids, where = self.batch.responses[mask].unique(return_inverse=True)
         sums = torch.zeros(len(ids), dtype=torch.float64).index_add(0, where, weights[mask].double())
-        order = sums.argsort(descending=True)[:count].tolist()
-        return [Culprit(self.decode([int(ids[i])]), share=float(sums[i])) for i in order if sums[i] > 0]
+        order = sums.argsort(descending=True)[:CULPRITS].tolist()
+        return [Named(self.decode([int(ids[i])]), share=float(sums[i])) for i in order if sums[i] > 0]
 
 
-def named(culprits: Sequence[Culprit]) -> str:
+def named(culprits: Sequence[Named]) -> str:
     """ "token 12 '0' of response 9 to prompt 1, …" for a sentence."""
     words = []
     for culprit in culprits[:CULPRITS]:

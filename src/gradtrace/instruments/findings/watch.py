@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,24 +9,34 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import FindingsConfig
-from gradtrace.instruments.blame.shares import StepBlame
+from gradtrace.instruments.blame.reporter import BlameReporter, StepBlame
+from gradtrace.instruments.findings import FindingsConfig, reward, text, training
 from gradtrace.instruments.findings.base import Finding, Moment
-from gradtrace.instruments.findings.reward_hacking import AcceptedGradients
-from gradtrace.instruments.findings.statistics import batch_statistics
-from gradtrace.trace.atomic import JsonLines
-from gradtrace.trace.reader import FINDINGS, open_run
+from gradtrace.instruments.findings.reward import AcceptedGradients
+from gradtrace.instruments.findings.text import batch_statistics
+from gradtrace.instruments.steps import Reporters
+from gradtrace.trace.files import JsonLines
+from gradtrace.trace.reader import FINDINGS, read_run
 
 logger = logging.getLogger(__name__)
 
 Detector = Callable[[Moment], Finding | None]
 DETECTORS: dict[str, Detector] = {
-    name: importlib.import_module(f"gradtrace.instruments.findings.{name}").detect
-    for name in (
-        *("gradient_spike", "entropy", "length_drift", "reward_parts", "constant_groups", "repetition", "kl_runaway"),
-        *("dominating_prompt", "clip_saturation", "mismatch", "validation_falls", "reward_jump", "end_token"),
-        *("critic_diverges", "reward_hacking"),
-    )
+    "gradient_spike": training.gradient_spike,
+    "entropy": training.entropy,
+    "length_drift": text.length_drift,
+    "reward_parts": reward.reward_parts,
+    "constant_groups": reward.constant_groups,
+    "repetition": text.repetition,
+    "kl_runaway": training.kl_runaway,
+    "dominating_prompt": training.dominating_prompt,
+    "clip_saturation": training.clip_saturation,
+    "mismatch": training.mismatch,
+    "validation_falls": reward.validation_falls,
+    "reward_jump": reward.reward_jump,
+    "end_token": text.end_token,
+    "critic_diverges": training.critic_diverges,
+    "reward_hacking": reward.reward_hacking,
 }
 
 
@@ -40,6 +49,17 @@ class Findings:
     decode: Callable[[list[int]], str]
     report: Callable[[str], None] = logger.warning
     blame: Callable[[], StepBlame | None] = lambda: None
+
+    @staticmethod
+    def of(steps: Reporters, run_dir: Path) -> Findings:
+        """The detectors of a run, which read the blame of a step where the run has it."""
+
+        def blame() -> StepBlame | None:
+            reporter = steps.reporters.get("blame")
+            return reporter.last if isinstance(reporter, BlameReporter) else None
+
+        decode = steps.run.tokenizer.decode
+        return Findings(steps.sections.findings, run_dir, lambda ids: str(decode(ids)), steps.run.report, blame)
 
     def __post_init__(self) -> None:
         self.gradients = AcceptedGradients()
@@ -56,7 +76,7 @@ class Findings:
             return
         self._file = JsonLines(self.run_dir / FINDINGS)
         self._file.keep(lambda record: int(record.get("step", 0)) <= last_step)
-        run = open_run(self.run_dir)
+        run = read_run(self.run_dir)
         self.history = [row for row in run.metrics()[0] if int(row.get("step", 0)) <= last_step]
         for told in run.findings():
             name = str(told.get("detector"))

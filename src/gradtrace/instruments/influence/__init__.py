@@ -1,1 +1,184 @@
 """Influence trace: which tokens pushed towards the accepted answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradtrace.attribution.config import InfluenceConfig, number
+from gradtrace.attribution.errors import AttributionError
+from gradtrace.errors import GradtraceError
+from gradtrace.instruments.contract import Instrument
+from gradtrace.instruments.registry import later, register
+from gradtrace.instruments.settings import TraceConfig
+from gradtrace.trace.columns import (
+    EVERY_KIND,
+    EXPECTED,
+    PAIRWISE,
+    REWARD_PARTS,
+    RUN_META,
+    SCORE_OF_CREDIT,
+    SIGN_STATEMENT,
+    Column,
+    Credit,
+    InstrumentRecord,
+)
+
+if TYPE_CHECKING:
+    from gradtrace.trace.step import Step
+
+INFLUENCE_TRACE = "influence_trace"
+SCORES = tuple(SCORE_OF_CREDIT.values())
+
+
+def scored(step: Step, name: str) -> np.ndarray:
+    """bool[N]: where a column of scores means something. A token must be captured; columns of loss terms hold zeros for
+    responses without them. With credit=both the file names position for all responses, and those with loss terms are
+    the ones that have any."""
+    captured: np.ndarray = step["captured"]
+    if "credit" not in step or name in ("influence_tail", "influence_position"):
+        return captured
+    offsets = step["token_offsets"]
+    has_terms = step["credit"] == int(Credit.LOSS_TERM)
+    if "influence_loss_term" in step:
+        not_zero = np.concatenate([[0], np.cumsum(step["influence_loss_term"] != 0)])
+        has_terms = has_terms | (np.diff(not_zero[offsets]) > 0)
+    return captured & np.repeat(has_terms, np.diff(offsets))
+
+
+@dataclass
+class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
+    """The tracer's knobs, and what a run adds to them."""
+
+    enable: bool = False
+    """Score every response token: did its gradient help the accepted responses against the rejected ones?"""
+    accepted_threshold: float | None = None
+    """A response is accepted if its reward is at least this; unset: if it is the best of a group with mixed rewards."""
+    scope_pass: bool = False
+    """Score the whole batch of a step at its first weights, in passes of the trace's own: then `all_selected` means all
+    mini-batches. Otherwise every mini-batch is scored by itself, on its training pass, at the weights it meets."""
+    verify_every: int = number(0, minimum=0)
+    """Steps between checks of the scores, which take real optimizer steps on a few random halves of one group and put
+    everything back: influence_trace/validity, and validity_baseline of |A|(1−p) beside it; 0 is never."""
+    max_prompts_per_step: int = number(0, minimum=0)
+    """Trace at most this many prompts with mixed rewards; 0 is no cap."""
+    pairwise_max_mb: float = number(64.0, minimum=0)
+    """Store the effect of each token on each sibling response while a step's file stays below this; 0 is never."""
+
+    def __post_init__(self) -> None:
+        """Values are checked by `validate`, which names a key by its whole path."""
+        self.pairwise = self.pairwise and self.pairwise_max_mb > 0
+
+    def validate(self, path: str) -> None:
+        try:
+            self.check()
+        except AttributionError as error:
+            raise GradtraceError(f"{path.rstrip('.')}: {error}.") from None
+        if self.verify_every % self.write_every:
+            raise GradtraceError(
+                f"{path}verify_every={self.verify_every}: scores are made every {self.write_every} steps "
+                "(write_every), so it must be a multiple of that."
+            )
+
+    def check_run(self, path: str, responses: int, dropout: float) -> None:
+        if responses < 2:
+            raise GradtraceError(
+                "rollout.n=1 gives every prompt one response, and an influence trace compares accepted with rejected "
+                f"responses to the same prompt: it would never have a row. Set rollout.n=8, or {path}.enable=false."
+            )
+
+
+def _needs(settings: InfluenceTraceConfig) -> dict[str, str]:
+    found = {"hooks": ""}
+    if settings.wants_loss_term:
+        found["derivative"] = f"credit={settings.credit} (credit=tail has no such need)"
+    if settings.scope_pass:
+        found["scope_pass"] = "scope_pass=true"
+    if settings.verify_every:
+        found["trials"] = "verify_every"
+    return found
+
+
+# fmt: off
+_COLUMNS = (
+    Column("credit", "uint8", "response", "the best credit that its scores have; files without it have one credit",
+           values=Credit),
+    Column("prompt_influence", "float32", "response",
+           "sum of the position-credit scores at its prompt positions", unit="influence"),
+    Column("influence_position", "float32", "token",
+           "score by position credit: all that flows through its position; " + SIGN_STATEMENT, unit="influence",
+           is_signed=True, heading="infl. (pos.)",
+           channel="Influence", adds_up=True, valid=partial(scored, name="influence_position")),
+    Column("influence_loss_term", "float32", "token",
+           "score by loss-term credit: its own term of the objective only; " + SIGN_STATEMENT, unit="influence",
+           is_signed=True, heading="infl. (term)",
+           channel="Influence", adds_up=True, valid=partial(scored, name="influence_loss_term")),
+    Column("influence_tail", "float32", "token",
+           "score by its own term in the last block's weights; " + SIGN_STATEMENT, unit="influence", is_signed=True,
+           heading="infl. (tail)",
+           channel="Influence", adds_up=True, valid=partial(scored, name="influence_tail")),
+    Column("influence_likelier", "float32", "token",
+           "score of a step that makes the token likelier, whatever training does with it; " + SIGN_STATEMENT,
+           unit="influence", is_signed=True, heading="infl. (likelier)",
+           channel="Influence", adds_up=True, valid=partial(scored, name="influence_likelier")),
+    Column("no_step", "bool", "token", "its step is zero, as that of a clipped token is: training passes over it",
+           channel="Clip mask"),
+    Column("captured", "bool", "token", "its gradient was captured; where False, influence means nothing"),
+)
+# fmt: on
+
+RECORD = InstrumentRecord(
+    name=INFLUENCE_TRACE,
+    label="Influence trace",
+    meaning="influence of every token of the traced responses, and why the other groups were skipped",
+    switch="trainer.influence_trace.enable=true",
+    required=(*EVERY_KIND, "group_status", "accepted", "selection", "optimizer_step", "captured"),
+    optional=(
+        *EXPECTED,
+        *REWARD_PARTS,
+        *("advantage", "prompt_influence", "first_wrong"),
+        *("entropy", "log_prob", "sampler_log_prob", "ratio", "credit", "influence_likelier", "no_step"),
+        *SCORES,
+        *PAIRWISE,
+    ),
+    one_of=SCORES,
+    brings=_COLUMNS,
+    meta={
+        **RUN_META,
+        "credit": "list of the credits in this file: loss_term, tail, position",
+        "pairwise_credit": "which credit the pairwise blocks hold",
+        "target": "what the score is about: the contrast of mean log-probs, or of the output function",
+        "geometry": "what lies between the two gradients: the optimizer's preconditioner, nothing, a Hessian",
+        "second_moment_loss_term": "where the optimizer's second moment came from, for loss-term scores",
+        "second_moment_backward": "where it came from, for scores of the backward pass",
+        "hessian_mode": "optimizer, identity or inverse",
+        "hessian_source": "response or token",
+        "contrastive_agg": "sum, mean or advantage",
+        "accepted_rejected_scope": "per_prompt or all_selected",
+        "mini_batches": "scored one by one, each at its own weights; all_selected compares within each",
+        "scope_pass": "the whole step was scored at its first weights, in passes of its own",
+        "output_function": "the objective whose gradients are traced",
+        "exclude_self_response": "a token's own response is left out of its score",
+        "attributed": "digest of model and settings, where `gradtrace attribute` made the scores",
+        "model": "the model that it scored with",
+        "optimizer_state": "where it had the optimizer's second moment from",
+        "captures": "module → how often its hooks captured, forward and backward, in the last mini-batch",
+        "empty": "why the file has no responses, where it has none",
+        "sign": SIGN_STATEMENT,
+    },
+    page=None,
+)
+
+INSTRUMENT = register(
+    Instrument(
+        InfluenceTraceConfig,
+        later("gradtrace.instruments.influence.reporter:InfluenceReporter"),
+        later("gradtrace.instruments.influence.observer:InfluenceObserver"),
+        RECORD,
+        needs=_needs,
+        with_traces=True,
+    )
+)

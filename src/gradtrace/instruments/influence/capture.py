@@ -1,16 +1,11 @@
-"""The influence trace of one process: capture the passes of a mini-batch, score it before the weights move.
-
-Every host runs this class: the embedded loop and TRL inside their one process, verl on each of its ranks. A host says
-how its passes lie in memory (`TracedPass`), what is true of its loss (`TrainingPass`) and how to compute a token's own
-term; what is captured, with which scale and sign, and what is scored is decided here.
-"""
+"""Describes the passes of a mini-batch to the tracer: which rows, with which scale and sign, as which role."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,29 +22,9 @@ from gradtrace.attribution import (
     target_scale,
 )
 from gradtrace.attribution.ledger import Role
+from gradtrace.instruments.contract import Backward
 from gradtrace.instruments.influence.plan import StepPlan
-from gradtrace.trace.schema import GroupStatus
-
-
-@dataclass(frozen=True, eq=False)
-class TracedPass:
-    """One forward and backward pass, as the host lays it out."""
-
-    rows: Tensor
-    """long[b]: the `RolloutBatch` row of each sequence; −1 for padding."""
-    response: Tensor
-    """long[B] or long[B, S]: the same for each batch row, or for each position where sequences are packed."""
-    tokens: Tensor
-    """bool[B, S]: True where the input holds a response token."""
-    token_weight: Tensor
-    """float[b]: what aggregation multiplies the token losses of each sequence by."""
-    optimizer_step: int
-    """Optimizer steps taken on this rollout before the pass."""
-    positions: Mapping[str, Tensor] = field(default_factory=dict)
-    """Module → flat positions that it sees, where it does not see all."""
-    predicted_at: Tensor | None = None
-    """long[N]: the flat positions that predict response tokens, where responses share the positions of their prompt;
-    None: those before `tokens`."""
+from gradtrace.trace.columns import GroupStatus
 
 
 @dataclass(frozen=True)
@@ -92,8 +67,8 @@ class InfluenceCapture:
         self.config = tracer.config
         self.loss = loss
         self.plan: StepPlan | None = None
-        self.status = torch.empty(0, dtype=torch.long)
-        """long[G]: the plan's status, with what went wrong since."""
+        self.non_finite: set[int] = set()
+        """Groups whose gradients were not finite, so that their optimizer step was not made."""
         self.loss_term_groups: list[int] = []
         """The groups whose tokens' own terms are scored; over all mini-batches of the step."""
         self.scored: list[Scored] = []
@@ -102,7 +77,7 @@ class InfluenceCapture:
     def start(self, plan: StepPlan) -> None:
         """A training step begins."""
         self.plan = plan
-        self.status = plan.status.clone()
+        self.non_finite = set()
         mixed = (plan.status == int(GroupStatus.SCORED)).nonzero().squeeze(-1).tolist()
         self.loss_term_groups = mixed[: self.config.loss_term_prompts or None]
         self.scored = []
@@ -124,8 +99,17 @@ class InfluenceCapture:
     def drop_unscored(self) -> None:
         """A mini-batch that began and was never scored had no optimizer step: its gradients were not finite."""
         if self.current is not None and not self.current.is_scored:
-            self.tracer.reset()
-            self.status[self._plan.group[self.current.rows]] = int(GroupStatus.NON_FINITE)
+            self.give_up()
+        self.current = None
+
+    def give_up(self) -> None:
+        """The weights did not move by this mini-batch: if it has scores, they mean nothing."""
+        if self.current is None:
+            return
+        if self.current.is_scored:
+            self.scored.pop()
+        self.tracer.reset()
+        self.non_finite |= set(self._plan.group[self.current.rows].tolist())
         self.current = None
 
     @property
@@ -155,18 +139,18 @@ class InfluenceCapture:
         return PassRoles(tuple(own), step) if passes.step_rides else PassRoles((*own, step), None)
 
     @contextmanager
-    def around(self, traced: TracedPass, role: Role, rides: bool) -> Iterator[None]:
+    def around(self, traced: Backward, role: Role, rides: bool) -> Iterator[None]:
         """The backward pass inside is captured: that of training (`rides`), or a pass of the role's own."""
         mini_batch, plan = self._mini_batch, self._plan
         ids = mini_batch.place[traced.rows]
         chosen = ids >= 0
         ids, rows = ids[chosen], traced.rows[chosen]
-        weight = traced.token_weight[chosen].float().cpu() if rides else torch.ones(len(rows))
+        weight = traced.weights[chosen].float().cpu() if rides else torch.ones(len(rows))
         response = mini_batch.place[traced.response]
         tokens = traced.tokens
         if response.dim() == 2:
             tokens = tokens & (response >= 0).to(tokens.device)
-        mini_batch.optimizer_step[ids] = traced.optimizer_step
+        mini_batch.optimizer_step[ids] = traced.number
         output_function = self.config.output_function
         step = weight
         if rides:
@@ -194,18 +178,16 @@ class InfluenceCapture:
         return spread
 
     @contextmanager
-    def around_directions(
-        self, prompt_rows: Tensor, predicted_at: Tensor, positions: Mapping[str, Tensor]
-    ) -> Iterator[None]:
-        """The backward pass inside is that of the contrast, Σ_r w_r Σ_t ℓ_t with `direction_weights`, laid out as
-        `MicroBatch.prompt_rows` says; the others are as in `TracedPass`."""
-        response = self._mini_batch.place[prompt_rows]
-        tokens = torch.zeros_like(response, dtype=torch.bool)
+    def around_directions(self, traced: Backward) -> Iterator[None]:
+        """The backward pass inside is that of the contrast, Σ_r w_r Σ_t ℓ_t with `direction_weights`, laid out with
+        shared prompts."""
+        assert traced.prompt_rows is not None
+        response = self._mini_batch.place[traced.prompt_rows]
         with self.tracer.capture(
             response=response,
-            tokens=tokens,
-            positions=positions,
-            predicted_at=predicted_at,
+            tokens=torch.zeros_like(response, dtype=torch.bool),
+            positions=traced.positions,
+            predicted_at=traced.predicted_at,
             role="target",
             takes="directions",
             **self._labels(),
@@ -228,9 +210,9 @@ class InfluenceCapture:
             return rows if bool(wanted.any()) else rows[:0]
         return rows[wanted]
 
-    def holds(self, traced: TracedPass) -> bool:
-        """The pass has a response that is to be scored."""
-        return bool((self._mini_batch.place[traced.rows] >= 0).any())
+    def holds(self, rows: Tensor) -> bool:
+        """Whether one of these rows is to be scored."""
+        return bool((self._mini_batch.place[rows] >= 0).any())
 
     def weights(self, role: Role, mask: Tensor, rows: Tensor, advantages: Tensor) -> Tensor:
         """[b, T]: w_t of Σ w_t ℓ_t in a pass of the role's own, for the sequences `rows`; `advantages` is [b, T]."""
@@ -259,6 +241,8 @@ class InfluenceCapture:
         mini_batch = self._mini_batch
         if not len(mini_batch.rows):
             return
+        moved = self.tracer.ranks.bytes_moved
         trace = self.tracer.score(**self._labels(), **options)
+        trace.metrics["influence_trace/debug_bytes_moved"] = float(self.tracer.ranks.bytes_moved - moved)
         self.scored.append(Scored(mini_batch.rows, mini_batch.optimizer_step, trace))
         mini_batch.is_scored = True

@@ -1,7 +1,8 @@
-"""From the scores of a step's mini-batches to the columns of its influence trace file."""
+"""From the scores of a step's mini-batches to a table by row, and from that to the columns of its file."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,23 +10,14 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import accepted
-from gradtrace.attribution import SIGN, UNIT, InfluenceConfig, InfluenceTrace
+from gradtrace.attribution import SIGN, UNIT, InfluenceConfig
+from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.columns import (
-    Truth,
-    group_columns,
-    log_prob_columns,
-    no_truth,
-    response_columns,
-    reward_part_columns,
-    with_gaps,
-)
+from gradtrace.instruments.columns import log_prob_columns, reward_part_columns, with_gaps
+from gradtrace.instruments.contract import Table
 from gradtrace.instruments.influence.capture import Scored
-from gradtrace.trace.kinds.influence_trace import SCORE_OF_CREDIT, Credit
-from gradtrace.trace.schema import GroupStatus, Selection, ragged
+from gradtrace.trace.columns import SCORE_OF_CREDIT, Credit, GroupStatus, Selection, ragged
 
-Entry = tuple[int, int, Scored]
-"""A scored response: its row in the batch, its place in the trace, and the mini-batch that it belongs to."""
 OWN_MEANING = ("credit", "step")
 """Names in the tracer's description that mean something else in a file: its list of credits, the training step."""
 DESCRIBED = (
@@ -40,6 +32,20 @@ STATUS_OF_REASON = {
 }
 
 
+LARGEST = (
+    "timing_s/",
+    "influence_trace/debug_modules",
+    "influence_trace/debug_responses_captured",
+    "influence_trace/loss_term_prompts",
+    "influence_trace/uid_",
+)
+"""Metrics that are the same on all ranks, or measured side by side: the largest counts."""
+MEANS = ("influence_trace/effective_dof", "influence_trace/label_r2")
+"""Metrics that are averaged. The others are added up."""
+ON_NO_RANK = ("not_captured", "non_finite")
+"""Why a group has no scores on any rank; that another rank has them is no reason."""
+
+
 def describe(config: InfluenceConfig) -> dict[str, Any]:
     """The meaning of the scores, for the file and the viewer."""
     backward = "tail" if config.tail_only else "position"
@@ -52,77 +58,147 @@ def describe(config: InfluenceConfig) -> dict[str, Any]:
     }
 
 
-def influence_columns(
-    batch: RolloutBatch,
-    scored: list[Scored],
-    status: Tensor,
-    config: InfluenceConfig,
-    pairwise_max_mb: float,
-    truth: Truth = no_truth,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The columns of a step's file, and what to say about them: the scored responses, and every group's status."""
-    status = status.clone()
-    threshold = getattr(config, "accepted_threshold", None)
-    entries: list[Entry] = []  # in the order of the batch
+# ---------------------------------------------------------------- what observers send
+
+
+def scores_table(scored: Sequence[Scored], non_finite: set[int] | None = None, ranks: Ranks | None = None) -> Table:
+    """What this process has of each response, and the facts of all of them. Columns `position`, `terms`, `likelier`
+    [t or 0], `captured` and `no_step` bool[t], `rest`, `credit` and `optimizer_step` [], `pairs` [t, m] with `members`
+    long[m], the rows that they are with. Collective."""
+    ranks, table = ranks or Ranks(), Table()
     for part in scored:
         for local, row in enumerate(part.rows.tolist()):
-            reason = part.trace.skipped.get(int(batch.group[row]))
-            if reason is not None:
-                status[batch.group[row]] = int(STATUS_OF_REASON[reason])
-            elif len(part.trace.position_scores[local]):
-                entries.append((row, local, part))
-    entries.sort(key=lambda entry: entry[0])
-    rows = torch.tensor([row for row, _, _ in entries], dtype=torch.long)
+            if len(part.trace.position_scores[local]):
+                for name, values in _of_response(part, local).items():
+                    table.put(name, {row: values})
+    of_ranks = ranks.gather([_facts(part, alone=ranks.size == 1) for part in scored])
+    facts = [_together(list(of_mini_batch)) for of_mini_batch in zip(*of_ranks, strict=True)]
+    table.facts = {
+        "skipped": [pair for own in facts for pair in own["skipped"]],
+        "non_finite": sorted(non_finite or ()),
+        "warnings": [warning for own in facts for warning in own["warnings"]],
+        "metrics": combined([own["metrics"] for own in facts], ("influence_trace/debug_modules",)),
+        "meta": {key: value for own in facts for key, value in own["meta"].items() if key not in OWN_MEANING},
+        "mini_batches": len(facts),
+    }
+    return table
+
+
+def _of_response(part: Scored, local: int) -> dict[str, Tensor]:
+    trace = part.trace
+    members, pairs = trace.pairwise_of(local)
+    none = torch.empty(0)
+    return {
+        "position": trace.position_scores[local].float(),
+        "terms": trace.loss_term_scores[local].float() if trace.loss_term_scores else none,
+        "likelier": trace.likelier_scores[local].float() if trace.likelier_scores else none,
+        "captured": trace.captured(local),
+        "no_step": trace.without_step(local),
+        "rest": trace.rest_scores[local].float(),
+        "credit": torch.tensor(int(Credit[trace.credit_of(local).upper()])),
+        "optimizer_step": part.optimizer_step[local],
+        "pairs": pairs.float(),
+        "members": part.rows[torch.tensor(members, dtype=torch.long)],
+    }
+
+
+def _facts(part: Scored, alone: bool) -> dict[str, Any]:
+    """About a mini-batch; `alone`: there are no other ranks."""
+    skipped = part.trace.skipped.items()
+    return {
+        "skipped": [[group, reason] for group, reason in skipped if alone or reason in ON_NO_RANK],
+        "warnings": part.trace.warnings,
+        "metrics": part.trace.metrics,
+        "meta": part.trace.meta,
+    }
+
+
+def _together(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(of_ranks) == 1:
+        return of_ranks[0]
+    skipped = {group: reason for own in of_ranks for group, reason in own["skipped"]}
+    return {
+        "skipped": [[group, reason] for group, reason in skipped.items()],
+        "warnings": list(dict.fromkeys(warning for own in of_ranks for warning in own["warnings"])),
+        "metrics": combined([own["metrics"] for own in of_ranks], LARGEST),
+        "meta": {key: value for own in of_ranks for key, value in own["meta"].items()},
+    }
+
+
+def combined(of_parts: Sequence[dict[str, float]], largest: tuple[str, ...]) -> dict[str, float]:
+    """The numbers of a whole from those that each of its parts has: of names that begin like `largest` the largest,
+    `MEANS` averaged over the parts that have them, the others added up."""
+    total: dict[str, float] = {}
+    for name in dict.fromkeys(name for own in of_parts for name in own):
+        values = [own[name] for own in of_parts if name in own]
+        if name.startswith(largest):
+            total[name] = max(values)
+        else:
+            total[name] = sum(values) / (len(values) if name in MEANS else 1)
+    return total
+
+
+# ---------------------------------------------------------------- what the file holds
+
+
+def influence_columns(
+    batch: RolloutBatch, table: Table, status: Tensor, config: InfluenceConfig, pairwise_max_mb: float
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    """The scored rows (long[r], ascending), their columns beside those that every file has, and what to say about
+    them. `status`: long[G], the plan's."""
+    status = status.clone()
+    for group in table.facts["non_finite"]:
+        status[group] = int(GroupStatus.NON_FINITE)
+    for group, reason in table.facts["skipped"]:
+        status[group] = int(STATUS_OF_REASON[reason])
+    without = {group for group, _ in table.facts["skipped"]}
+    scored = [row for row in sorted(table.columns.get("position", ())) if int(batch.group[row]) not in without]
+    rows = torch.tensor(scored, dtype=torch.long)
     unscored = (status == int(GroupStatus.SCORED)) & ~torch.isin(torch.arange(len(status)), batch.group[rows])
     status[unscored] = int(GroupStatus.NOT_CAPTURED)
-    captured = [part.trace.captured(local).cpu() for _, local, part in entries]
+    threshold = getattr(config, "accepted_threshold", None)
+    captured = in_order(table, "captured", scored)
     whole = np.array([bool(flags.all()) for flags in captured], dtype=bool)
     columns = {
-        **group_columns(batch, truth),
         "group_status": status.numpy(),
-        **response_columns(batch, rows, truth),
         "accepted": accepted(batch.need("rewards"), batch.group, threshold)[rows].numpy(),
         "selection": np.where(whole, Selection.SELECTED, Selection.CUT_AT_TOKEN_CAP).astype(np.uint8),
-        "optimizer_step": np.array([int(part.optimizer_step[local]) for _, local, part in entries], dtype=np.int64),
-        "prompt_influence": np.array(
-            [float(part.trace.rest_scores[local]) for _, local, part in entries], dtype=np.float32
-        ),
+        "optimizer_step": np.array([int(step) for step in in_order(table, "optimizer_step", scored)], dtype=np.int64),
+        "prompt_influence": np.array([float(rest) for rest in in_order(table, "rest", scored)], dtype=np.float32),
+        "credit": np.array([int(credit) for credit in in_order(table, "credit", scored)], dtype=np.uint8),
         "captured": with_gaps(flat(captured, torch.bool), batch, rows, False),
+        "no_step": with_gaps(flat(in_order(table, "no_step", scored), torch.bool), batch, rows, False),
         **log_prob_columns(batch, rows),
         **reward_part_columns(batch, rows),
     }
-    for name, scores in score_columns(entries, config).items():
-        gap = False if scores.dtype == bool else np.nan
-        columns[name] = scores if name == "credit" else with_gaps(scores, batch, rows, gap)
-    pairwise, stored = pairwise_columns(entries, pairwise_max_mb, batch)
-    said = {key: value for part in scored for key, value in part.trace.meta.items() if key not in OWN_MEANING}
-    return columns | pairwise, said | {"pairwise_responses": stored, "mini_batches": len(scored)}
+    for name, scores in score_columns(table, scored, config).items():
+        columns[name] = with_gaps(scores, batch, rows)
+    pairwise, stored = pairwise_columns(table, scored, pairwise_max_mb, batch)
+    said = {"pairwise_responses": stored, "mini_batches": table.facts["mini_batches"]}
+    return rows, columns | pairwise, table.facts["meta"] | said
 
 
-def score_columns(entries: list[Entry], config: InfluenceConfig) -> dict[str, Any]:
+def in_order(table: Table, name: str, rows: list[int]) -> list[Tensor]:
+    return [table.columns[name][row] for row in rows]
+
+
+def score_columns(table: Table, rows: list[int], config: InfluenceConfig) -> dict[str, np.ndarray]:
     """Scores of the tokens that the policy wrote: of the backward pass for all responses, of their own loss terms for
-    those that have them."""
-    traces = [(part.trace, local) for _, local, part in entries]
+    those that have them; zeros for the others, whose `credit` says so."""
+    position = in_order(table, "position", rows)
+
+    def or_zeros(name: str) -> np.ndarray:
+        found = in_order(table, name, rows)
+        own = [v if len(v) else torch.zeros(len(p)) for v, p in zip(found, position, strict=True)]
+        return flat(own, torch.float32)
+
     backward = Credit.TAIL if config.tail_only else Credit.POSITION
-    position = [trace.position_scores[local] for trace, local in traces]
-    columns: dict[str, Any] = {
-        "credit": np.array([Credit[trace.credit_of(local).upper()] for trace, local in traces], dtype=np.uint8),
-        "no_step": flat([trace.without_step(local) for trace, local in traces], torch.bool),
-        SCORE_OF_CREDIT[backward]: np.nan_to_num(flat(position, torch.float32)),
-    }
+    columns = {SCORE_OF_CREDIT[backward]: np.nan_to_num(flat(position, torch.float32))}
     if config.wants_loss_term:
-        terms = [scores_or_zeros(trace, trace.loss_term_scores, local) for trace, local in traces]
-        columns["influence_loss_term"] = flat(terms, torch.float32)
-    if any(trace.likelier_scores is not None for trace, _ in traces):
-        likelier = [scores_or_zeros(trace, trace.likelier_scores, local) for trace, local in traces]
-        columns["influence_likelier"] = flat(likelier, torch.float32)
+        columns["influence_loss_term"] = or_zeros("terms")
+    if any(len(values) for values in in_order(table, "likelier", rows)):
+        columns["influence_likelier"] = or_zeros("likelier")
     return columns
-
-
-def scores_or_zeros(trace: InfluenceTrace, scores: list[Tensor] | None, local: int) -> Tensor:
-    """[T_r]: scores that only some groups have; zeros for the others, whose `credit` says so."""
-    own = scores[local] if scores is not None else torch.empty(0)
-    return own if len(own) else torch.zeros(len(trace.position_scores[local]))
 
 
 def flat(tensors: list[Tensor], dtype: torch.dtype) -> np.ndarray:
@@ -130,22 +206,22 @@ def flat(tensors: list[Tensor], dtype: torch.dtype) -> np.ndarray:
     return torch.cat([torch.empty(0, dtype=dtype), *(tensor.to("cpu", dtype) for tensor in tensors)]).numpy()
 
 
-def pairwise_columns(entries: list[Entry], max_mb: float, batch: RolloutBatch) -> tuple[dict[str, Any], int]:
+def pairwise_columns(table: Table, rows: list[int], max_mb: float, batch: RolloutBatch) -> tuple[dict[str, Any], int]:
     """Effects of tokens on sibling responses, for as many responses as the budget allows; and how many that is."""
-    index_of = {(id(part), local): index for index, (_, local, part) in enumerate(entries)}
+    index_of = {row: index for index, row in enumerate(rows)}
     budget = max_mb * 2**20
     members, blocks, stored = [], [], 0
-    for row, local, part in entries:
-        siblings, block = part.trace.pairwise_of(local)
-        length = len(part.trace.position_scores[local])
+    for row in rows:
+        siblings, block = table.columns["members"][row].tolist(), table.columns["pairs"][row]
+        length = len(table.columns["position"][row])
         budget -= 4 * length * len(siblings)
         if not siblings or budget < 0:
             members.append(np.empty(0, np.int32))
             blocks.append(np.empty(0, np.float32))
             continue
         full = torch.zeros(length, len(siblings))  # tokens past the cap have zeros, and `captured` says so
-        full[: len(block)] = block.float().cpu()
-        members.append(np.array([index_of[id(part), sibling] for sibling in siblings], np.int32))
+        full[: len(block)] = block
+        members.append(np.array([index_of[sibling] for sibling in siblings], np.int32))
         blocks.append(with_gaps(full, batch, torch.tensor([row])).ravel())
         stored += 1
     if not stored:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradtrace.algorithms import accepted
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import response_advantages
-from gradtrace.trace.schema import GroupStatus
+from gradtrace.trace.columns import GroupStatus
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,19 @@ class StepPlan:
     """The loss multiplies tokens by more than their advantage (`RolloutBatch.loss_weights`)."""
     status: Tensor
     """long[G]: a `GroupStatus` of every group; SCORED means that it is to be scored."""
+    kept: Tensor
+    """bool[R]: the response is trained on."""
+    to_verify: RolloutBatch | None = None
+    """The batch, in a step whose scores are held against real optimizer steps."""
 
     @staticmethod
-    def of(batch: RolloutBatch, step: int, max_prompts: int = 0, threshold: float | None = None) -> StepPlan:
+    def of(
+        batch: RolloutBatch,
+        step: int,
+        max_prompts: int = 0,
+        threshold: float | None = None,
+        verify: bool = False,
+    ) -> StepPlan:
         advantages, rewards = response_advantages(batch), batch.need("rewards")
         spread = (batch.need("advantages") - advantages[:, None]).masked_fill(~batch.response_mask, 0.0).abs().amax(1)
         return StepPlan(
@@ -46,7 +56,14 @@ class StepPlan:
             corrected=batch.loss_weights is not None,
             one_advantage=(spread <= 1e-6 * advantages.abs()) & (advantages != 0),
             status=group_status(batch, max_prompts, threshold),
+            kept=torch.ones(len(batch), dtype=torch.bool) if batch.kept is None else batch.kept,
+            to_verify=batch if verify else None,
         )
+
+    @property
+    def trained_rows(self) -> Tensor:
+        """long[r]: the rows that are trained on."""
+        return self.kept.nonzero().squeeze(-1)
 
     @property
     def to_score(self) -> Tensor:

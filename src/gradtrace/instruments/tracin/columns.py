@@ -10,23 +10,38 @@ import torch
 from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import TracinConfig
-from gradtrace.instruments.columns import (
-    Truth,
-    group_columns,
-    no_truth,
-    response_advantages,
-    response_columns,
-)
+from gradtrace.instruments.columns import followed_by, response_advantages
+from gradtrace.instruments.tracin import TracinConfig, TracinReason
 from gradtrace.instruments.tracin.diagnosis import certain_share
 from gradtrace.instruments.tracin.rules import Selected
-from gradtrace.instruments.tracin.scores import Measures
 from gradtrace.instruments.tracin.selector import SIGN, UNIT
 from gradtrace.metrics import GENERATED
-from gradtrace.trace.schema import TracinReason
 
 MEASURED = ("train_norm", "direction_norm", "cosine")
 """What a step knows only if it was diagnosed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measures:
+    """What is known of whole gradients, the same on every rank. The defaults stand for a step without scores."""
+
+    val_loss: float = 0.0
+    val_loss_min: float = 0.0
+    """The smallest part of a single response in `val_loss`; the next is the largest."""
+    val_loss_max: float = 0.0
+    weighed: bool | None = None
+    """Whether Adam's moments weighed the validation gradient: before its first step it has none, and scores have
+    another unit. None: there are no scores."""
+    val_norm: float = 0.0
+    """Norm of the validation gradient, before a preconditioner changes it."""
+    val_norms: dict[str, float] = field(default_factory=dict)
+    """Norm of the validation gradient by layer group."""
+    train_norm: float | None = None
+    """Norm of the whole batch's gradient; None where it was not measured, and neither were the next two."""
+    direction_norm: float = 0.0
+    """Norm of the preconditioned validation gradient."""
+    cosine: float = 0.0
+    """Between the whole batch's gradient and the validation gradient."""
 
 
 @dataclass(eq=False)
@@ -51,9 +66,8 @@ class TracinStep:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def meta(self) -> dict[str, Any]:
-        about = asdict(self.measures)
-        if self.measures.train_norm is None:
-            about = {name: value for name, value in about.items() if name not in MEASURED}
+        was_measured = self.measures.train_norm is not None
+        about = {name: v for name, v in asdict(self.measures).items() if was_measured or name not in MEASURED}
         return about | {
             "diagnosis": self.diagnosis,
             "validation_step": self.validation_step,
@@ -136,26 +150,25 @@ def tracin_metrics(result: TracinStep, batch: RolloutBatch, preconditioner: str)
     return metrics | {f"timing_s/{name}": value for name, value in result.seconds.items()}
 
 
-def tracin_columns(batch: RolloutBatch, result: TracinStep, truth: Truth = no_truth) -> dict[str, Any]:
-    """The training responses with their scores, then the validation responses, in groups of their own."""
-    train, validation = (part.only("rewards", "advantages") for part in (batch, result.validation))
-    both = RolloutBatch.concat([part for part in (train, validation) if len(part)])
-    count, extra = len(train), len(validation)
-    nothing = np.full(extra, np.nan)
+def joint(batch: RolloutBatch, result: TracinStep) -> RolloutBatch:
+    """The training responses, then the validation responses, in groups of their own."""
+    parts = (part.only("rewards", "advantages") for part in (batch, result.validation))
+    return RolloutBatch.concat([part for part in parts if len(part)])
+
+
+def tracin_columns(batch: RolloutBatch, result: TracinStep) -> dict[str, Any]:
+    """What `Record.write` cannot know of `joint`, and the selection's own."""
+    selected, extra = result.selected, len(result.validation)
     columns = {
-        **group_columns(both, truth),
-        **response_columns(both, torch.arange(len(both)), truth),
-        "row": np.concatenate([np.arange(count), np.full(extra, -1)]),
-        "score": np.concatenate([result.scores.numpy(), nothing]),
-        "kept": np.concatenate([result.selected.kept.numpy(), np.full(extra, result.trained)]),
-        "reason": np.concatenate([result.selected.reason.numpy(), np.full(extra, int(TracinReason.VALIDATION))]).astype(
-            np.uint8
-        ),
-        "weight": np.concatenate([result.selected.weight.numpy(), np.full(extra, float(result.trained))]),
+        "row": followed_by(np.arange(len(batch)), extra, -1),
+        "score": followed_by(result.scores, extra, np.nan),
+        "kept": followed_by(selected.kept, extra, result.trained),
+        "reason": followed_by(selected.reason, extra, TracinReason.VALIDATION),
+        "weight": followed_by(selected.weight, extra, result.trained),
     }
     if result.low is not None and result.high is not None:
-        columns["score_low"] = np.concatenate([result.low.numpy(), nothing])
-        columns["score_high"] = np.concatenate([result.high.numpy(), nothing])
+        columns["score_low"] = followed_by(result.low, extra, np.nan)
+        columns["score_high"] = followed_by(result.high, extra, np.nan)
     if batch.flipped is not None:
-        columns["flipped"] = np.concatenate([batch.flipped.numpy(), np.zeros(extra, bool)])
+        columns["flipped"] = followed_by(batch.flipped, extra, False)
     return columns

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from gradtrace.instruments.tracin import TracinReason
 from gradtrace.intervals import t_quantile
-from gradtrace.trace.schema import TracinReason
 from gradtrace.trace.step import Step
 
 MOSTLY_ZERO = 0.9

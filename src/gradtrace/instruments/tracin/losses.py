@@ -1,21 +1,15 @@
-"""Losses Σ w_t ℓ_t of responses (ℓ_t: a token's log-prob), and the functions that run the model for them."""
+"""Losses Σ w_t ℓ_t of responses (ℓ_t: a token's log-prob)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradtrace.algorithms import Denominator, token_weights
-from gradtrace.attribution.tangent import at_rest
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.tracin.selector import Loss, Piece
-from gradtrace.policy.cpu import accelerated
-from gradtrace.policy.microbatch import Layout, MicroBatch, MicroBatches
-from gradtrace.policy.policy import Policy
 
 TokenWeights = Callable[[Tensor], Tensor]
 """Response mask bool[R, T] → float[R, T]: how much the loss of each token counts in the loss of the batch."""
@@ -62,52 +56,3 @@ def with_advantage(batch: RolloutBatch) -> Tensor:
 def has_signal(batch: RolloutBatch) -> bool:
     """Whether any response of the batch has a gradient."""
     return len(batch) > 0 and len(with_advantage(batch)) > 0
-
-
-# ---------------------------------------------------------------- through the model
-
-
-def response_losses(
-    policy: Policy, responses: Weighted, token_budget: int, layout: Layout
-) -> Iterator[tuple[Loss, MicroBatch]]:
-    """For each micro-batch a function that returns the loss of each of its responses, float[r]."""
-    for micro in MicroBatches(responses.batch, token_budget, layout)(responses.rows):
-        own = responses.weights[micro.rows, : micro.mask.shape[1]].to(policy.device)
-
-        def losses(micro: MicroBatch = micro, own: Tensor = own) -> Tensor:
-            log_probs = micro.unflatten(policy.statistics(micro)[0])
-            return (log_probs * at_rest(own)).sum(1)
-
-        yield losses, micro
-
-
-def total_losses(
-    policy: Policy, responses: Weighted, token_budget: int, seen: list[float] | None = None
-) -> Iterator[Loss]:
-    """For each micro-batch a function that returns the sum of the losses of its responses, and adds each to `seen`."""
-    seen = [] if seen is None else seen
-
-    def total(losses: Loss) -> Tensor:
-        own = losses()
-        seen.extend(own.detach().tolist())
-        return own.sum()
-
-    for losses, _ in response_losses(policy, responses, token_budget, policy.best_layout()):
-        yield partial(total, losses)
-
-
-def pieces(policy: Policy, responses: Weighted, token_budget: int, method: str) -> Iterator[Piece]:
-    """The responses, ready to be scored by this method."""
-    if method == "tangent":  # which needs no positions
-        for losses, micro in response_losses(policy, responses, token_budget, policy.best_layout()):
-            yield Piece(micro.rows, partial(accelerated_losses, policy, losses))
-        return
-    for losses, micro in response_losses(policy, responses, token_budget, "padded"):
-        yield Piece(micro.rows, losses, micro.response, micro.tokens, policy.seen_by_head(micro))
-
-
-def accelerated_losses(policy: Policy, losses: Loss) -> Tensor:
-    """The losses by the model's faster operations, whose tangents are written out: in forward mode every plain
-    operation costs three, and a model that somebody else loaded has plain ones."""
-    with accelerated(policy.model):
-        return losses()

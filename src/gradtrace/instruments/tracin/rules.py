@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.config import TracinConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.schema import TracinReason
+from gradtrace.instruments.tracin import TracinConfig, TracinReason
 
 RULES = ("positive", "top_fraction", "drop_lowest", "soft", "none")
 

@@ -9,7 +9,6 @@ response. Needs torch and a model; our trainer is not involved.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, GhostProduct, directional_derivative
-from gradtrace.instruments.padding_row import padding_row_is_constant
+from gradtrace.policy.padding_row import padding_row_is_constant
 from gradtrace.policy.policy import embedding_output
 
 METHODS = ("auto", "ghost", "tangent")
@@ -59,16 +58,10 @@ class TracInSelector:
     ```
 
     `parameters="linear"` counts weights and biases of linear layers (LoRA's A and B are such, tied embeddings too),
-    `"all"` every trainable parameter. Value heads (`exclude`) never count. Neither weights nor `.grad` change.
+    `"all"` every trainable parameter. Value heads never count. Neither weights nor `.grad` change.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        method: str = "auto",
-        parameters: str = "linear",
-        exclude: Sequence[str] = VALUE_HEADS,
-    ) -> None:
+    def __init__(self, model: nn.Module, method: str = "auto", parameters: str = "linear") -> None:
         if method not in METHODS:
             raise AttributionError(f"method is {method!r}; it can be {', '.join(METHODS)}")
         if parameters not in PARAMETERS:
@@ -79,16 +72,16 @@ class TracInSelector:
             )
         self.model = model
         self.parameters = parameters
-        self.method = choose_method(model) if method == "auto" and parameters == "linear" else method
-        if self.method == "auto":
-            self.method = "tangent"
+        self.method = method
+        if method == "auto":
+            self.method = choose_method(model) if parameters == "linear" else "tangent"
         if self.method == "tangent" and getattr(model, "is_gradient_checkpointing", False):
             raise AttributionError(
                 "forward mode does not go together with gradient checkpointing: use method='ghost' and"
                 " parameters='linear', or turn checkpointing off"
             )
-        self._counted = countable(model, parameters, exclude)
-        self._gradient: dict[str, Tensor] = {}
+        self.counted = countable(model, parameters, VALUE_HEADS)
+        self.gradient: dict[str, Tensor] = {}
         self._ghost: GhostProduct | None = None
         self.loss = 0.0
         """Loss of the validation batch."""
@@ -99,14 +92,14 @@ class TracInSelector:
         """The gradient of the sum of these scalar losses (one for each micro-batch) is what scores refer to."""
         gradient, self.loss = self.gradient_of([losses] if callable(losses) else losses)
         self.set_validation_gradient(gradient)
-        return self._gradient
+        return self.gradient
 
     def set_validation_gradient(self, gradient: Mapping[str, Tensor]) -> None:
         """One that was computed elsewhere (by parameter name); what does not count is left out of it."""
-        self._gradient = {name: value.detach() for name, value in gradient.items() if name in self._counted}
-        if not self._gradient:
+        self.gradient = {name: value.detach() for name, value in gradient.items() if name in self.counted}
+        if not self.gradient:
             raise AttributionError(
-                f"the validation gradient names none of the {len(self._counted)} parameters that count;"
+                f"the validation gradient names none of the {len(self.counted)} parameters that count;"
                 f" its first names are {list(gradient)[:3]}"
             )
 
@@ -123,23 +116,14 @@ class TracInSelector:
                     "the validation loss does not depend on any trainable parameter: was it computed without"
                     " gradients, or are all weights frozen?"
                 )
-            found = torch.autograd.grad(result, list(self._counted.values()), allow_unused=True)
+            found = torch.autograd.grad(result, list(self.counted.values()), allow_unused=True)
             value += float(result.detach())
-            for name, part in zip(self._counted, found, strict=True):
+            for name, part in zip(self.counted, found, strict=True):
                 if part is not None:
                     total[name] = total[name] + part if name in total else part
         if not count:
             raise AttributionError("the validation set is empty: there is no loss to take a gradient of")
         return total, value
-
-    @property
-    def gradient(self) -> dict[str, Tensor]:
-        return self._gradient
-
-    @property
-    def norm(self) -> float:
-        """Norm of the validation gradient."""
-        return math.sqrt(sum(float(part.double().square().sum()) for part in self._gradient.values()))
 
     # ------------------------------------------------------------ scores
 
@@ -157,13 +141,13 @@ class TracInSelector:
         return scores
 
     def _check_gradient(self) -> None:
-        if not self._gradient:
+        if not self.gradient:
             raise AttributionError("there is no validation gradient yet: call set_validation first")
 
     def _tangent(self, piece: Piece) -> Tensor:
         # A response that holds the padding token must score the same by both methods.
         with padding_row_is_constant(self.model):
-            return directional_derivative(self.model, piece.losses, self._gradient)
+            return directional_derivative(self.model, piece.losses, self.gradient)
 
     def _ghost_pass(self, piece: Piece) -> Tensor:
         """A backward pass of our own, down to the embeddings' output: weight gradients are not even computed."""
@@ -178,7 +162,7 @@ class TracInSelector:
             torch.enable_grad(),
         ):
             total = piece.losses().sum()
-            torch.autograd.grad(total, outputs or list(self._counted.values()), allow_unused=True)
+            torch.autograd.grad(total, outputs or list(self.counted.values()), allow_unused=True)
         return self.captured(int(piece.rows.max()) + 1)[piece.rows]
 
     @contextmanager
@@ -188,7 +172,7 @@ class TracInSelector:
         """A backward pass of yours, inside, gives the scores of its responses as well: `captured(R)` afterwards."""
         self._check_gradient()
         if self._ghost is None:
-            self._ghost = GhostProduct(self.model, self._gradient)
+            self._ghost = GhostProduct(self.model, self.gradient)
         with self._ghost.capture(response=response, tokens=tokens, positions=positions, **more):
             yield
 

@@ -5,7 +5,7 @@ Everything follows from the seed and the step, so that a resumed run draws what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,12 @@ from torch import Tensor
 from gradtrace.algorithms import AdvantageInputs, AdvantageOutputs, Algorithm, advantage
 from gradtrace.algorithms.groups import constant_groups
 from gradtrace.batch import RolloutBatch
-from gradtrace.config import Config, TracinConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.contract import Samples, TrainingRun
+from gradtrace.instruments.tracin import POOL_BATCHES, TracinConfig
 from gradtrace.policy.rollouts import add_advantages, keep_groups
-from gradtrace.tasks.base import Prompt, Task
+from gradtrace.tasks.base import Prompt
 
-POOL_BATCHES = 32
-"""Validation batches without a repetition, where the task has that many prompts."""
 SEED_STRIDE = 7_368_787
 
 
@@ -35,90 +34,70 @@ class ValidationSet:
     """The training step that sampled it."""
 
 
-def validation_pool(config: Config, task: Task, report: Callable[[str], None]) -> list[Prompt]:
-    """Prompts that are never trained on: the user's files, or validation prompts that `trainer.validation` does not
-    report on, so that reported accuracy stays held out from selection too."""
-    settings, reported = config.trainer.tracin, config.trainer.validation
-    if settings.val_files:
-        return task.read_prompts(list(settings.val_files), "trainer.tracin.val_files")
-    skipped = reported.prompts if reported.every else 0
-    pool = task.validation_prompts(skipped + POOL_BATCHES * settings.val_batch_size)[skipped:]
-    if not pool:
-        raise GradtraceError(
-            "trainer.tracin.enable=true needs validation prompts, and none are left: the task has no more than the "
-            f"{skipped} that trainer.validation.prompts={reported.prompts} reports on. Raise data.validation_fraction, "
-            "lower trainer.validation.prompts, or name files of your own: trainer.tracin.val_files=[FILE]."
-        )
-    if len(pool) < settings.val_batch_size:
-        report(
-            f"tracin: only {len(pool)} validation prompts, fewer than trainer.tracin.val_batch_size="
-            f"{settings.val_batch_size}: all of them are used every time."
-        )
-    return pool
-
-
-def validation_advantage(name: str, options: dict[str, Any]) -> Algorithm[AdvantageInputs, AdvantageOutputs]:
-    """The run's estimator, where it needs rewards alone; else (a critic's, say) the group-relative one."""
-    own = advantage(name, **options)
-    return advantage("grpo") if own.needs else own
-
-
-Sample = Callable[[list[Prompt], torch.Generator], RolloutBatch]
-"""Prompts, and random numbers to sample with → judged responses to them."""
-
-
 @dataclass(eq=False)
 class ValidationSource:
     settings: TracinConfig
-    pool: Sequence[Any]
+    pool: Sequence[Prompt]
     """The prompts to draw from."""
     estimator: Algorithm[AdvantageInputs, AdvantageOutputs]
     seed: int
-    sample: Sample | None = None
-    """A host that samples elsewhere has none, and overrides `at`."""
-    _current: ValidationSet | None = field(default=None, init=False)
+    current: ValidationSet | None = field(default=None, init=False)
+    _drawn: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long), init=False)
+    """The prompts of the pool that are being sampled."""
 
-    def at(self, step: int) -> tuple[ValidationSet, int]:
-        """The set of this training step, and how many responses were sampled for it now."""
-        generated = 0
-        if self.is_due(step):
-            assert self.sample is not None
-            candidates, generator = self.draw(step)
-            batch = self.sample([self.pool[index] for index in candidates.tolist()], generator)
-            self._current, generated = self.chosen(batch, candidates, step), len(batch)
-        assert self._current is not None  # it is due before the first step
-        return self._current, generated
+    @staticmethod
+    def of(settings: TracinConfig, run: TrainingRun) -> ValidationSource:
+        """Prompts that are never trained on: the user's files, or validation prompts that the run does not report on,
+        so that reported accuracy stays held out from selection too."""
+        key, wanted = run.setting("tracin"), settings.val_batch_size
+        pool = run.held_out(POOL_BATCHES * wanted, f"{key}.val_files", list(settings.val_files), unreported=True)
+        if not pool:
+            raise GradtraceError(
+                f"{key}.enable=true needs validation prompts, and none are left beside those that "
+                "trainer.validation reports on. Raise data.validation_fraction, lower trainer.validation.prompts, or "
+                f"name files of your own: {key}.val_files=[FILE]."
+            )
+        if len(pool) < wanted:
+            run.report(
+                f"tracin: only {len(pool)} validation prompts, fewer than {key}.val_batch_size={wanted}: all of them "
+                "are used every time."
+            )
+        # A critic's estimator, say, needs more than rewards.
+        estimator = advantage("grpo") if run.estimator.needs else run.estimator
+        return ValidationSource(settings, pool, estimator, run.seed)
 
-    def is_due(self, step: int) -> bool:
-        """Whether this step needs fresh rollouts."""
-        every = self.settings.val_refresh_every
-        return self._current is None or self._current.step < step - (step - 1) % every
-
-    def draw(self, step: int) -> tuple[Tensor, torch.Generator]:
-        """long: the prompts of the pool to sample in this step, and random numbers to sample them with."""
+    def samples(self, step: int) -> Samples | None:
+        """What to sample for this step; None: the set of an earlier step is still in use."""
         settings = self.settings
+        if self.current is not None and self.current.step >= step - (step - 1) % settings.val_refresh_every:
+            return None
         generator = torch.Generator().manual_seed(SEED_STRIDE * (self.seed + 1) + step)
         factor = 1 if settings.val_strategy == "random" else settings.val_candidates
-        count = factor * settings.val_batch_size
-        return torch.randperm(len(self.pool), generator=generator)[:count], generator
+        self._drawn = torch.randperm(len(self.pool), generator=generator)[: factor * settings.val_batch_size]
+        prompts = [self.pool[index] for index in self._drawn.tolist()]
+        return Samples(prompts, settings.val_n, generator, judged=True)
 
-    def chosen(self, batch: RolloutBatch, candidates: Tensor, step: int) -> ValidationSet:
-        """The set that `val_strategy` makes of judged responses to `candidates`, one group for each."""
-        if self.settings.val_level == "response":
-            batch, groups = extreme_responses(batch, self.settings.val_strategy, self.settings.val_candidates)
-            return ValidationSet(batch, candidates[groups], step)
-        groups = choose_groups(batch, self.settings.val_strategy, self.settings.val_batch_size)
-        batch = add_advantages(keep_groups(batch, groups), self.estimator)
-        return ValidationSet(batch, candidates[groups], step)
+    def take(self, batch: RolloutBatch, step: int) -> None:
+        """What `val_strategy` chooses of judged responses to `samples`, one group for each prompt, becomes the set of
+        this step and of those until the next refresh."""
+        settings, drawn = self.settings, self._drawn
+        if len(batch.prompts) != len(drawn):  # some had no response
+            drawn = torch.full((len(batch.prompts),), -1)
+        if settings.val_level == "response":
+            batch, groups = extreme_responses(batch, settings.val_strategy, settings.val_candidates)
+        else:
+            groups = choose_groups(batch, settings.val_strategy, settings.val_batch_size)
+            batch = add_advantages(keep_groups(batch, groups), self.estimator)
+        self.current = ValidationSet(batch, drawn[groups], step)
 
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Tensor]:
         """The set, for later steps of the same refresh interval; nothing where every step samples anew."""
-        if self.settings.val_refresh_every == 1 or self._current is None:
+        if self.settings.val_refresh_every == 1 or self.current is None:
             return {}
-        about = {"step": torch.tensor(self._current.step), "pool_index": self._current.pool_index}
-        return about | self._current.batch.only("rewards", "advantages").columns()
+        about = {"step": torch.tensor(self.current.step), "pool_index": self.current.pool_index}
+        return about | self.current.batch.only("rewards", "advantages").columns()
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         if not tensors:
@@ -133,7 +112,7 @@ class ValidationSource:
         prompts = [self.pool[index] for index in pool_index.tolist()]
         items = [prompt.item for prompt in prompts]
         batch = RolloutBatch(prompts=[prompt.ids for prompt in prompts], items=items, **columns)
-        self._current = ValidationSet(batch, pool_index, step)
+        self.current = ValidationSet(batch, pool_index, step)
 
 
 def choose_groups(batch: RolloutBatch, strategy: str, count: int) -> Tensor:

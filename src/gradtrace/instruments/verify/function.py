@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from gradtrace.algorithms import AdvantageInputs, accepted, advantage
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.verify.copies import working_copy
 from gradtrace.instruments.verify.measure import Size
-from gradtrace.instruments.verify.trial import Trial
+from gradtrace.instruments.verify.trial import Trial, working_copy
 from gradtrace.instruments.verify.verification import (
-    Progress,
     Verification,
     Verifier,
     silent,
     usual_scores,
 )
 from gradtrace.rollout.sampler import evaluation_mode
-from gradtrace.trace.phases import PhaseStore
+from gradtrace.terminal import StageProgress
+from gradtrace.trace.results import ResultStore
 
 GIVEN = "given scores"
 
@@ -50,7 +49,7 @@ def verify(
     precision: str = "auto",
     seed: int = 0,
     folder: str | Path | None = None,
-    progress: Progress = silent,
+    progress: StageProgress = silent,
 ) -> Verification:
     """Take real optimizer steps on single tokens, single responses and random halves of groups of a rollout, and say
     how well scores predicted them. Model, optimizer and gradients are the same afterwards, bit by bit.
@@ -83,7 +82,7 @@ def verify(
     named = scores if isinstance(scores, Mapping) else {} if scores is None else {GIVEN: scores}
     given = {name: checked(name, some, trial.lengths) for name, some in named.items()}
     wanted = ({} if config is None else {"this score": config}) | usual_scores()
-    store = None if folder is None else PhaseStore(Path(folder), "verification", identity(trial, seed, config))
+    store = None if folder is None else ResultStore(Path(folder), "verification", identity(trial, seed, config))
     with evaluation_mode(own):
         verifier = Verifier(trial, wanted, given, Size(groups, tokens, halves), seed, store)
         return verifier.run(budget, progress)

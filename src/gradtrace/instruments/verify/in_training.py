@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,8 @@ from gradtrace.attribution import AttributionError
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.instruments.influence.plan import StepPlan
-from gradtrace.instruments.verify.copies import check
 from gradtrace.instruments.verify.measure import random_halves
-from gradtrace.instruments.verify.trial import BASELINE, Trial
+from gradtrace.instruments.verify.trial import BASELINE, Trial, check
 from gradtrace.rollout.sampler import evaluation_mode
 
 HALVES = 12
@@ -25,10 +23,11 @@ class TrainingCheck:
     """Takes steps on the weights that are trained and puts them back, bit by bit. It draws from a generator of its own,
     so that training does not notice."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, temperature: float, grad_clip: float) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, temperature: float, grad_clip: float
+    ) -> None:
         self.model = model
-        # accelerate wraps it.
-        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.optimizer = optimizer
         self.temperature = temperature
         self.grad_clip = grad_clip
         fine = {"torch.float32", "torch.float64"}
@@ -39,12 +38,7 @@ class TrainingCheck:
             )
 
     def run(
-        self,
-        batch: RolloutBatch,
-        plan: StepPlan,
-        scored: Scored,
-        raised: Callable[[list[int]], Tensor],
-        tokens: int,
+        self, batch: RolloutBatch, plan: StepPlan, scored: Scored, raised: Callable[[list[int]], Tensor], tokens: int
     ) -> dict[str, float]:
         """Metrics. `raised`: places in `scored` → [N], what training raises, token by token; `tokens`: of the
         mini-batch."""

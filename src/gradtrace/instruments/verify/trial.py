@@ -9,17 +9,18 @@ zero gradient: momentum and weight decay move the weights, too, and are not the 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.attribution.result import InfluenceTrace
-from gradtrace.instruments.entropy_probe.passes import KeepDouble
-from gradtrace.instruments.verify.real_steps import Original, RealSteps
+from gradtrace.errors import GradtraceError
+from gradtrace.policy.policy import KeepDouble
 
 Gradient = dict[str, Tensor]
 FREE = (BASELINE := "|A|(1−p)", "|A|·surprisal", "|A|")
@@ -62,8 +63,12 @@ class Trial:
         mixed = [g for g in self.group.unique().tolist() if self.accepted[self.group == g].unique().numel() == 2]
         self.members = {g: (self.group == g).nonzero().squeeze(-1).tolist() for g in mixed}
         """Of the groups that have a contrast."""
-
         self.steps_taken = 0
+
+    @property
+    def responses(self) -> list[int]:
+        """Those of the groups that have a contrast."""
+        return [r for members in self.members.values() for r in members]
 
     def keep(self, groups: list[int]) -> None:
         """Only these groups are scored and measured from now on; the step's normaliser stays that of the
@@ -114,15 +119,6 @@ class Trial:
         self.steps_taken += 1
         return float((found - self._idle[key]).sum())
 
-    def update_seconds(self) -> tuple[float, float]:
-        """What forward and backward pass of the kept groups take, and what the optimizer's step does."""
-        whole = {r: torch.ones(self.lengths[r], dtype=torch.bool) for m in self.members.values() for r in m}
-        begun = time.perf_counter()
-        gradient = self.subset_gradient(whole)
-        middle = time.perf_counter()
-        self._steps.effect(gradient, lambda: torch.zeros(()))
-        return middle - begun, time.perf_counter() - middle
-
     def subset_gradient(self, chosen: dict[int, Tensor]) -> Gradient:
         """Of the loss of some tokens: response → bool[T_r]."""
         responses = [r for r, mask in chosen.items() if bool(mask.any())]
@@ -146,12 +142,12 @@ class Trial:
 
     def traced(self, config: InfluenceConfig, coming: bool = True) -> InfluenceTrace:
         """The product's scores of the mini-batch, from backward passes of its loss, one for each mixed group."""
-        responses = [r for members in self.members.values() for r in members]
+        responses = self.responses
         advantages = self.advantages[responses]
         older = config.target == "output_function"
         kept = {p: p.grad for p in self._steps.parameters.values()}
         self.model.zero_grad()
-        with InfluenceTracer(self.model, config, optimizer=self.optimizer) as tracer:
+        with InfluenceTracer(self.model, config=config, optimizer=self.optimizer) as tracer:
             for members in self.members.values():
                 places = torch.tensor([responses.index(r) for r in members])
                 _, tokens = self._padded(members)
@@ -180,22 +176,166 @@ class Trial:
     def scores(self, config: InfluenceConfig, coming: bool = True) -> dict[int, Tensor]:
         """Response → [T_r], of the mixed groups."""
         trace = self.traced(config, coming)
-        responses = [r for members in self.members.values() for r in members]
-        return {r: trace.token_scores[place].double().cpu() for place, r in enumerate(responses)}
+        return {r: trace.token_scores[place].double().cpu() for place, r in enumerate(self.responses)}
 
     def baselines(self) -> dict[str, dict[int, Tensor]]:
         """Scores that need no gradient: response → [T_r]."""
-        responses = [r for members in self.members.values() for r in members]
-        with torch.no_grad():
-            values = {
-                r: found.cpu()
-                for members in self.members.values()
-                for r, found in zip(members, self.log_probs(members), strict=True)
-            }
-        size = {r: float(self.advantages[r].abs()) for r in responses}
-        found = (
-            {r: size[r] * (1 - values[r].exp()) for r in responses},
-            {r: size[r] * -values[r] for r in responses},
-            {r: torch.full_like(values[r], size[r]) for r in responses},
+        found: dict[str, dict[int, Tensor]] = {name: {} for name in FREE}
+        for members in self.members.values():
+            with torch.no_grad():
+                log_probs = self.log_probs(members)
+            for r, values in zip(members, log_probs, strict=True):
+                size, own = float(self.advantages[r].abs()), values.cpu()
+                factors = (1 - own.exp(), -own, torch.ones_like(own))
+                for name, factor in zip(FREE, factors, strict=True):
+                    found[name][r] = size * factor
+        return found
+
+
+SMALL_MODEL = 50_000_000
+"""Parameters below which a copy in float64 costs little."""
+OF_A_DEVICE = ("params", "fused", "foreach", "capturable", "decoupled_weight_decay")
+"""Keys of a parameter group that a copy does not take over."""
+
+
+def working_copy(
+    model: nn.Module, optimizer: torch.optim.Optimizer, precision: str = "auto"
+) -> tuple[nn.Module, torch.optim.Optimizer, Original | None]:
+    """Model and optimizer to take steps with, and what they were copied from; None where they are the given ones.
+
+    `precision`: float32, float64, or auto, which is float64 for small models. Weights in half precision are copied
+    into at least float32: one step moves most of them by less than they can hold."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the one that steps
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check(trained, optimizer)
+    small = sum(p.numel() for p in trained.values()) < SMALL_MODEL
+    wanted = torch.float64 if precision == "float64" or (precision == "auto" and small) else torch.float32
+    if {p.dtype for p in trained.values()} <= {wanted, torch.float64}:
+        return model, optimizer, None
+    own = copy.deepcopy(model).to(wanted)
+    names = {p: name for name, p in trained.items()}
+    made = optimizer_like(
+        type(optimizer),
+        own,
+        optimizer.param_groups,
+        [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups],
+        {name: optimizer.state.get(p, {}) for name, p in trained.items()},
+    )
+    return own, made, (model, optimizer)
+
+
+def check(trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse weights and states that cannot be stepped and put back."""
+    if not trained:
+        raise GradtraceError("every parameter of the model is frozen (requires_grad=False): no step can move it")
+    for name, p in trained.items():
+        if hasattr(p, "device_mesh") or p.is_meta:
+            raise GradtraceError(
+                f"{name} is a shard of a weight: verify needs all of it in one process. Save a checkpoint and run "
+                "`gradtrace verify CHECKPOINT`"
+            )
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    if unknown := [name for name, p in trained.items() if p not in known]:
+        raise GradtraceError(
+            f"the optimizer does not know {unknown[0]} ({len(unknown)} such): give the one that trains this model"
         )
-        return dict(zip(FREE, found, strict=True))
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != p.shape:
+                raise GradtraceError(
+                    f"{type(optimizer).__name__} keeps {key} as {tuple(value.shape)} for a parameter of "
+                    f"{tuple(p.shape)} (quantised or factored): verify knows optimizers whose state has the shape of "
+                    "their parameters"
+                )
+
+
+def optimizer_like(
+    kind: type[torch.optim.Optimizer],
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    names: list[list[str]],
+    state: Mapping[str, Mapping[str, Any]],
+) -> torch.optim.Optimizer:
+    """An optimizer for a copy of a model in another precision, with the groups and the state of the original's."""
+    parameters = dict(model.named_parameters())
+    made = [
+        {**{k: v for k, v in group.items() if k not in OF_A_DEVICE}, "params": [parameters[n] for n in some]}
+        for group, some in zip(groups, names, strict=True)
+        if some
+    ]
+    optimizer = kind(made)  # type: ignore[call-arg]
+    for name, found in state.items():
+        p = parameters[name]
+        if found:
+            optimizer.state[p] = {key: in_precision(value, p) for key, value in found.items()}
+    return optimizer
+
+
+def in_precision(value: Any, parameter: Tensor) -> Any:
+    """A value of the optimizer's state, a copy in the precision of its parameter; counts stay as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().to(parameter.dtype if value.dim() else value.dtype)
+
+
+Original = tuple[nn.Module, torch.optim.Optimizer]
+"""The model and the optimizer that a working copy was made of."""
+
+
+class RealSteps:
+    """Takes steps of an optimizer from one state, again and again; all that it moves comes back bit by bit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        grad_clip: float = 0.0,
+        original: Original | None = None,
+    ) -> None:
+        """`grad_clip`: the norm to which gradients are clipped before a step, as training does; 0 = not at all.
+        `original`: where weights and state come back from; without it they are kept, which takes a copy of them."""
+        self.optimizer = optimizer
+        self.grad_clip = grad_clip
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._gradients = {name: p.grad for name, p in self.parameters.items()}
+        owner, owned_by = original or (model, optimizer)
+        own = dict(owner.named_parameters())
+
+        def kept(value: Any) -> Any:
+            return value.detach().clone() if isinstance(value, Tensor) and original is None else value
+
+        self._weights = {name: kept(own[name]) for name in self.parameters}
+        self._state: dict[str, dict[str, Any]] = {
+            name: {key: kept(value) for key, value in owned_by.state.get(own[name], {}).items()}
+            for name in self.parameters
+        }
+
+    def effect(self, gradient: Mapping[str, Tensor], measure: Callable[[], Tensor]) -> Tensor:
+        """`measure()` at the weights that a step with this gradient leads to, which is clipped in place; parameters it
+        leaves out have a gradient of zero, so that momentum moves them as it would."""
+        for name, p in self.parameters.items():
+            found = gradient.get(name)
+            p.grad = torch.zeros_like(p) if found is None else found.detach().to(p.dtype)
+        if self.grad_clip:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip)
+        try:
+            self.optimizer.step()
+            with torch.no_grad():
+                return measure()
+        finally:
+            self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for name, p in self.parameters.items():
+            p.grad = self._gradients[name]
+            p.copy_(self._weights[name])
+            if not self._state[name]:
+                self.optimizer.state.pop(p, None)
+                continue
+            state = self.optimizer.state[p]
+            for key, value in self._state[name].items():
+                if isinstance(value, Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = value

@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.verify.agreement import interval
-from gradtrace.instruments.verify.measure import Effects, Scores, Size, planned
+from gradtrace.instruments.verify.measure import Effects, Scores, Size, interval, planned
 from gradtrace.instruments.verify.trial import BASELINE, FREE, Trial
 from gradtrace.intervals import Interval, paired_difference
-from gradtrace.trace import lock
-from gradtrace.trace.atomic import DamagedError, JsonLines, unseal
-from gradtrace.trace.phases import PhaseStore
+from gradtrace.terminal import StageProgress
+from gradtrace.trace.files import DamagedError, JsonLines, unseal
+from gradtrace.trace.results import ResultStore
+from gradtrace.trace.run_files import acquire_lock, release_lock
 
 Agreement = dict[str, dict[str, list[float]]]
 """Score → kind of step → one rank correlation per group, in one order for all scores."""
-Progress = Callable[[str, int, int], None]
-"""(what is done, how much of it, of how much)."""
 OWN = "this run's score"
 
 
@@ -122,10 +120,7 @@ class Verification:
 
         def plain(table: dict[str, dict[str, Interval]]) -> dict[str, Any]:
             return {
-                name: {
-                    kind: [finite(value.mean), finite(value.low), finite(value.high), value.count]
-                    for kind, value in kinds.items()
-                }
+                name: {kind: [*map(finite, (v.mean, v.low, v.high)), v.count] for kind, v in kinds.items()}
                 for name, kinds in table.items()
             }
 
@@ -216,7 +211,7 @@ class Verifier:
         given: Mapping[str, Scores] | None = None,
         size: Size | None = None,
         seed: int = 0,
-        store: PhaseStore | None = None,
+        store: ResultStore | None = None,
     ) -> None:
         """`scores`: to be computed; `given`: those that are there already. The first of them all is judged. `store`:
         where scores and steps stay."""
@@ -231,19 +226,19 @@ class Verifier:
         trial.keep(list(trial.members)[: size.groups])
         self.effects = planned(trial, size, seed)
 
-    def run(self, budget: float = math.inf, progress: Progress = silent) -> Verification:
+    def run(self, budget: float = math.inf, progress: StageProgress = silent) -> Verification:
         """`budget`: seconds after which no further step begins."""
         begun = time.monotonic()
         with contextlib.ExitStack() as at_the_end:
             if self.store is not None:
-                lock.acquire(self.store.folder)
-                at_the_end.callback(lock.release, self.store.folder)
+                acquire_lock(self.store.folder)
+                at_the_end.callback(release_lock, self.store.folder)
             predictions, left_out = self._predictions(begun + FOR_SCORES * budget, progress)
             self._measure(begun + budget, progress)
         judged = next(iter(predictions))
         return Verification(judged, predictions, self.effects, time.monotonic() - begun, left_out)
 
-    def _predictions(self, deadline: float, progress: Progress) -> tuple[dict[str, Scores], list[str]]:
+    def _predictions(self, deadline: float, progress: StageProgress) -> tuple[dict[str, Scores], list[str]]:
         found: dict[str, Scores] = dict(self.given)
         left_out = []
         for done, (name, config) in enumerate(self.scores.items()):
@@ -261,7 +256,7 @@ class Verifier:
         kept = self.store.get(f"score_{slug(name)}", lambda: {str(r): v for r, v in self.trial.scores(config).items()})
         return {int(r): values for r, values in kept.items()}
 
-    def _measure(self, deadline: float, progress: Progress) -> None:
+    def _measure(self, deadline: float, progress: StageProgress) -> None:
         lines = self._kept_steps()
         total = sum(len(effects.chosen) for effects in self.effects)
         for place, effects in enumerate(self.effects):

@@ -15,6 +15,8 @@ from gradtrace.integrations.trl.batches import loss_mask
 LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "luspo", "cispo", "dapo", "vespo")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Those that take the smaller of the ratio's and the clipped ratio's term."""
+AGGREGATION = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "fixed_length"}
+"""How loss types weigh the tokens of a batch; the others count every token alike."""
 
 
 def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -24,25 +26,20 @@ def token_weights(trainer: Any, inputs: dict[str, Tensor]) -> Tensor:
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     slices, rows = trainer.current_gradient_accumulation_steps, len(mask)
     loss = trainer.loss_type
-    if loss in ("grpo", "sapo"):
-        scale = float(slices * rows)
-        weights = 1.0 / (scale * lengths)
-    else:
-        if loss == "bnpo":
-            scale = float(slices * max(1, int(mask.sum())))
-        elif loss == "dr_grpo":
-            scale = float(slices * rows * trainer.max_completion_length)
-        elif loss == "luspo":
-            scale = float(slices * rows)
-        else:  # cispo, dapo, vespo: the tokens of the whole rollout, of which an optimizer step has a part
-            tokens = max(1.0, float(inputs["num_items_in_batch"]))
-            scale = tokens * slices / trainer.args.steps_per_generation / trainer.accelerator.num_processes
-        weights = torch.full((rows, 1), 1.0 / scale)
+    scale = float(slices * rows)  # grpo, sapo, luspo
+    if loss == "bnpo":
+        scale = float(slices * max(1, int(mask.sum())))
+    elif loss == "dr_grpo":
+        scale *= trainer.max_completion_length
+    elif loss in ("cispo", "dapo", "vespo"):  # the tokens of the whole rollout: an optimizer step has a part of them
+        tokens = max(1.0, float(inputs["num_items_in_batch"]))
+        scale = tokens * slices / trainer.args.steps_per_generation / trainer.accelerator.num_processes
+    weights = 1.0 / (scale * lengths) if loss in ("grpo", "sapo") else torch.full((rows, 1), 1.0 / scale)
     return torch.where(mask.bool(), weights, 0.0)
 
 
 def training_pass(trainer: Any) -> TrainingPass:
-    """What the influence trace has to know of TRL's backward pass."""
+    """What is true of every backward pass of TRL's loss."""
     # TRL's CISPO bounds the ratio itself by epsilon_high, not 1 + epsilon_high: by its default, 0.2, every token's.
     bounded = trainer.loss_type == "cispo" and trainer.epsilon_high < 1.0
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
@@ -60,9 +57,5 @@ def clipped_loss(trainer: Any) -> Callable[[LossInputs], LossOutputs] | None:
     token's own ratio."""
     if trainer.loss_type not in CLIPPED or trainer.importance_sampling_level != "token":
         return None
-    clip = {
-        "clip_low": trainer.epsilon_low,
-        "clip_high": trainer.epsilon_high,
-        "dual_clip": trainer.args.delta,
-    }
-    return policy_loss("ppo", **clip)
+    low, high = trainer.epsilon_low, trainer.epsilon_high
+    return policy_loss("ppo", clip_low=low, clip_high=high, dual_clip=trainer.args.delta)

@@ -88,22 +88,21 @@ def attach(trainer: GRPOTrainer, run_dir: str | os.PathLike[str], **settings: An
     """Trace `trainer` from its next `train()` on. `settings`: see `TraceSettings`.
 
     ```python
-    attach(trainer, run_dir="runs/mine", influence=InfluenceConfig(hessian_mode="identity"))
+    attach(trainer, run_dir="runs/mine", write_every=10)
     ```
     """
     if not isinstance(trainer, GRPOTrainer):
         raise GradtraceError(f"attach() needs TRL's GRPOTrainer or a subclass, not {type(trainer).__name__}.")
     if isinstance(trainer, GRPOTracing):
         raise GradtraceError("this trainer is traced already: attach() once, or use TracedGRPOTrainer alone.")
-    own = type(trainer)
-    checked = TraceSettings(run_dir, **settings)
-    check_supported(trainer, checked)
-    trainer.__class__ = type(f"Traced{own.__name__}", (GRPOTracing, own), {"__module__": own.__module__})
-    return _start(trainer, checked)
+    return _start(trainer, TraceSettings(run_dir, **settings))
 
 
 def _start(trainer: Any, settings: TraceSettings) -> TraceSession:
     check_supported(trainer, settings)
+    if not isinstance(trainer, GRPOTracing):
+        own = type(trainer)
+        trainer.__class__ = type(f"Traced{own.__name__}", (GRPOTracing, own), {"__module__": own.__module__})
     plain = super(GRPOTracing, trainer)._get_per_token_logps_and_entropies
     trainer.gradtrace = TraceSession(trainer, settings, plain)
     trainer.add_callback(_Events(trainer.gradtrace))

@@ -12,8 +12,8 @@ from typing import Any
 
 from gradtrace.errors import GradtraceError
 from gradtrace.integrations.verl import cpu
-from gradtrace.integrations.verl.options import read_options
-from gradtrace.integrations.verl.refusals import NOT_TRACED, check_main
+from gradtrace.integrations.verl.cannot import NOT_TRACED, check_main
+from gradtrace.integrations.verl.settings import read_settings
 
 VENDOR = "gradtrace"
 
@@ -79,7 +79,7 @@ def without_traces(trainer: Any, mode: str) -> Any:
 
     class WithoutTraces(trainer):
         def __init__(self, config: Any) -> None:
-            if read_options(config).is_active:
+            if read_settings(config).is_active:
                 raise GradtraceError(f"trainer.v1.trainer_mode={mode} does not trace. {NOT_TRACED}.")
             super().__init__(config)
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from gradtrace.policy.cpu.fast_attention import use_fast_rotation
-from gradtrace.policy.cpu.fast_norm import use_fast_norms
+from gradtrace.policy.cpu.attention import use_fast_rotation
+from gradtrace.policy.cpu.norm import use_fast_norms
 
 
 def accelerate(model: nn.Module) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.rewards.function import batched
-from gradtrace.tasks.rewards.registry import register_reward
+from gradtrace.tasks.rewards import batched, register_reward
 
 if TYPE_CHECKING:
     from gradtrace.tasks.base import Item

@@ -3,14 +3,18 @@
     trainer ──▶ keeper ──▶ jail: candidate.py    the model's code; is asked for values and never sees a verdict
                    └─────▶ jail: examiner.py     the tests; asks for values and decides
 
-`linux` has the system calls, `jail` builds what a program sees, `seccomp` what it may ask of the kernel, `program`
-starts and ends one, `names` says whose a name in a test is, `service` judges.
+`linux` has the system calls and the filter on those of a program, `jail` builds what a program sees, `program` starts
+and ends one, `service` judges.
 """
 
 SERVICE = "gradtrace.tasks.sandbox.service:create"
 """What a keeper runs."""
 PAYLOAD, CHANNEL = 3, 4
 """Descriptors that a program starts with, beside 0 and 1."""
+PASSED, FAILED, NOTHING_ASSERTED, NOTHING_ASKED = b"1", b"0", b"2", b"3"
+"""What an examiner says of a test: the last two ended well, but no assertion has held, or the program was not asked."""
+NO_ASSERTION = "no assertion"
+"""Why a program failed whose tests ended well without an assertion that held."""
 PATIENCE = 10
 """A program is given up after this many times its limit on the clock, on a machine that is busy with other things."""
 

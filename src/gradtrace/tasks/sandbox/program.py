@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradtrace.tasks.sandbox import CHANNEL, PATIENCE, PAYLOAD, examiner, jail, linux, seccomp
-from gradtrace.tasks.sandbox.cgroup import Group
-from gradtrace.trace.atomic import write_all
+from gradtrace.tasks.sandbox import CHANNEL, PATIENCE, PAYLOAD, examiner, jail, linux
+from gradtrace.tasks.sandbox.jail import Group
+from gradtrace.trace.files import write_all
 
 START = (
     "import sys; sys.path.insert(0, {folder!r}); from gradtrace.tasks.sandbox.{runner} import main; main({packages!r})"
@@ -157,7 +157,7 @@ class Program:
         os.dup2(nowhere, 2)
         start = START.format(folder=folder, runner=runner, packages=jail.package_folders())
         environment = jail.ENVIRONMENT if self.scratch is None else {**jail.ENVIRONMENT, "HOME": self.scratch.name}
-        seccomp.install(own_network=self.isolated)
+        linux.install_filter(own_network=self.isolated)
         if runner == "examiner":
             self._examine(environment)
         os.execve(jail.INTERPRETER, [jail.INTERPRETER, "-s", "-S", "-c", start], environment)

@@ -1,9 +1,11 @@
 """The keeper's service for code: runs candidates in jails and says which tests they pass.
 
-Requests: {"kind": "isolation"}, {"kind": "calls", "code", "setup", "tests": [source], "entry_points", "stop"} or
+Requests: {"kind": "isolation"}, {"kind": "calls", "code", "setup", "tests": [source], "entry_points", "stop"},
+{"kind": "functions", "code", "tests": [{"arguments", "expected": [value]}], "entry_points": [name], "stop"} or
 {"kind": "script", "code", "tests": [{"input", "output"}], "stop"}, with "seconds" (of computing, for each run),
 "memory" (bytes) and "unsafe". Replies: {"missing": why there is none},
-{"passed": [bool], "why": what ended it early}, or {"failed": "refused" | "setup", "reason"}.
+{"passed": [bool], "why": what ended it early, or NO_ASSERTION},
+or {"failed": "refused" | "setup" | "tests", "reason"}.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import socket
 import time
 from typing import Any
 
-from gradtrace.tasks.sandbox import jail, linux
-from gradtrace.tasks.sandbox.cgroup import Group
+from gradtrace.tasks.sandbox import NO_ASSERTION, NOTHING_ASKED, NOTHING_ASSERTED, PASSED, jail, linux
+from gradtrace.tasks.sandbox.assertions import RowError
+from gradtrace.tasks.sandbox.jail import Group
 from gradtrace.tasks.sandbox.program import (
     Limits,
     Program,
@@ -26,7 +29,7 @@ from gradtrace.tasks.sandbox.program import (
     wants_to_compute,
 )
 from gradtrace.tasks.verification.channel import Channel, Message
-from gradtrace.tasks.verification.keeper import TrainerGoneError
+from gradtrace.tasks.verification.pool import TrainerGoneError
 
 LOOK_EVERY = 0.1
 """Seconds between looks at time, memory and number of processes."""
@@ -60,12 +63,14 @@ class SandboxService:
             return {"failed": "refused", "reason": self.no_isolation}
         limits = Limits(request["seconds"], request["memory"])
         try:
-            if request["kind"] == "calls":
-                passed, why = self._calls(request, limits, trainer)
-            else:
+            if request["kind"] == "script":
                 passed, why = self._scripts(request, limits, trainer)
+            else:
+                passed, why = self._calls(request, limits, trainer)
         except SetupError as error:
             return {"failed": "setup", "reason": str(error)}
+        except RowError as error:
+            return {"failed": "tests", "reason": str(error)}
         return {"passed": passed, "why": why}
 
     def close(self) -> None:
@@ -99,15 +104,21 @@ class SandboxService:
     def _calls(self, request: Message, limits: Limits, trainer: Channel) -> tuple[list[bool], str]:
         isolated = not self.no_isolation
         asking, answering = socket.socketpair()
-        payload = {"mode": "calls", "code": request["code"]}
+        payload = {"mode": request["kind"], "code": request["code"], "entry_points": request["entry_points"]}
         watch = Watch(limits, trainer, isolated, self.group)
         candidate = Program("candidate", payload, limits, isolated, channel=answering.fileno(), group=self.group)
         answering.close()  # before the next fork: a copy would hide from the examiner that the candidate ended
-        questions = {key: request[key] for key in ("setup", "tests", "entry_points", "stop")}
+        questions = {key: request[key] for key in ("kind", "setup", "tests", "entry_points", "stop")}
         examiner = Program("examiner", questions, limits, isolated, channel=asking.fileno(), group=self.group)
         asking.close()
         why = watch.run([candidate, examiner], examiner)
-        return [verdict == ord("1") for verdict in watch.output[: len(request["tests"])]], why
+        verdicts = [bytes([verdict]) for verdict in watch.output[: len(request["tests"])]]
+        if NOTHING_ASKED in verdicts:
+            test = request["tests"][verdicts.index(NOTHING_ASKED)]
+            raise RowError(f"has a test that asks nothing of the program: {test[:200]!r}")
+        if NOTHING_ASSERTED in verdicts:
+            why = why or NO_ASSERTION
+        return [verdict == PASSED for verdict in verdicts], why
 
 
 class Watch:

@@ -5,9 +5,9 @@
 
 VERL_PLATFORM=cpu is what loads it; without that a job is left alone.
 
-- `platform`: a verl platform named "cpu" (Ray schedules it as GPUs that `ray.init(num_gpus=N)` merely claims).
+- `platform`: a verl platform named "cpu" (Ray schedules it as GPUs that `ray.init(num_gpus=N)` merely claims), and
+  four places where verl 0.9 assumes an accelerator.
 - `rollout`: our sampler as a rollout replica named "gradtrace_cpu"; requests are generated in batches.
-- `adjustments`: four places where verl 0.9 assumes an accelerator.
 - `fork_server`: processes of a job that share their imports; for `gradtrace train`, which starts it.
 
 What else a configuration needs on CPU (sdpa attention, float32, no torch.compile) is in `settings()`; as words for a
@@ -59,7 +59,7 @@ def load() -> None:
     from gradtrace.integrations.verl.cpu import platform
 
     platform.register()  # before anything of verl is imported that asks for the platform
-    from gradtrace.integrations.verl.cpu import adjustments, rollout
+    from gradtrace.integrations.verl.cpu import rollout
 
     rollout.register()
-    adjustments.apply()
+    platform.adjust()

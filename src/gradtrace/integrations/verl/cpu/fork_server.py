@@ -29,7 +29,7 @@ from gradtrace.integrations.verl.cpu.forked_worker import ADDRESS, PYTHON
 PACKAGES = (
     *("torch._dynamo", "torch.distributed.checkpoint", "tensordict", "accelerate", "peft", "datasets"),
     *("transformers.modeling_utils", "transformers.models.auto", "hydra", "fastapi", "aiohttp"),
-    *("gradtrace.policy.loss", "gradtrace.rollout", "gradtrace.instruments.findings.watch"),
+    *("gradtrace.policy.loss", "gradtrace.rollout.sampler", "gradtrace.instruments.findings.watch"),
 )
 """Where the time goes when a worker imports verl. Ray and what imports it are not here: Ray reads the environment of a
 process once, when it is imported, and each worker has its own."""

@@ -11,14 +11,11 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.told import SAMPLED
+from gradtrace.integrations.verl.tables import CORRECTION, SAMPLED
 
 VALIDATION_FIELDS = ["prompts", "responses", "response_mask", "rm_scores"]
 """Fields of responses that are not trained on."""
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "advantages", "old_log_probs", "entropy"]
-
-CORRECTION = "rollout_is_weights"
-"""What verl's loss multiplies each token by, where it corrects for the sampler (algorithm.rollout_correction)."""
 
 
 def group_of_key(key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,38 +16,26 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
+from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl.dealing import Plan, plan_update
-from gradtrace.integrations.verl.driver import status
+from gradtrace.instruments.registry import enabled, instruments
+from gradtrace.instruments.steps import check_needs
+from gradtrace.integrations.verl.assign import Plan, plan_update
+from gradtrace.integrations.verl.cannot import job_cannot
+from gradtrace.integrations.verl.driver import watch
 from gradtrace.integrations.verl.driver.batches import group_of_key, read_batch, with_versions
-from gradtrace.integrations.verl.driver.probe_sampling import (
-    EvaluationSampler,
-    check_probe_job,
-    check_token_terms,
-)
-from gradtrace.integrations.verl.driver.recorder import Recorder
-from gradtrace.integrations.verl.driver.tracin import TracinDriver, Training
-from gradtrace.integrations.verl.driver.watch import Watch, process_id
+from gradtrace.integrations.verl.driver.samples import ReplicaSampler
+from gradtrace.integrations.verl.driver.selection import Training, mini_batches_of, put_advantages
+from gradtrace.integrations.verl.driver.step import DriverSteps, VerlRun
 from gradtrace.integrations.verl.launch.checkpoints import plain_tensors_only
-from gradtrace.integrations.verl.options import read_options
 from gradtrace.integrations.verl.rank import losses
 from gradtrace.integrations.verl.rank.losses import GradtraceLoss, knows_token_terms
-from gradtrace.integrations.verl.refusals import (
-    NO_CHECKS,
-    NO_SCOPE_PASS,
-    check_asynchronous,
-    check_selection_settings,
-)
-from gradtrace.integrations.verl.told import BLAME_STEP, LABELS, MISMATCH, PROBE, ROW
+from gradtrace.integrations.verl.settings import SECTION, read_settings, sections_for
+from gradtrace.integrations.verl.tables import ROW, STEP, StepMessage
 from gradtrace.metrics import batch_metrics
-from gradtrace.tasks.base import Task
 from gradtrace.tasks.datasets import stop_token_ids
-from gradtrace.tasks.named import TASKS
-from gradtrace.trace.kinds import enabled_kinds
-from gradtrace.trace.schema import ENTROPY_TRACE
 
 CPU_POLL_SECONDS = 0.05
 
@@ -54,40 +43,35 @@ CPU_POLL_SECONDS = 0.05
 class TracedTrainer(PPOTrainer):
     """What the trainers below have in common."""
 
+    asynchronous = False
+    """Rollouts go on behind a step."""
+
     def __init__(self, config: Any) -> None:
-        self.options = read_options(config)
-        self.recorder: Recorder | None = None
-        self.tracin: TracinDriver | None = None
-        self.watch: Watch | None = None
-        if self.options.is_active:
+        self.settings = read_settings(config)
+        self.steps: DriverSteps | None = None
+        self.selects = False
+        """An instrument leaves responses out of updates."""
+        self.watch: watch.Watch | None = None
+        if self.settings.is_active:
             self._prepare(config)
         super().__init__(config)
 
     def _prepare(self, config: Any) -> None:
         """Refuse what cannot be traced before any worker starts, and take over the order of the update."""
-        actor = config.actor_rollout_ref.actor
-        for what in enabled_kinds(self.options):
-            if actor.strategy != "fsdp2" and what != ENTROPY_TRACE:
-                raise GradtraceError(
-                    f"gradtrace.{what} needs actor.strategy=fsdp2, not {actor.strategy}: the hooks are in verl's "
-                    "FSDP2 engine"
-                )
         if config.get("distillation") and config.distillation.get("enabled", False):
             raise GradtraceError("gradtrace does not trace distillation: its loss is not a policy loss")
-        mode = actor.policy_loss.get("loss_mode", "vanilla")
-        self.knows_terms = actor.strategy == "fsdp2" and knows_token_terms(mode)
-        if self.options.influence_trace.scope_pass:
-            raise GradtraceError(f"gradtrace.influence_trace.scope_pass=true: {NO_SCOPE_PASS}")
-        if self.options.influence_trace.verify_every:
-            raise GradtraceError(f"gradtrace.influence_trace.verify_every: {NO_CHECKS}.")
-        if self.options.blame.enable:
-            check_token_terms(config, "blame")
-        if self.options.entropy_probe.every:
-            check_probe_job(config)
-        if self.options.tracin.enable:
-            check_selection_settings(self.options.tracin, config.actor_rollout_ref.rollout.n)
+        actor = config.actor_rollout_ref.actor
+        knows = knows_token_terms(actor.policy_loss.get("loss_mode", "vanilla"))
+        self.cannot = job_cannot(config, knows, self.asynchronous)
+        self.sections = sections_for(self.settings, self.cannot)
+        for one in enabled(self.sections).values():
+            section = getattr(self.sections, one.key)
+            check_needs(one, section, self.cannot, f"{SECTION}{one.key}")
+            if hasattr(section, "check_run"):
+                section.check_run(f"{SECTION}{one.key}", config.actor_rollout_ref.rollout.n, 0.0)
+            self.selects = self.selects or one.selects
         losses.advantage_options.clear()
-        losses.advantage_options.update(self.options.advantage_options)
+        losses.advantage_options.update(self.settings.advantage_options)
         # Groups are dealt to mini-batches here, and stay whole; verl's own shuffle would tear them apart.
         self.shuffle_seed = actor.data_loader_seed if actor.shuffle else None
         actor.shuffle = False
@@ -103,49 +87,30 @@ class TracedTrainer(PPOTrainer):
 
     def on_init_end(self) -> None:
         super().on_init_end()
-        if not self.options.is_active:
+        if not self.settings.is_active:
             return
-        config, rollout = self.config, self.config.actor_rollout_ref.rollout
-        truth = TASKS.get(self.options.task, Task).truth
+        rollout = self.config.actor_rollout_ref.rollout
         ranks = self.actor_rollout_wg.world_size
-        self.recorder = Recorder(
-            self.options,
-            self.tokenizer,
-            ranks,
-            rollout.temperature,
-            truth,
-            lambda text: print(text, flush=True),
-        )
-        if self.options.tracin.enable:
-            self.tracin = TracinDriver(self, self.options, self.recorder, ranks)
-        self.recorder.start(self.global_steps)
-        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        if self.recorder.influence is not None:
-            self.recorder.influence.say_scope(config.data.train_batch_size, actor.ppo_mini_batch_size)
-        influence = self.options.influence_trace
+        self.run_of_job = VerlRun(self, self.settings, self.cannot, lambda text: print(text, flush=True))
+        self.steps = steps = DriverSteps(self.run_of_job, self.settings, ranks, rollout.temperature)
+        steps.start(self.global_steps)
         self.actor_rollout_wg.set_loss_fn(
             GradtraceLoss(
-                actor,
-                options=dict(self.options.policy_loss_options),
-                influence=influence if influence.enable else None,
-                parts_dir=str(self.recorder.parts_dir),
-                blame=self.options.blame if self.options.blame.enable else None,
-                probe=self.recorder.probe is not None,
-                selecting=self.tracin is not None,
+                self.run_of_job.actor,
+                options=dict(self.settings.policy_loss_options),
+                instruments={
+                    name: steps.settings(name) for name in steps.reporters if instruments()[name].observer is not None
+                },
+                folder=str(steps.folder),
+                temperature=rollout.temperature,
+                selecting=self.selects,
             )
         )
-        if self.recorder.probe is not None:
-            self.recorder.probe.sampler = EvaluationSampler(
-                config,
-                self.get_llm_client(),
-                self.options.entropy_probe,
-                stop_token_ids(self.tokenizer),
-                self.recorder.report,
-            )
-        self.status = status.Status(step=self.global_steps, workers={})
-        what = ", ".join(enabled_kinds(self.options)) or "metrics only"
+        self.sampler = ReplicaSampler(self)
+        self.status = watch.Status(step=self.global_steps, workers={})
+        what = ", ".join(self.settings.kinds) or "metrics only"
         print(
-            f"gradtrace is active: {what}; on ranks 0 to {ranks - 1} of {ranks}; files in {self.options.run_dir}",
+            f"gradtrace is active: {what}; on ranks 0 to {ranks - 1} of {ranks}; files in {self.settings.run_dir}",
             flush=True,
         )
 
@@ -154,7 +119,7 @@ class TracedTrainer(PPOTrainer):
             return super()._load_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        if self.recorder is None:
+        if self.steps is None:
             super().fit(agent_loop_manager)
             return
         self._start_watch(agent_loop_manager)
@@ -171,7 +136,7 @@ class TracedTrainer(PPOTrainer):
         finally:
             if self.watch is not None:
                 self.watch.stop()
-            self.recorder.close(finished=not self.status.error)
+            self.steps.finish(finished=not self.status.error)
 
     def _start_watch(self, agent_loop_manager: Any) -> None:
         workers = {f"actor rank {r}": w for r, w in enumerate(self.actor_rollout_wg.workers)}
@@ -182,22 +147,22 @@ class TracedTrainer(PPOTrainer):
             workers[f"reward worker {number}"] = worker
         for number, worker in enumerate(agent_loop_manager.agent_loop_workers):
             workers[f"agent loop worker {number}"] = worker
-        found = ray.get([worker.__ray_call__.remote(process_id) for worker in workers.values()])
+        found = ray.get([worker.__ray_call__.remote(watch.process_id) for worker in workers.values()])
         self.status.workers = dict(zip(workers, found, strict=True))
-        self.watch = Watch(workers, self._on_death)
+        self.watch = watch.Watch(workers, self._on_death)
         self.watch.start()
 
     def _on_death(self, name: str, error: Exception) -> None:
         self.status.dead_worker = name
         self.status.error = type(error).__name__
         self._phase(self.status.phase)
-        print(f"gradtrace: {status.describe(self.status)}", flush=True)
+        print(f"gradtrace: {watch.describe(self.status)}", flush=True)
         os._exit(17)  # at once: a driver whose worker is gone would wait for it, or train on a batch with holes
 
     def _phase(self, name: str) -> None:
-        if self.recorder is not None:
+        if self.steps is not None:
             self.status.step, self.status.phase = self.global_steps, name
-            self.status.write(Path(self.options.run_dir))
+            self.status.write(Path(self.settings.run_dir))
 
     # ------------------------------------------------------------ phases of a step
 
@@ -207,15 +172,13 @@ class TracedTrainer(PPOTrainer):
 
     def prepare_step(self) -> dict[str, Any]:
         metrics: dict[str, Any] = super().prepare_step()
-        if self.tracin is not None:
-            self.tracin.submit(self.global_steps)
+        if self.steps is not None and self.config.trainer.critic_warmup <= self.global_steps:  # else there is no update
+            self.steps.submit(self, self.global_steps)
         return metrics
 
     def on_sample_end(self) -> None:
-        if self.tracin is not None and (missing := self.tracin.collect()):
-            self._check_dead(f"{missing} validation responses of TracIn did not arrive")
-        if self.recorder is not None and self.recorder.probe is not None:
-            self.recorder.probe.sample(self.global_steps)
+        if self.steps is not None and (missing := self.steps.collect(self.global_steps, self.sampler.sample)):
+            self._check_dead(f"{missing} responses to validation prompts of an instrument did not arrive")
         super().on_sample_end()
 
     def on_step_end(self) -> None:
@@ -229,12 +192,12 @@ class TracedTrainer(PPOTrainer):
     def _validate(self) -> dict[str, float]:
         self._phase("validate")
         metrics = super()._validate()
-        if self.recorder is not None and self.global_steps == 0:
-            self.recorder.log(0, metrics)
+        if self.steps is not None and self.global_steps == 0:
+            self.steps.log(0, metrics)
         return metrics
 
     def _balance_batch(self, batch: Any, metrics: Any, *args: Any, **options: Any) -> Any:
-        if self.recorder is None:
+        if self.steps is None:
             return super()._balance_batch(batch, metrics, *args, **options)
         self._check_complete(len(batch))
         ranks = max(self._dispatch_ranks()) + 1
@@ -279,72 +242,72 @@ class TracedTrainer(PPOTrainer):
         return group._dispatch_info["actor"]
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if self.recorder is None:
+        if self.steps is None:
             return super()._update_actor(batch, metrics)
-        self._phase("update" if self.tracin is None else "select")
-        rows = read_batch(
-            self.row_keys,
-            batch.partition_id,
-            self.config.data.max_response_length,
-            stop_token_ids(self.tokenizer),
-        )
-        rows = with_versions(rows, [self.tag_of_key[key] for key in self.row_keys])
-        mini_batch, whole = (torch.tensor([self.plan_of_key[key][index] for key in self.row_keys]) for index in (0, 1))
-        training: Training | None = None
-        trained = batch
-        if self.tracin is not None:
-            rows, training = self.tracin.select(rows, self.row_keys, batch, self._shuffle_seed())
-            trained, mini_batch, whole = training.batch, training.mini_batch, torch.ones_like(whole)
+        steps, step = self.steps, self.global_steps
+        self._phase("select" if self.selects else "update")
+        begin = time.perf_counter()
+        rows = self._rows(batch)
+        steps.take()
+        planned, plans = steps.plan(rows, step)
+        mini_batch = torch.tensor([self.plan_of_key[key][0] for key in self.row_keys])
+        training, trained = None, batch
+        if self.selects:
+            if planned.advantages is not rows.advantages:
+                put_advantages(planned, self.row_keys, batch.partition_id)
+            training = Training.of(self, planned, self.row_keys, batch, steps.ranks, self._shuffle_seed())
+            trained, mini_batch = training.batch, training.mini_batch
             self._phase("update")
-        labels = self.recorder.labels(rows, self.global_steps, mini_batch, whole)
-        probe, blame = self.recorder.probe, self.recorder.blame
-        told = {
-            LABELS: labels,
-            PROBE: probe.inputs(rows, self.global_steps) if probe is not None else None,
-            BLAME_STEP: blame.inputs(self.global_steps, mini_batch) if blame is not None else None,
-            MISMATCH: self.recorder.mismatch.inputs(rows, self.global_steps) if self.knows_terms else None,
-        }
-        told = {key: value for key, value in told.items() if value is not None}
-        if told:
-            row_of = {key: row for row, key in enumerate(self.row_keys)}
-            numbers = torch.tensor([row_of.get(key, -1) for key in trained.keys])
-            fields = TensorDict({ROW: numbers}, batch_size=len(numbers))
-            trained = tq.kv_batch_put(keys=trained.keys, partition_id=trained.partition_id, fields=fields)
-        trained.extra_info.update(told)
-        with nullcontext() if training is None else self.tracin.updating(training):  # type: ignore[union-attr]
+        if plans:
+            trained = self._with_rows(trained)
+            trained.extra_info[STEP] = StepMessage(step, mini_batch, plans)
+        # verl's clock of the update began before the selection.
+        self.timing_raw["update_actor"] = self.timing_raw.get("update_actor", 0.0) - (time.perf_counter() - begin)
+        with nullcontext() if training is None else mini_batches_of(self.config, training.size):
             trained = super()._update_actor(trained, metrics)
-        for key in told:
-            trained.extra_info.pop(key, None)
-        metrics.update(self.recorder.record(rows, self.global_steps, labels))
-        metrics.update(self.recorder.mismatch.metrics())
-        if blame is not None:
-            metrics.update(blame.record(rows, self.global_steps, mini_batch))
-        if probe is not None:
-            first = (mini_batch == 0).nonzero().squeeze(-1)
-            metrics.update(probe.record(rows, first, self.global_steps))
-        if self.tracin is not None:
-            metrics.update(self.tracin.metrics(rows, self.global_steps))
-        self.step_metrics = batch_metrics(rows)
+        trained.extra_info.pop(STEP, None)
+        filtered = self.config.algorithm.get("filter_groups")
+        is_whole = filtered is None or not filtered.get("enable", False)
+        metrics.update(steps.record(planned, step, observed=bool(plans), counts_rollouts=is_whole))
+        self.step_metrics = batch_metrics(planned)
         self.update_metrics = metrics
         return trained if training is None else training.whole_batch(batch)
+
+    def _rows(self, batch: Any) -> RolloutBatch:
+        """What the queue has of the responses, in the order of the trace; groups that verl's batch has torn apart are
+        made known."""
+        longest, stops = self.config.data.max_response_length, stop_token_ids(self.tokenizer)
+        rows = read_batch(self.row_keys, batch.partition_id, longest, stops)
+        rows = with_versions(rows, [self.tag_of_key[key] for key in self.row_keys])
+        torn = torch.tensor([not self.plan_of_key[key][1] for key in self.row_keys])
+        # A selection deals whole groups anew.
+        self.run_of_job.split_groups = () if self.selects else rows.group[torn].unique().tolist()
+        return rows
+
+    def _with_rows(self, batch: Any) -> Any:
+        """verl's batch, with the row of each response beside it."""
+        row_of = {key: row for row, key in enumerate(self.row_keys)}
+        numbers = torch.tensor([row_of.get(key, -1) for key in batch.keys])
+        fields = TensorDict({ROW: numbers}, batch_size=len(numbers))
+        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
     def _shuffle_seed(self) -> int | None:
         return None if self.shuffle_seed is None else self.shuffle_seed + self.global_steps
 
     def _save_checkpoint(self) -> None:
-        if self.recorder is not None:
+        if self.steps is not None:
             self._phase("save")
             known = {f"timing_s/{name}": value for name, value in self.timing_raw.items()}
-            self.recorder.before_checkpoint(self.global_steps, {**self.update_metrics, **self.step_metrics, **known})
+            self.steps.before_checkpoint(self.global_steps, {**self.update_metrics, **self.step_metrics, **known})
         super()._save_checkpoint()
 
     def _compute_metrics(
         self, batch: Any, metrics: dict[str, Any], timing_raw: Any, global_steps: int, epoch: int
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
-        if self.recorder is not None:
+        if self.steps is not None:
             # Where both have a name, ours is what docs say: verl's clip_ratio counts the longest of a batch as cut.
-            self.recorder.log(global_steps, {**metrics, **self.step_metrics})
+            self.steps.log(global_steps, {**metrics, **self.step_metrics})
 
 
 def response_order(batch: Any, place: int) -> tuple[bool, str, int]:
@@ -372,9 +335,7 @@ class GradtraceTrainer(TracedTrainer, PPOTrainerSync):
 class GradtraceAsyncTrainer(TracedTrainer, PPOTrainerColocateAsync):
     """Rollouts go on behind the step: a response may have been sampled with older weights, and by several."""
 
-    def _prepare(self, config: Any) -> None:
-        check_asynchronous(self.options)
-        super()._prepare(config)
+    asynchronous = True
 
 
 register_trainer("gradtrace")(GradtraceTrainer)

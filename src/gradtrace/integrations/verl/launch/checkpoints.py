@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.atomic import atomic_directory, seal
+from gradtrace.trace.files import atomic_directory, seal
 
 PLAIN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -155,8 +155,7 @@ def converted(run_dir: Path, step: int) -> Path:
     loop's; made once."""
     from safetensors.torch import save_file
 
-    from gradtrace.training.checkpoint import write_marker
-    from gradtrace.training.state import OPTIMIZER, STATE
+    from gradtrace.training.checkpoint import OPTIMIZER, STATE, write_marker
 
     target = run_dir / "checkpoints" / f"step_{step:06d}"
     if target.is_dir():
@@ -182,18 +181,6 @@ def converted(run_dir: Path, step: int) -> Path:
         (folder / STATE).write_bytes(seal({"step": step}))
         write_marker(folder)
     return target
-
-
-def opened(path: Path) -> Path:
-    """A checkpoint as every command of ours takes it. One of verl's (RUN/checkpoints/global_step_N), or a run whose
-    checkpoints are verl's, of which it is the latest, is converted; any other path comes back as it is."""
-    number = path.name.removeprefix("global_step_")
-    is_one = path.absolute().parent.name == "checkpoints" and number != path.name and number.isdigit()
-    run_dir = path.absolute().parent.parent if is_one else path
-    steps = steps_of(run_dir)
-    if is_one and int(number) not in steps:
-        raise GradtraceError(f"{run_dir} has no complete checkpoint of step {number}; it has {steps}")
-    return converted(run_dir, int(number) if is_one else steps[-1]) if steps else path
 
 
 def merge_lora(weights: dict[str, Any], source: Path) -> dict[str, Any]:

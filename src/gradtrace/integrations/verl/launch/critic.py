@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.algorithms import advantage
-from gradtrace.config import Config, OptimConfig
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
+from gradtrace.policy.settings import OptimConfig
 
 ESTIMATOR = "gae"
 """verl's, which is ours with advantages whitened."""

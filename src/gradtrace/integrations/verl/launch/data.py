@@ -1,15 +1,26 @@
-"""The run's prompts as the parquet files that verl reads, in the order in which the embedded loop would take them."""
+"""The run's prompts as the parquet files that verl reads, in the order in which the embedded loop would take them; and
+the run's reward as verl calls it: one response, with what was written here about its prompt.
+
+verl loads this file by its path (`reward.custom_reward_function`), in its reward workers.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from gradtrace.config.loader import load_config
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.tasks.base import Prompt, Task
+from gradtrace.tasks.base import Prompt, Task, task_class
+from gradtrace.tasks.rewards import RewardFunction
+from gradtrace.training.components import build_reward
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template for verl: prompts in the files are complete, the model's own template is applied already."""
@@ -37,3 +48,30 @@ def write_prompts(path: Path, prompts: list[Prompt], task: Task) -> None:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+_loading = threading.Lock()
+
+
+@functools.cache
+def reward_of(config_file: str) -> RewardFunction:
+    config: Config = load_config([f"recipe={config_file}"])
+    reward = build_reward(config.reward)
+    if reward is not None:
+        return reward
+    name = config.task.name
+    return RewardFunction(f"{name}.reward", task_class(name).reward)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any],
+    config: str,
+    **more: Any,
+) -> float:
+    item = json.loads(extra_info["gradtrace_item"])
+    with _loading:  # verl calls from several threads, and composing a configuration is not made for that
+        reward = reward_of(config)
+    return reward([solution_str], [item])[0]

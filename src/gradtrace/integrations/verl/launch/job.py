@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from gradtrace.config import Config
-from gradtrace.config_loader import run_of, to_yaml
+from gradtrace.config.loader import run_of, to_yaml
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError, install
-from gradtrace.instruments.tracin.validation import validation_pool
+from gradtrace.instruments.registry import enabled
 from gradtrace.integrations.verl.cpu.fork_server import fork_server
 from gradtrace.integrations.verl.cpu.forked_worker import ADDRESS, PYTHON
-from gradtrace.integrations.verl.driver.status import FILE, describe, read_status
+from gradtrace.integrations.verl.driver.watch import FILE, describe, read_status
 from gradtrace.integrations.verl.launch.checkpoints import export_policy, latest_step
 from gradtrace.integrations.verl.launch.data import write_prompts
-from gradtrace.integrations.verl.launch.translate import TRACIN_PROMPTS, Translation, translate
-from gradtrace.program import command
-from gradtrace.trace import lock
-from gradtrace.trace.reader import open_run
-from gradtrace.trace.run_files import RunFiles, nothing_left_on_error
+from gradtrace.integrations.verl.launch.translate import Translation, held_out_file, prompt_files, translate
+from gradtrace.tasks.base import Task
+from gradtrace.terminal import command
+from gradtrace.trace.reader import read_run
+from gradtrace.trace.run_files import RunFiles, nothing_left_on_error, refuse_driver
+from gradtrace.training.components import build_reward, build_task
 from gradtrace.training.logger import tracker_id
-from gradtrace.training.parts import build_task
-from gradtrace.training.run import Outcome, new_run_dir, reward_curve
+from gradtrace.training.run import TrainingResult, new_run_dir, reward_curve
 from gradtrace.training.terminal import Display, SilentDisplay
 
 LOG = "verl.log"
@@ -44,7 +44,7 @@ LOG_LINES = 15
 """Lines of verl's output that are shown when it could not even start."""
 
 
-def train(config: Config, display: Display | None = None) -> Outcome:
+def train(config: Config, display: Display | None = None) -> TrainingResult:
     """Make a run, or continue the one that `config.resume` names."""
     display = display or SilentDisplay()
     check_installed()
@@ -54,7 +54,7 @@ def train(config: Config, display: Display | None = None) -> Outcome:
     with contextlib.ExitStack() as until_the_end:
         with nothing_left_on_error(run_dir, is_new=not config.resume):
             files = until_the_end.enter_context(RunFiles(run_dir))
-            lock.refuse_driver(run_dir)
+            refuse_driver(run_dir)
             translation = prepare(config, files, display)
         display.begin(latest_step(run_dir) or 0, config.trainer.total_steps)
         with (run_dir / LOG).open("ab") as log, prepared_workers(config, translation, log) as ready:
@@ -66,7 +66,7 @@ def train(config: Config, display: Display | None = None) -> Outcome:
         last = rewards[-1][1] if rewards else None
         files.write_summary({"steps": reached, "finished": finished, "final_reward": last})
     display.end(run_dir, rewards, finished)
-    return Outcome(run_dir, reached, finished)
+    return TrainingResult(run_dir, reached, finished)
 
 
 def show(config: Config) -> str:
@@ -96,6 +96,8 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
     # Before the task, whose warm start may take a while: what verl cannot do is said at once.
     translate(config, run_dir, "", uses_cpu(config))
     model, task = build_task(config, display.warm_start)
+    if (reward := build_reward(config.reward)) is not None:
+        reward.check(task.known_items())
     files.write_config(to_yaml(dataclasses.replace(config, resume="")))
     # By itself: beside a model's config.json transformers loads the tokenizer class of that model's family.
     task.tokenizer.save_pretrained(run_dir / "tokenizer")
@@ -103,13 +105,9 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
         rollouts = 2 if config.algorithm.dynamic_sampling.enable else 1  # verl begins again when they run out
         count = rollouts * config.trainer.total_steps * config.data.train_batch_size
         write_prompts(run_dir / "data" / "train.parquet", task.next_prompts(count), task)
-        trainer = config.trainer
-        held_out = max(trainer.validation.prompts, trainer.entropy_probe.prompts if trainer.entropy_probe.every else 0)
-        validation = task.validation_prompts(held_out) or task.next_prompts(1)
+        validation = task.validation_prompts(held_out_prompts(config)) or task.next_prompts(1)
         write_prompts(run_dir / "data" / "validation.parquet", validation, task)
-    pool = run_dir / TRACIN_PROMPTS
-    if config.trainer.tracin.enable and not pool.is_file():
-        write_prompts(pool, validation_pool(config, task, display.message), task)
+    write_unreported(config, run_dir, task)
     path = Path(model)
     if "wandb" in config.trainer.logger:
         tracker = dataclasses.replace(config.trainer.wandb, id=tracker_id(run_dir, config.trainer.wandb.id))
@@ -117,6 +115,36 @@ def prepare(config: Config, files: RunFiles, display: Display) -> Translation:
     translation = translate(config, run_dir, str(path.absolute()) if path.exists() else str(model), uses_cpu(config))
     (run_dir / "verl_config.yaml").write_text(translation.to_yaml())
     return translation
+
+
+def held_out_prompts(config: Config) -> int:
+    """How many validation and instruments need, which may be the same ones."""
+    trainer = config.trainer
+    wanted = [one.held_out(getattr(trainer, one.key)) for one in enabled(trainer).values() if not one.unreported]
+    return max(trainer.validation.prompts, *wanted, 0)
+
+
+def write_unreported(config: Config, run_dir: Path, task: Task) -> None:
+    """The prompts of instruments that need some which validation does not report on, or name files of their own."""
+    reported = config.trainer.validation
+    skipped = reported.prompts if reported.every else 0
+    for one in enabled(config.trainer).values():
+        path, section = run_dir / held_out_file(one), getattr(config.trainer, one.key)
+        for name in prompt_files(config, one) if not path.is_file() else ():
+            key, files = f"trainer.{one.key}.{name}", list(getattr(section, name))
+            prompts = (
+                task.read_prompts(files, key)
+                if files
+                else task.validation_prompts(skipped + one.held_out(section))[skipped:]
+            )
+            if not prompts:
+                raise GradtraceError(
+                    f"trainer.{one.key} needs validation prompts, and none are left: the task has no more than the "
+                    f"{skipped} that trainer.validation.prompts={reported.prompts} reports on. Raise "
+                    "data.validation_fraction, lower trainer.validation.prompts, or name files of your own: "
+                    f"{key}=[FILE]."
+                )
+            write_prompts(path, prompts, task)
 
 
 @contextlib.contextmanager
@@ -226,7 +254,7 @@ class StepLines:
 
     def __init__(self, run_dir: Path, show: Callable[[int, dict[str, Any]], None]) -> None:
         """Lines that are there were shown in an earlier life of this run."""
-        self.run = open_run(run_dir)
+        self.run = read_run(run_dir)
         self.display = show
         records, self.place = self.run.metrics()
         self.last = max((record["step"] for record in records), default=0)

@@ -15,10 +15,16 @@ from typing import Any
 import yaml
 
 from gradtrace.algorithms import policy_loss
-from gradtrace.config import Config
 from gradtrace.config.keys import closest, schema_keys
+from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.integrations.verl import cpu
+from gradtrace.instruments.contract import Instrument
+from gradtrace.instruments.findings import FindingsConfig
+from gradtrace.instruments.registry import enabled, instruments
+from gradtrace.instruments.settings import PROMPT_FILES
+from gradtrace.instruments.steps import check_needs
+from gradtrace.integrations.verl import ALGORITHMS, cpu
+from gradtrace.integrations.verl.cannot import ALWAYS
 from gradtrace.integrations.verl.launch.critic import (
     check_estimator,
     critic_settings,
@@ -28,12 +34,9 @@ from gradtrace.integrations.verl.launch.critic import (
 from gradtrace.integrations.verl.launch.data import TEMPLATE
 from gradtrace.integrations.verl.rank.process_group import VARIABLE as TIMEOUT_VARIABLE
 from gradtrace.integrations.verl.rank.process_group import VERLS as VERLS_TIMEOUT
-from gradtrace.integrations.verl.refusals import NO_CHECKS, NO_SCOPE_PASS, check_selection_settings
-from gradtrace.training.parts import needs_reference
+from gradtrace.training.components import needs_reference
 
 PACKAGE = "gradtrace.integrations.verl"
-TRACIN_PROMPTS = "data/tracin_validation.parquet"
-"""The file in the run with the prompts that TracIn selection draws its validation set from."""
 FREE_IN_VERL = ("gradtrace.", "ray_kwargs.")
 """Sections of its configuration that take keys which it does not list."""
 AGGREGATION = {
@@ -47,11 +50,10 @@ MAPPED = ("model.", "rollout.", "algorithm.", "actor.", "critic.")
 """Sections that the functions below map whole."""
 TRAINER = (
     *("runs_dir", "name", "cpu_threads", "traces", "samples_every"),  # the launcher's, or the terminal's
-    *("total_steps", "seed", "logger", "wandb.", "trace_dir", "mismatch_every", "validation."),
+    *("total_steps", "seed", "logger", "wandb.", "trace_dir", "validation.", "findings."),
     *("checkpoint.every", "checkpoint.keep_last"),
-    *("entropy_trace.", "influence_trace.", "entropy_probe.", "blame.", "tracin.", "findings."),
 )
-"""What is known of the section `trainer`."""
+"""What is known of the section `trainer`, beside the sections of instruments."""
 NOT_NEEDED = {
     "rollout.compile": "a rollout engine compiles its own model",
     "rollout.max_batch_tokens": "bounds the memory of the embedded sampler; a rollout engine bounds its own",
@@ -68,8 +70,6 @@ REFUSED = {
     "actor.optim.schedule_steps": "verl's schedules end with trainer.total_steps",
     "trainer.validation.pass_k": "verl reports mean@n and best@k itself",
     "trainer.validation.success_threshold": "verl reports mean@n and best@k itself",
-    "trainer.influence_trace.scope_pass": NO_SCOPE_PASS,
-    "trainer.influence_trace.verify_every": NO_CHECKS,
     "trainer.skip_optimizer": "verl's trainer always makes its step",
     "reference.path": "verl's reference is the starting policy",
     "reward.flip_probability": "label noise is a study of the embedded loop",
@@ -113,6 +113,8 @@ def translate(config: Config, run_dir: Path, model: str, on_cpu: bool) -> Transl
         **gradtrace_settings(config, run_dir),
     }
     environment = {"VERL_USE_EXTERNAL_MODULES": PACKAGE}
+    if config.algorithm.path:
+        environment[ALGORITHMS] = config.algorithm.path
     if config.cluster.pg_timeout_seconds:
         environment[TIMEOUT_VARIABLE] = f"{config.cluster.pg_timeout_seconds:g}"
     elif os.environ.get(VERLS_TIMEOUT):  # set on this machine; the workers are to have it too
@@ -145,7 +147,7 @@ def refuse(config: Config) -> None:
     for key in leaves():
         value, usual = value_at(config, key), value_at(default, key)
         reason = REFUSED.get(key, "")
-        known = key.startswith((*LAUNCHER, *MAPPED, *(f"trainer.{name}" for name in TRAINER)))
+        known = key.startswith((*LAUNCHER, *MAPPED, *(f"trainer.{name}" for name in (*TRAINER, *instrument_keys()))))
         if key == "algorithm.dynamic_sampling.max_batches" and not config.algorithm.dynamic_sampling.enable:
             continue
         if key == "actor.share_prompts" and value == "never":  # as verl does it anyway
@@ -156,11 +158,16 @@ def refuse(config: Config) -> None:
             f"{key}={value} cannot be carried over to engine=verl: {reason or 'it is not known there'}."
         )
     check_estimator(config)
-    if config.trainer.tracin.enable:
-        check_selection_settings(config.trainer.tracin, config.rollout.n)
+    for one in enabled(config.trainer).values():
+        check_needs(one, getattr(config.trainer, one.key), ALWAYS, f"trainer.{one.key}")
     for name in ("actor", "critic"):
         if getattr(config, name).optim.schedule == "linear":
             raise GradtraceError(f"{name}.optim.schedule=linear: verl has constant and cosine only.")
+
+
+def instrument_keys() -> list[str]:
+    """The sections of instruments, with a dot where they have keys."""
+    return [f"{one.key}." if isinstance(one.settings, type) else one.key for one in instruments().values()]
 
 
 def check_sizes(config: Config) -> None:
@@ -227,13 +234,13 @@ def data_settings(config: Config, run_dir: Path) -> dict[str, Any]:
     return {
         "data.train_files": str(run_dir / "data" / "train.parquet"),
         "data.val_files": str(run_dir / "data" / "validation.parquet"),
-        "data.val_max_samples": config.trainer.validation.prompts,  # the entropy probe may have more
+        "data.val_max_samples": config.trainer.validation.prompts,  # instruments may have more
         "data.shuffle": False,  # the file has the order of the embedded loop
         "data.seed": config.trainer.seed,
         "data.train_batch_size": config.data.train_batch_size,
         "data.max_prompt_length": config.data.max_prompt_length,
         "data.max_response_length": config.rollout.max_new_tokens,
-        "reward.custom_reward_function.path": str(Path(__file__).with_name("reward.py")),
+        "reward.custom_reward_function.path": str(Path(__file__).with_name("data.py")),
         "reward.custom_reward_function.name": "compute_score",
         "+reward.custom_reward_function.reward_kwargs.config": str(run_dir / "config.yaml"),
     }
@@ -337,25 +344,42 @@ def algorithm_settings(config: Config) -> dict[str, Any]:
 
 def gradtrace_settings(config: Config, run_dir: Path) -> dict[str, Any]:
     """Our own section of verl's configuration: what is not at its default."""
-    from gradtrace.integrations.verl.options import VerlOptions
-
     trace_dir = config.trainer.trace_dir
     wanted: dict[str, Any] = {
         "run_dir": str(run_dir),
         "trace_dir": trace_dir and str(Path(trace_dir).expanduser().absolute()),
         "metrics": True,
         "task": config.task.name,
-        "mismatch_every": config.trainer.mismatch_every,
         "policy_loss_options": dict(config.algorithm.policy_loss_options),
         "advantage_options": dict(config.algorithm.advantage_options),
     }
-    defaults = dataclasses.asdict(VerlOptions())
-    for name in ("entropy_trace", "influence_trace", "blame", "entropy_probe", "tracin", "findings"):
-        knobs = dataclasses.asdict(getattr(config.trainer, name))
-        wanted[name] = {key: value for key, value in knobs.items() if value != defaults[name][key]}
-    if config.trainer.tracin.enable:
-        wanted["tracin"]["val_files"] = [str(run_dir / TRACIN_PROMPTS)]
+    wanted["findings"] = changed(config.trainer.findings, FindingsConfig())
+    for one in instruments().values():
+        wanted[one.key] = changed(getattr(config.trainer, one.key), one.default())
+        for name in prompt_files(config, one):
+            wanted[one.key][name] = [str(run_dir / held_out_file(one))]
     return {f"+gradtrace.{name}": value for name, value in wanted.items() if value not in ({}, "")}
+
+
+def changed(section: Any, default: Any) -> Any:
+    """What is not at its default in a section; a number as it is."""
+    if not dataclasses.is_dataclass(section):
+        return section
+    values, usual = (dataclasses.asdict(of) for of in (section, default))  # type: ignore[arg-type]
+    return {key: value for key, value in values.items() if value != usual[key]}
+
+
+def prompt_files(config: Config, one: Instrument) -> list[str]:
+    """Settings of an instrument that is on which name files with prompts: verl reads those from the run's folder."""
+    section = getattr(config.trainer, one.key)
+    if one.name not in enabled(config.trainer) or not dataclasses.is_dataclass(section):
+        return []
+    return [field.name for field in dataclasses.fields(section) if field.metadata.get(PROMPT_FILES)]
+
+
+def held_out_file(one: Instrument) -> str:
+    """Where in the run the prompts of an instrument are that is given prompts of its own."""
+    return f"data/{one.key}_validation.parquet"
 
 
 def pass_through(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

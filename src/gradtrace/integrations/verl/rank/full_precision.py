@@ -1,5 +1,5 @@
 """Passes in float32 of a model that FSDP2 computes in bf16: the stored weights are float32, only their gathered copies
-are not. bf16 would round away the changes that the entropy probe, blame and loss terms measure.
+are not. bf16 would round away the changes that differences of passes measure.
 
 FSDP2 fixes the precision of its copies when it first gathers; torch has no public way to change it later. So what it
 keeps of them is laid aside for the time of the passes, with all weights sharded, and put back as it was.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +24,14 @@ from gradtrace.algorithms import (
     policy_loss,
     policy_loss_names,
 )
+from gradtrace.algorithms.registry import import_algorithms
 from gradtrace.attribution import TrainingPass
-from gradtrace.config import BlameConfig, InfluenceTraceConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.registry import instruments
+from gradtrace.integrations.verl import ALGORITHMS, PREFIX
+from gradtrace.integrations.verl.rank.sequences import dense
+from gradtrace.integrations.verl.tables import CORRECTION
 
-PREFIX = "gradtrace_"
 VERL_LOSSES_WITH_PLAIN_GRADIENT = ("vanilla", "gspo", "cispo")
 """verl's losses whose gradient at ratio 1 is −A∇ℓ for every token."""
 
@@ -49,16 +54,15 @@ class GradtraceLoss:
     """verl's ActorConfig."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of our policy loss."""
-    influence: InfluenceTraceConfig | None = None
-    """None: nothing is traced on the ranks."""
-    parts_dir: str = ""
-    """Where each rank puts its part of a step's trace."""
-    blame: BlameConfig | None = None
-    """None: no gradient is shared out; which steps are is said in their data."""
-    probe: bool = False
-    """The entropy probe is on; which steps it probes is said in their data."""
+    instruments: Mapping[str, Any] = field(default_factory=dict)
+    """Name → settings of the instruments that are on; which steps they observe is said in the data of each."""
+    folder: str = ""
+    """Where each rank leaves its tables."""
+    temperature: float = 1.0
+    """Of the rollout."""
     selecting: bool = False
-    """TracIn selection is on: mini-batches are filled up, and a mean over responses counts those that are real."""
+    """Responses are left out of updates: mini-batches are filled up, and a mean over responses counts those that are
+    real."""
     engine_attached: bool = field(default=False, init=False)
 
     @property
@@ -79,17 +83,12 @@ class GradtraceLoss:
     def __call__(
         self, model_output: Any, data: Any, dp_group: Any = None, **ignored: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        asked = {
-            "influence trace": self.influence is not None,
-            "blame": self.blame is not None,
-            "entropy probe": self.probe,
-            "TracIn selection": self.selecting,
-        }
-        if any(asked.values()) and not self.engine_attached:
-            what = next(name for name, wanted in asked.items() if wanted)
+        asked = [name for name in self.instruments if instruments()[name].record is not None]
+        if asked and not self.engine_attached:
             raise GradtraceError(
-                f"The {what} was asked for, but this worker runs verl's own engine. Workers must load the "
-                "plugin: pass VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl to all nodes, e.g. with "
+                f"gradtrace was asked for ({', '.join(asked)}), but this worker runs verl's own engine. "
+                "Workers must load the plugin: pass VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl to all "
+                "nodes, e.g. with "
                 "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl"
             )
         token = _extras.set((self.extras_of(model_output, data), self.options))
@@ -118,8 +117,8 @@ class GradtraceLoss:
         log_probs = no_padding_2_padding(model_output["log_probs"], data)
         values = self.policy_terms(log_probs, dense(data, "old_log_probs", log_probs), model_output, data)
         extras = self.extras_of(model_output, data)
-        if "rollout_is_weights" in data:
-            values = values * dense(data, "rollout_is_weights", log_probs)
+        if CORRECTION in data:
+            values = values * dense(data, CORRECTION, log_probs)
         if self.actor.entropy_coeff:
             values = values - self.actor.entropy_coeff * extras["entropies"]
         if self.actor.use_kl_loss and self.actor.kl_loss_coef:
@@ -139,13 +138,6 @@ class GradtraceLoss:
 def knows_token_terms(mode: str) -> bool:
     """Whether `GradtraceLoss.token_losses` can tell a token's own term of this loss_mode."""
     return mode == "vanilla" or mode.removeprefix(PREFIX) in policy_loss_names()
-
-
-def dense(data: Any, name: str, like: Tensor) -> Tensor:
-    """A nested column [b, j] as wide as `like` [b, T], zero outside."""
-    values = data[name]
-    values = values.to_padded_tensor(0.0) if values.is_nested else values
-    return torch.nn.functional.pad(values, (0, like.shape[1] - values.shape[1])).to(like.device)
 
 
 # ---------------------------------------------------------------- how actor.loss_agg_mode weighs tokens
@@ -246,6 +238,8 @@ def verl_advantage(name: str) -> Any:
 
 def register() -> None:
     """Every loss and every estimator that needs no critic as gradtrace_NAME; those that verl lacks as NAME too."""
+    if path := os.environ.get(ALGORITHMS):
+        import_algorithms(path)
     for name in policy_loss_names():
         function = verl_policy_loss(name)
         register_policy_loss(f"{PREFIX}{name}")(function)

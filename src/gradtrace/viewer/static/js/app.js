@@ -1,35 +1,31 @@
 // The application: which run, page, step and group the address names, and keeping them up to date.
 
-import { Chrome } from "./chrome.js";
+import { Chrome, applyTheme, flipTheme } from "./chrome.js";
 import { element } from "./dom.js";
 import { openAblationPage } from "./pages/ablation.js";
 import { openFindPage } from "./pages/find.js";
 import { openFindingsPage } from "./pages/findings.js";
 import { openGroupPage } from "./pages/group.js";
 import { openInstrumentPage } from "./pages/instrument.js";
-import { failurePage, noInstrumentPage, noRunPage, noTracePage, untracedStepPage } from "./pages/nothing.js";
+import { failurePage, noInstrumentPage, noRunPage, noTracePage, untracedStepPage } from "./pages/page.js";
 import { openProbePage } from "./pages/probe.js";
 import { openRunPage } from "./pages/run.js";
 import { openStepPage } from "./pages/step.js";
 import { openTokensPage } from "./pages/tokens.js";
 import { openTracinPage } from "./pages/tracin.js";
-import { RunHistory } from "./run_history.js";
-import { applyTheme, flipTheme } from "./theme.js";
+import { RunHistory } from "./source.js";
 import { UrlState } from "./url_state.js";
 
+/** Pages of the whole run, which need no traced step. */
+const RUN_PAGES = { run: openRunPage, ablation: openAblationPage, find: openFindPage, findings: openFindingsPage };
 const PAGES = {
-  run: openRunPage,
+  ...RUN_PAGES,
   step: openStepPage,
   group: openGroupPage,
   tokens: openTokensPage,
   tracin: openTracinPage,
   probe: openProbePage,
-  ablation: openAblationPage,
-  find: openFindPage,
-  findings: openFindingsPage,
 };
-/** Pages of the whole run, which need no traced step. */
-const OF_THE_RUN = ["run", "ablation", "find", "findings"];
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
 const CARRIED = "run with step group view left right scale credit asks order spaces smooth chart".split(" ");
 /** "with=" nothing: otherwise the runs of the command line would come back. */
@@ -42,7 +38,7 @@ const SLOW_LOAD = 200;
  * What a page gets to know: where it is, and how to go elsewhere.
  * @typedef {{
  *   page: string, run: RunHistory, overlays: RunHistory[], step: number | null, group: number | null,
- *   groups: number[] | null, source: any, url: UrlState, instruments: import("./run_history.js").Instrument[],
+ *   groups: number[] | null, source: any, url: UrlState, instruments: import("./source.js").Instrument[],
  *   announce(text: string): void, fail(error: Error): void,
  *   go(page: string, changes?: object): void, href(page: string, changes?: object): string,
  * }} Context
@@ -53,9 +49,10 @@ export class App {
     this.source = source;
     this.url = new UrlState();
     this.histories = new Map();
+    // Empty until the server has answered: the address may change before that.
     this.runs = [];
     this.defaultRuns = [];
-    /** @type {import("./run_history.js").Instrument[]} */
+    /** @type {import("./source.js").Instrument[]} */
     this.instruments = [];
     this.ticket = 0;
     this.page = null;
@@ -86,8 +83,8 @@ export class App {
   async refreshRuns() {
     const { runs, default: chosen, instruments } = await this.source.json("runs");
     this.runs = runs;
-    this.instruments = instruments;
     this.defaultRuns = chosen;
+    this.instruments = instruments;
     if (this.context) this.showBar(this.context);
   }
 
@@ -126,10 +123,7 @@ export class App {
       this.runs.find((run) => run.name === named) ??
       (named === null ? this.runs.find((run) => run.id === this.defaultRuns[0]) : null);
     if (!open) return { page, run: null, named };
-    const withNames = this.url.read().parameters.has("with") ? this.url.getAll("with") : this.defaultOverlays(open);
-    const others = withNames
-      .map((name) => this.runs.find((run) => run.name === name))
-      .filter((run) => run && run.id !== open.id);
+    const others = this.overlaysOf(open);
     const [run, ...overlays] = await Promise.all([open, ...others].map((each) => this.history(each)));
     const only = run.isAblation ? "ablation" : run.onlyPage;
     const known = only ?? (this.isPage(page) ? page : "run");
@@ -151,10 +145,14 @@ export class App {
     };
   }
 
-  /** Several runs named on the command line are compared from the start. */
-  defaultOverlays(open) {
-    if (!this.defaultRuns.includes(open.id)) return [];
-    return this.defaultRuns.filter((id) => id !== open.id).map((id) => this.runs.find((run) => run.id === id)?.name);
+  /** Runs to lay over this one: those in the address; several named on the command line are compared from the start. */
+  overlaysOf(open) {
+    const names = this.url.read().parameters.has("with") ? this.url.getAll("with") : null;
+    const chosen = names
+      ? names.map((name) => this.runs.find((run) => run.name === name))
+      : this.defaultRuns.map((id) => this.runs.find((run) => run.id === id));
+    const isCompared = names !== null || this.defaultRuns.includes(open.id);
+    return isCompared ? chosen.filter((run) => run && run.id !== open.id) : [];
   }
 
   /** The step in the address, else the newest one with influence, else the newest one that the page can show. */
@@ -162,9 +160,8 @@ export class App {
     const asked = this.url.number("step");
     if (asked !== null) return asked;
     if (this.instrumentOf(page)) return run.stepsOf(this.kindsOf(page)).at(-1) ?? null;
-    const influence = [...run.traces.influence_trace.steps.keys()];
-    const steps = influence.length ? influence : run.tracedSteps;
-    return steps.length ? Math.max(...steps) : null;
+    const influence = run.stepsOf(["influence_trace"]);
+    return (influence.length ? influence : run.tracedSteps).at(-1) ?? null;
   }
 
   /** The group in the address, else the first one that was scored. */
@@ -203,7 +200,7 @@ export class App {
   async makePage(context) {
     if (!context.run) return noRunPage(context.named);
     const { page, run, step } = context;
-    if (!OF_THE_RUN.includes(page)) {
+    if (!(page in RUN_PAGES)) {
       const steps = run.stepsOf(this.kindsOf(page));
       const instrument = this.instrumentOf(page);
       if (!steps.length) return instrument ? noInstrumentPage(run, instrument) : noTracePage(run);
@@ -235,8 +232,14 @@ export class App {
       });
     const tabs = [];
     const add = (target, label, moves = null) => {
-      const stepper = moves && this.neighbours(moves, context);
-      tabs.push({ page: target, label, href: href(target), current: target === page, stepper });
+      const current = target === page;
+      tabs.push({
+        page: target,
+        label,
+        href: href(target),
+        current,
+        stepper: moves && this.neighbours(moves, context),
+      });
     };
     if (!run.isAblation && !run.onlyPage) {
       add("run", "Run");
@@ -307,14 +310,11 @@ export class App {
   }
 
   toggleOverlay(name, on) {
-    const { page, parameters } = this.url.read();
-    const shown = parameters.has("with") ? parameters.getAll("with") : this.context.overlays.map((each) => each.name);
-    const names = new Set(shown.filter((each) => each !== NO_OVERLAY));
-    if (on) names.add(name);
-    else names.delete(name);
-    parameters.delete("with");
-    for (const each of names.size ? names : [NO_OVERLAY]) parameters.append("with", each);
-    this.url.write(`#/${page}?${parameters}`);
+    // The address is ahead of what is drawn while the page loads: two quick ticks count twice.
+    const shown = this.overlaysOf(this.context.run).map((run) => run.name);
+    const others = shown.filter((each) => each !== name);
+    const names = on ? [...others, name] : others;
+    this.url.update({ with: names.length ? names : NO_OVERLAY });
     this.render();
   }
 
@@ -332,18 +332,18 @@ export class App {
   frameKey(key) {
     /** @type {HTMLInputElement | null} */
     const search = document.querySelector("main input[type=search]");
+    const moveGroup = (direction) => this.context?.page === "group" && this.move("group", direction);
     const actions = {
       t: () => this.toggleTheme(),
       "?": () => this.chrome.showHelp(this.page?.hints ?? {}),
       "[": () => this.move("step", -1),
       "]": () => this.move("step", 1),
-      h: () => this.context?.page === "group" && this.move("group", -1),
-      l: () => this.context?.page === "group" && this.move("group", 1),
+      h: () => moveGroup(-1),
+      l: () => moveGroup(1),
       "/": () => search?.focus(),
     };
-    if (!actions[key]) return false;
-    actions[key]();
-    return true;
+    actions[key]?.();
+    return key in actions;
   }
 
   /* ---------- staying up to date ---------- */

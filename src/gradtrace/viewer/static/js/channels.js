@@ -1,64 +1,105 @@
-// The things a heat map can show, and how each becomes colour.
-
-import { signedClass, signedClassName, unsignedClass, unsignedClassName } from "./scales.js";
+// The things a heat map can show, and what to say about each.
 
 export const CREDIT_NAMES = { loss_term: "loss term", tail: "tail", position: "position", likelier: "likelier" };
+/** {credit: its name} of these. */
+export function creditNames(credits) {
+  return Object.fromEntries(credits.map((each) => [each, CREDIT_NAMES[each]]));
+}
 export const CREDIT_HINT =
   "loss term: this token's own term of the objective only. tail: the same, in the last block's weights. position: everything that flows through this token's position, later tokens' losses included. likelier: a step that makes the token likelier, whatever training does with it.";
 
-export const CHANNELS = {
-  entropy: { title: "Entropy", ramp: "e", signed: false, unit: "nats" },
-  influence: { title: "Influence", ramp: "", signed: true, unit: "influence" },
-  delta_v: { title: "ΔV", ramp: "", signed: true, unit: "change of the expected reward" },
-  log_prob: { title: "Log-prob", ramp: "l", signed: false, unit: "nats" },
-  mismatch: {
-    title: "Ratio",
-    ramp: "",
-    signed: true,
-    unit: "nats: ln of the trainer’s over the sampler’s probability",
+/**
+ * What the page adds to the columns of the step table: its own colours (influence by the chosen credit, ΔV, which comes
+ * while one watches, and the advantage of a response), and better words. meaning: what the colours mean; signs: what
+ * positive and negative say; missing: why a group may lack it.
+ */
+const WORDS = {
+  entropy: {
+    ramp: "e",
+    meaning: "How undecided the model was when it chose this token. Stronger colour: more undecided.",
+    missing: "This run’s files hold no entropies: rollouts that were imported may have none.",
   },
-  advantage: { title: "Advantage", ramp: "", signed: true, unit: "of the whole response" },
-  no_step: { title: "Clip mask", ramp: "l", signed: false, unit: "where training takes no step" },
-  reference_gap: { title: "KL", ramp: "", signed: true, unit: "nats, log-prob minus the reference’s" },
-  token_grad_share: { title: "Gradient share", ramp: "", signed: true, unit: "of ‖g‖² of its optimizer step" },
+  influence: {
+    title: "Influence",
+    signed: true,
+    adds_up: true,
+    unit: "influence",
+    missing: "No influence was stored for this group; above stands why.",
+  },
+  delta_v: {
+    title: "ΔV",
+    signed: true,
+    adds_up: true,
+    unit: "change of the expected reward",
+    signs: [
+      "the token made a high reward likelier.",
+      "less likely. V after the token minus V before it, by sampled continuations.",
+    ],
+    missing: "Not measured here: gradtrace counterfactual RUN --step S --group G measures it.",
+  },
+  log_prob: {
+    meaning: "How unlikely the token was that was sampled. Stronger colour: less likely.",
+    missing: "This run’s files hold no log-probs: rollouts that were imported may have none.",
+  },
+  mismatch: {
+    unit: "nats: ln of the trainer’s over the sampler’s probability",
+    meaning: "",
+    signs: [
+      "the trainer finds the token likelier than the sampler that drew it.",
+      "less likely. Zero where both compute the same policy.",
+    ],
+    missing: "This run’s files hold no ratio: it is written where the sampler reports log-probs of its own.",
+  },
+  advantage: {
+    title: "Advantage",
+    signed: true,
+    unit: "of the whole response",
+    signs: [
+      "training raises the probability of this response.",
+      "it lowers it. The parts of a reward are not stored for each response: the run page charts their means (reward_part/…).",
+    ],
+    missing: "This run’s files hold no advantages.",
+  },
+  no_step: {
+    unit: "where training takes no step",
+    meaning: "Coloured tokens take no step: they were clipped.",
+    missing: "This run’s files hold no clip mask: influence traces have it.",
+  },
+  reference_gap: {
+    unit: "nats, log-prob minus the reference’s",
+    meaning: "Positive, bar above: the policy likes the token more than the reference does. Negative: less.",
+    missing:
+      "This step’s files hold no distance to a reference: blame has it (trainer.blame.enable) where training knows a reference.",
+  },
+  token_grad_share: {
+    unit: "of ‖g‖² of its optimizer step",
+    meaning:
+      "Positive, bar above: the token’s own term points along the step’s gradient. Negative: against it. All shares of a step add up to 1.",
+    missing: "This step has no blame: trainer.blame.enable=true writes it every trainer.blame.write_every steps.",
+  },
 };
+/**
+ * What a heat map can show, by name: {title, unit, signed, adds_up, ramp, meaning, signs, missing}.
+ * @type {Record<string, any>}
+ */
+export const CHANNELS = { ...WORDS };
 
-/** Why a group may lack a channel. */
-export const WHY_MISSING = {
-  entropy: "This run’s files hold no entropies: rollouts that were imported may have none.",
-  log_prob: "This run’s files hold no log-probs: rollouts that were imported may have none.",
-  advantage: "This run’s files hold no advantages.",
-  influence: "No influence was stored for this group; above stands why.",
-  delta_v: "Not measured here: gradtrace counterfactual RUN --step S --group G measures it.",
-  mismatch: "This run’s files hold no ratio: it is written where the sampler reports log-probs of its own.",
-  no_step: "This run’s files hold no clip mask: influence traces have it.",
-  reference_gap:
-    "This step’s files hold no distance to a reference: blame has it (trainer.blame.enable) where training knows a reference.",
-  token_grad_share:
-    "This step has no blame: trainer.blame.enable=true writes it every trainer.blame.write_every steps.",
-};
-/** What the colours mean, in channels that one sentence explains. */
-export const MEANINGS = {
-  entropy: "How undecided the model was when it chose this token. Stronger colour: more undecided.",
-  log_prob: "How unlikely the token was that was sampled. Stronger colour: less likely.",
-  no_step: "Coloured tokens take no step: they were clipped.",
-  reference_gap: "Positive, bar above: the policy likes the token more than the reference does. Negative: less.",
-  token_grad_share:
-    "Positive, bar above: the token’s own term points along the step’s gradient. Negative: against it. All shares of a step add up to 1.",
-};
-
-export function classOf(channel, value, top) {
-  if (!(top > 0) || !Number.isFinite(value)) return 0;
-  return CHANNELS[channel].signed ? signedClass(value, top) : unsignedClass(value, top);
+/** Take in the columns that the server calls colours; one that this page has no words for explains itself. */
+export function learnChannels(colours) {
+  for (const [name, { meaning, written_by, ...colour }] of Object.entries(colours)) {
+    if (name.startsWith("influence_")) continue; // one colour, by the chosen credit
+    const signs = colour.signed ? " Positive: bar above. Negative: bar below." : "";
+    const by = written_by ? `: ${written_by} writes it` : "";
+    const own = { meaning: `${capitalised(meaning)}.${signs}`, missing: `This step’s files do not hold it${by}.` };
+    CHANNELS[name] = { ramp: "l", ...colour, ...own, ...WORDS[name] };
+  }
 }
 
-export function classNameOf(channel, level) {
-  return CHANNELS[channel].signed ? signedClassName(level) : unsignedClassName(CHANNELS[channel].ramp, level);
+function capitalised(words) {
+  return words.charAt(0).toUpperCase() + words.slice(1);
 }
 
-/** The classes of a legend, from low to high. */
-export function rampOf(channel) {
-  const { signed, ramp } = CHANNELS[channel];
-  if (signed) return ["n5", "n4", "n3", "n2", "n1", "zero", "p1", "p2", "p3", "p4", "p5"];
-  return ["zero", ...[1, 2, 3, 4, 5, 6].map((level) => ramp + level)];
+/** The colours of a group that are neither the page's own nor known to it: they stand in the numbers of a token. */
+export function furtherChannels(group) {
+  return Object.keys(CHANNELS).filter((name) => !(name in WORDS) && group.values(name) !== null);
 }

@@ -1,4 +1,4 @@
-// The frame around every page: top bar with the run switcher and tabs, key hints at the bottom, help, theme.
+// The frame around every page: top bar with the run switcher and tabs, key hints, help, and light or dark.
 
 import { append, button, element, linkTo, svgElement } from "./dom.js";
 import { ago } from "./format.js";
@@ -10,7 +10,7 @@ const READING = [
 ];
 
 export class Chrome {
-  /** actions: {href(page), move(page, direction), switchRun, toggleOverlay, toggleTheme} */
+  /** actions: {move(page, direction), hrefOfRun(run), toggleOverlay(name, on), toggleTheme(), refreshRuns()} */
   constructor(actions) {
     this.actions = actions;
     this.bar = element("header", "bar");
@@ -67,8 +67,7 @@ export class Chrome {
   showHints(hints, tail) {
     const all = Object.entries({ ...hints, t: "theme", "?": "help" });
     const shown = all.map(([keys, words]) => element("span", "hint", ...kbds(keys), element("span", "", words)));
-    this.foot.replaceChildren(...shown);
-    if (tail) this.foot.append(element("span", "tail wide-only", tail));
+    this.foot.replaceChildren(...shown, ...(tail ? [element("span", "tail wide-only", tail)] : []));
   }
 
   showHelp(hints) {
@@ -160,5 +159,34 @@ class RunPicker {
       onchange: () => this.actions.toggleOverlay(each.name, box.checked),
     });
     return element("div", "item", link, element("label", "", box, "compare"));
+  }
+}
+
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+function stored() {
+  try {
+    return localStorage.getItem("gradtrace-theme");
+  } catch {
+    return null; // a sandboxed frame has no storage
+  }
+}
+
+export function applyTheme(onChange) {
+  const apply = () => {
+    document.documentElement.dataset.theme = stored() ?? (system.matches ? "dark" : "light");
+    onChange();
+  };
+  apply();
+  system.addEventListener("change", apply);
+}
+
+export function flipTheme() {
+  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem("gradtrace-theme", theme);
+  } catch {
+    // it then lasts until the page is closed
   }
 }

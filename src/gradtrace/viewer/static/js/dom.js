@@ -70,6 +70,12 @@ export function svgPath(points, className) {
   return svgElement("path", { d, class: className });
 }
 
+/** The area between two lines of [x, y]. */
+export function svgBand(above, below, className) {
+  const corners = [...above, ...below.toReversed()].map((place) => place.map((each) => each.toFixed(1)).join(","));
+  return svgElement("polygon", { points: corners.join(" "), class: className });
+}
+
 /** A number or a name beside an axis, as an SVG node. */
 export function axisText(x, y, text, anchor = "start", className = "axis") {
   return svgElement("text", { x, y, class: className, "text-anchor": anchor }, text);
@@ -89,6 +95,19 @@ export function menuOf(label, options, onchange = null) {
   for (const [value, text] of options) node.append(element("option", "", { value }, text));
   if (onchange) node.addEventListener("change", onchange);
   return node;
+}
+
+/** @typedef {Part | [string, ...Part[]]} Cell what is in a cell, or its class name before that */
+
+/** A row of a table: its cells after its class name and its attributes. @param {...Cell} cells */
+export function rowOf(className, attributes, ...cells) {
+  const shown = cells.map((cell) => (Array.isArray(cell) ? element("td", ...cell) : element("td", "", cell)));
+  return element("tr", className, attributes, ...shown);
+}
+
+/** A row whose one cell goes through all columns. */
+export function wideRow(className, columns, ...content) {
+  return rowOf(className, null, ["", { colspan: columns }, ...content]);
 }
 
 /** A table with its heads above its body: a row of them, or {name: class name}. */
@@ -120,9 +139,19 @@ export function passDots(passed, total) {
   return element("span", "dots", { role: "img", "aria-label": `${passed} of ${total} accepted` }, ...dots);
 }
 
-/** A big number with its name under it, for page heads. */
-export function fact(value, label) {
-  return element("div", "fact", element("b", "", value), element("span", "", label));
+/** Big numbers with their names under them, for page heads: [value, name, hint?], or null for none. */
+export function factList(...facts) {
+  const known = facts.filter((each) => each !== null);
+  const parts = known.map(([value, label, title = null]) =>
+    element("div", "fact", { title }, element("b", "", value), element("span", "", label)),
+  );
+  return element("div", "facts", ...parts);
+}
+
+/** Mark one of these nodes as the current one, and bring it into view. */
+export function markCurrent(nodes, current) {
+  for (const node of nodes) node.classList.toggle("current", node === current);
+  current?.scrollIntoView({ block: "nearest" });
 }
 
 /** Why there is nothing to see. `level`: h1 where it is the whole page. */

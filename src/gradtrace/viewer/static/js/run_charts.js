@@ -1,6 +1,7 @@
 // Which curves the run page draws, from which metrics, and why one may be empty.
 
 import { fixed, signed } from "./format.js";
+import { meanOf } from "./statistics.js";
 
 const off = (kind) => (run) => run.whyNone(kind);
 const notLogged = (metric) => (run) => (run.isLive ? "nothing written yet" : `this run logged no ${metric}`);
@@ -11,10 +12,15 @@ const thousandths = (value) => fixed(value, 3);
 /** Options of a chart of shares. */
 const SHARES = { includesZero: true, format: percent, tick: percentTick };
 
-const line = (metric, more = {}) => ({ label: "", points: (run) => run.series(metric), ...more });
+const computed = (points, more = {}) => ({ label: "", points, ...more });
+const line = (metric, more = {}) => computed((run) => run.series(metric), more);
+const dashed = (metric, label, more = {}) => line(metric, { label, dashed: true, ...more });
+
+/** A chart, see Chart; `options`: what else it may have. */
+const chart = (key, title, unit, lines, options = {}) => ({ key, title, unit, lines, ...options });
 
 function single(key, title, unit, metric, options = {}) {
-  return { key, title, unit, lines: [line(metric)], why: notLogged(metric), ...options };
+  return chart(key, title, unit, [line(metric)], { why: notLogged(metric), ...options });
 }
 
 /** Share of the step's responses that went into the influence trace. */
@@ -30,16 +36,10 @@ function selectedShare(run) {
 
 /** Time of tracing over the time of everything else. */
 export function overheadOf(row) {
-  const total = row["timing_s/influence_total"] ?? sumOf(row, "timing_s/influence_");
+  const own = Object.keys(row).filter((name) => name.startsWith("timing_s/influence_"));
+  const total = row["timing_s/influence_total"] ?? own.reduce((sum, name) => sum + row[name], 0);
   const step = row["timing_s/step"];
   return total > 0 && step > total ? total / (step - total) : undefined;
-}
-
-function sumOf(row, prefix) {
-  return Object.entries(row).reduce(
-    (sum, [name, value]) => (name.startsWith(prefix) && typeof value === "number" ? sum + value : sum),
-    0,
-  );
 }
 
 const MEASURED = "entropy_probe/delta_h_measured";
@@ -56,11 +56,10 @@ export function entropyChanges(run) {
 
 /** How well the probe predicted: Pearson's r over all steps. */
 function correlationText(run) {
-  const pairs = entropyChanges(run).map(({ predicted, measured }) => [predicted, measured]);
+  const pairs = entropyChanges(run);
   if (pairs.length < 3) return "";
-  const mean = (index) => pairs.reduce((sum, pair) => sum + pair[index], 0) / pairs.length;
-  const [a, b] = [mean(0), mean(1)];
-  const sum = (f) => pairs.reduce((total, [x, y]) => total + f(x - a, y - b), 0);
+  const [a, b] = [meanOf(pairs.map(({ predicted }) => predicted)), meanOf(pairs.map(({ measured }) => measured))];
+  const sum = (f) => pairs.reduce((total, { predicted, measured }) => total + f(predicted - a, measured - b), 0);
   return `, r = ${fixed(sum((x, y) => x * y) / Math.sqrt(sum((x) => x * x) * sum((_, y) => y * y)), 2)}`;
 }
 
@@ -82,11 +81,7 @@ export const ENTROPY_CHANGE_CHART = {
   format: (value) => signed(value, 4),
   lines: [
     line(MEASURED, { band: standardErrors(MEASURED, "entropy_probe/stderr") }),
-    line(PREDICTED, {
-      label: "pred.",
-      dashed: true,
-      band: standardErrors(PREDICTED, "entropy_probe/stderr_predicted"),
-    }),
+    dashed(PREDICTED, "pred.", { band: standardErrors(PREDICTED, "entropy_probe/stderr_predicted") }),
   ],
   note: (run) => `solid measured, dashed predicted${correlationText(run)}`,
   why: (run) =>
@@ -98,84 +93,44 @@ export const ENTROPY_CHANGE_CHART = {
 /** Curves of the TracIn page: those of these that the run has logged. The run page charts any other tracin/ metric. */
 export function tracinCharts(run) {
   const own = (name, more = {}) => line(`tracin/${name}`, more);
+  const before = (each) => {
+    const [first] = each.series("tracin/plain_mean_ip");
+    return first ? `step ${first.step}, before Adam has a state, has another unit` : "";
+  };
+  const signs = [own("positive_ratio", { label: "pos." }), dashed("tracin/negative_ratio", "neg.")];
+  const scores = [own("mean_ip", { band: standardErrors("tracin/mean_ip", "tracin/std_ip") })];
+  const norms = [own("val_grad_norm", { label: "val." }), dashed("tracin/train_grad_norm", "train")];
+  const flips = [own("dropped_of_flipped", { label: "flipped" }), dashed("tracin/dropped_of_unflipped", "other")];
+  const sizes = { includesZero: true, cuts: true };
   const charts = [
-    {
-      key: "tracin-signs",
-      title: "Positive and negative scores",
-      unit: "share of responses",
+    chart("tracin-signs", "Positive and negative scores", "share of responses", signs, {
       ...SHARES,
-      lines: [own("positive_ratio", { label: "pos." }), own("negative_ratio", { label: "neg.", dashed: true })],
-      note: () => "solid positive, dashed negative",
-    },
-    {
-      key: "tracin-scores",
-      title: "Mean score",
-      unit: "band: ± one standard deviation",
-      includesZero: true,
-      cuts: true,
-      lines: [own("mean_ip", { band: standardErrors("tracin/mean_ip", "tracin/std_ip") })],
-      note: (each) => {
-        const [first] = each.series("tracin/plain_mean_ip");
-        return first ? `step ${first.step}, before Adam has a state, has another unit` : "";
-      },
-    },
-    { key: "tracin-kept", title: "Responses kept", unit: "share", ...SHARES, lines: [own("selected_ratio")] },
-    { key: "tracin-reward", title: "Validation reward", unit: "mean", includesZero: true, lines: [own("val_reward")] },
-    { key: "tracin-loss", title: "Validation loss", unit: "−mean of A·Σ log-prob", lines: [own("val_loss")] },
-    {
-      key: "tracin-certain",
-      title: "Scores whose sign is certain",
-      unit: "share, 90 % bootstrap",
+      note: "solid positive, dashed negative",
+    }),
+    chart("tracin-scores", "Mean score", "band: ± one standard deviation", scores, { ...sizes, note: before }),
+    chart("tracin-kept", "Responses kept", "share", [own("selected_ratio")], SHARES),
+    chart("tracin-reward", "Validation reward", "mean", [own("val_reward")], { includesZero: true }),
+    chart("tracin-loss", "Validation loss", "−mean of A·Σ log-prob", [own("val_loss")]),
+    chart("tracin-certain", "Scores whose sign is certain", "share, 90 % bootstrap", [own("certain_share")], SHARES),
+    chart("tracin-norms", "Gradient norms", "", norms, { ...sizes, note: "solid validation, dashed training batch" }),
+    chart("tracin-flips", "Dropped responses", "share of flipped and of other rewards", flips, {
       ...SHARES,
-      lines: [own("certain_share")],
-    },
-    {
-      key: "tracin-norms",
-      title: "Gradient norms",
-      unit: "",
-      includesZero: true,
-      cuts: true,
-      lines: [own("val_grad_norm", { label: "val." }), own("train_grad_norm", { label: "train", dashed: true })],
-      note: () => "solid validation, dashed training batch",
-    },
-    {
-      key: "tracin-flips",
-      title: "Dropped responses",
-      unit: "share of flipped and of other rewards",
-      ...SHARES,
-      lines: [
-        own("dropped_of_flipped", { label: "flipped" }),
-        own("dropped_of_unflipped", { label: "other", dashed: true }),
-      ],
-      note: () => "solid flipped rewards, dashed the others",
-    },
+      note: "solid flipped rewards, dashed the others",
+    }),
   ];
-  const isLogged = (chart) => chart.lines.some((each) => each.points(run).length > 0);
-  return charts
-    .filter((chart, index) => index < 2 || isLogged(chart))
-    .map((chart) => ({ ...chart, why: off("tracin") }));
+  const isLogged = ({ lines }) => lines.some((each) => each.points(run).length > 0);
+  return charts.filter((each, index) => index < 2 || isLogged(each)).map((each) => ({ ...each, why: off("tracin") }));
 }
+
+const OF_INFLUENCE = { ...SHARES, why: off("influence_trace") };
+const overheads = (run) => run.series("influence overhead", overheadOf);
 
 export const MAIN_CHARTS = [
   single("reward", "Reward", "mean", "critic/rewards/mean", { includesZero: true, format: thousandths }),
   single("entropy", "Entropy", "nats per token", "actor/entropy", { includesZero: true, format: thousandths }),
   single("length", "Response length", "tokens", "response_length/mean", { format: (value) => fixed(value, 2) }),
-  {
-    key: "selected",
-    title: "Responses selected",
-    unit: "share in mixed groups",
-    ...SHARES,
-    lines: [{ label: "", points: selectedShare }],
-    why: off("influence_trace"),
-  },
-  {
-    key: "overhead",
-    title: "Influence overhead",
-    unit: "of the step's other time",
-    ...SHARES,
-    lines: [{ label: "", points: (run) => run.series("influence overhead", overheadOf) }],
-    why: off("influence_trace"),
-  },
+  chart("selected", "Responses selected", "share in mixed groups", [computed(selectedShare)], OF_INFLUENCE),
+  chart("overhead", "Influence overhead", "of the step's other time", [computed(overheads)], OF_INFLUENCE),
   { ...ENTROPY_CHANGE_CHART, unit: "nats per step" },
 ];
 
@@ -186,8 +141,8 @@ const VALIDITY_CHART = {
   unit: "Spearman",
   includesZero: true,
   format: (value) => fixed(value, 2),
-  lines: [line("influence_trace/validity"), line("influence_trace/validity_baseline", { label: "base", dashed: true })],
-  note: () => "solid the scores, dashed |A|(1−p)",
+  lines: [line("influence_trace/validity"), dashed("influence_trace/validity_baseline", "base")],
+  note: "solid the scores, dashed |A|(1−p)",
   why: (run) =>
     run.traces.influence_trace.present
       ? "set trainer.influence_trace.verify_every=10 in training, or run gradtrace verify"
@@ -200,8 +155,8 @@ const MISMATCH_CHART = {
   title: "Update due to sampler ≠ trainer",
   unit: "share",
   ...SHARES,
-  lines: [line("mismatch/share_of_update"), line("mismatch/share_of_squared_norm", { label: "‖g‖²", dashed: true })],
-  note: () => "solid ‖g − g₁‖ / ‖g‖, dashed of the squared norm",
+  lines: [line("mismatch/share_of_update"), dashed("mismatch/share_of_squared_norm", "‖g‖²")],
+  note: "solid ‖g − g₁‖ / ‖g‖, dashed of the squared norm",
   why: notLogged("mismatch/share_of_update"),
 };
 

@@ -1,12 +1,20 @@
-// The dock at the bottom: the selected token, its effect on every response, and how its score adds up from them.
+// The numbers of a token: in the line under the pointer and, once selected, in the dock at the bottom.
 
-import { acceptedMark, append, button, element } from "../dom.js";
-import { numberStyle } from "../format.js";
-import { visibleText } from "../token_text.js";
-import { tokenBytes, tokenMetrics } from "./metrics.js";
+import { CHANNELS, CREDIT_NAMES, furtherChannels } from "../channels.js";
+import { acceptedMark, button, element, readoutItem } from "../dom.js";
+import { LIKELIER, fixed, numberStyle, signed } from "../format.js";
+import { extent, largestSize } from "../statistics.js";
+import { hexOf, tokenChip, visibleText } from "../text.js";
 
 const BAR_AREA = 52;
 const BAR_TOP = 34;
+
+/**
+ * A token and what the page knows about it: its response, its place there, the tops of the small bars, the score shown,
+ * and further lines about its unit and about its effect on one response.
+ * @typedef {{token: number, response: any, position: number, tops: Record<string, number>, credit: string,
+ *   more: {name: string, text: string}[]}} TokenContext
+ */
 
 export class Dock {
   constructor({ onClose, onJump }) {
@@ -22,15 +30,14 @@ export class Dock {
   /**
    * effects: {members, values, sum, why}; values is null where no effect was stored, and `why` says so.
    * below: a node that stands under the three parts.
+   * @param {TokenContext} context
    */
-  show(group, token, context, effects, order, below) {
-    const parts = [tokenPart(group, token, context)];
-    if (effects.values) parts.push(this.barsPart(effects, context, order), sumPart(effects));
-    else {
-      const title = element("h3", "", "Influence of this token on each response");
-      parts.push(element("div", "", title, element("p", "say", effects.why)), element("div"));
-    }
-    this.node.replaceChildren(...parts, below, this.close);
+  show(group, context, effects, order, below) {
+    const title = element("h3", "", "Influence of this token on each response");
+    const parts = effects.values
+      ? [this.barsPart(effects, context, order), sumPart(effects)]
+      : [element("div", "", title, element("p", "say", effects.why)), element("div")];
+    this.node.replaceChildren(tokenPart(group, context), ...parts, below, this.close);
     this.node.hidden = false;
   }
 
@@ -39,86 +46,135 @@ export class Dock {
   }
 
   barsPart({ members, values, creditName, shownName }, { response }, order) {
-    const high = Math.max(0, ...finite(values));
-    const low = Math.min(0, ...finite(values));
+    const [low, high] = extent([0, ...values]);
     const range = high - low || 1;
     const largest = Math.max(high, -low);
     const style = numberStyle(largest, largest >= 1 ? 3 : 2);
     const zero = BAR_TOP + BAR_AREA * (high / range);
-    const bars = element("div", "bars");
-    for (const accepted of [true, false]) {
-      const shown = order
-        .filter((each) => each.accepted === accepted)
-        .map((each) => ({ each, column: members.findIndex((member) => member.response === each.index) }))
-        .filter(({ column }) => column >= 0);
-      const columns = shown.map(({ each, column }) =>
-        this.barColumn(each, values[column], { zero, range, style, own: each.index === response.index }),
-      );
+    const columnOf = new Map(members.map((member, column) => [member.response, column]));
+    const sides = [true, false].map((accepted) => {
+      const shown = order.filter((each) => each.accepted === accepted && columnOf.has(each.index));
+      const columns = shown.map((each) => {
+        const isOwn = each.index === response.index;
+        return this.barColumn(each, values[columnOf.get(each.index)], isOwn, { zero, range, style });
+      });
       const title = element("em", "", accepted ? "on the accepted" : "on the rejected");
-      const wide = { "--count": String(Math.max(1, shown.length)) };
-      bars.append(element("div", "side", { style: wide }, title, ...columns));
-    }
+      return element("div", "side", { style: { "--count": String(Math.max(1, shown.length)) } }, title, ...columns);
+    });
     const outside = members.filter((member) => member.response === null).length;
     const note = outside
       ? element("p", "say", `${outside} responses of other prompts are part of the score and not drawn.`)
       : null;
     const title = `Influence of this token on each response${shownName ? ` (${creditName} credit)` : ""}`;
-    return element("div", "", element("h3", "", title), bars, note);
+    return element("div", "", element("h3", "", title), element("div", "bars", ...sides), note);
   }
 
-  barColumn(response, value, { zero, range, style, own }) {
+  barColumn(response, value, isOwn, { zero, range, style }) {
     const height = Number.isFinite(value) ? Math.max(1, (Math.abs(value) / range) * BAR_AREA) : 0;
     const at = (top, more = {}) => ({ style: { top: `${top}px`, ...more } });
     const bar = at(value < 0 ? zero + 1 : zero - height, { height: `${height}px` });
-    const title = `${response.name}${own ? ", its own response" : ""}: ${style.signed(value)}. Go there.`;
-    return append(
-      button(`bar-column${own ? " own" : ""}`, "", () => this.onJump(response.index), { title }),
+    const title = `${response.name}${isOwn ? ", its own response" : ""}: ${style.signed(value)}. Go there.`;
+    const column = button(`bar-column${isOwn ? " own" : ""}`, "", () => this.onJump(response.index), { title });
+    column.append(
       element("i", "axis", at(zero)),
       element("i", `value-bar ${value < 0 ? "n4" : "p4"}`, bar),
       element("span", "value", at(value < 0 ? zero + height + 1 : zero - height - 14), style.signed(value)),
       element("span", "name", acceptedMark(response.accepted), response.name),
     );
+    return column;
   }
 }
 
-function finite(values) {
-  return Array.from(values).filter(Number.isFinite);
-}
-
-function tokenPart(group, token, context) {
-  const { response } = context;
-  const position = token - response.start;
+/** @param {TokenContext} context */
+function tokenPart(group, context) {
+  const { token, response, position } = context;
   const title = `${response.name}, position ${position}${position === response.first_wrong ? ", first wrong" : ""}`;
-  const names = element(
-    "div",
-    "",
-    element("h3", "", title),
-    element("div", "dim", `id ${group.entry(token).id}, bytes ${tokenBytes(group, token)}`),
-  );
-  const chip = element("span", "token-chip", visibleText(group.entry(token), group.piece(token)));
-  const list = element("dl");
-  for (const { name, text, share, tone } of tokenMetrics(group, token, context)) {
+  const bytes = element("div", "dim", `id ${group.entry(token).id}, bytes ${tokenBytes(group, token)}`);
+  const names = element("div", "", element("h3", "", title), bytes);
+  const lines = tokenMetrics(group, context).flatMap(({ name, text, share, tone }) => {
     const style = { width: `max(2px, ${100 * Math.min(1, share)}%)`, background: `var(--${tone})` };
     const bar = element("span", "mini", tone && share > 0 ? { style } : null);
-    list.append(element("dt", "", name), element("dd", "", bar), element("dd", "", text));
-  }
-  return element("div", "", element("div", "who", chip, names), list);
+    return [element("dt", "", name), element("dd", "", bar), element("dd", "", text)];
+  });
+  const chip = tokenChip(group.entry(token), group.piece(token));
+  return element("div", "", element("div", "who", chip, names), element("dl", "", ...lines));
 }
 
 function sumPart({ sum, score, creditName, shownName, sign, excludesSelf }) {
-  const style = numberStyle(Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(sum.total)));
-  const table = element("dl", "sum-table");
-  for (const { label, value } of sum.lines)
-    table.append(element("dt", "", label), element("dd", "", style.signed(value)));
-  table.append(element("dt", "total", "= influence of this token"), element("dd", "total", style.signed(sum.total)));
-  const part = element("div", "", element("h3", "", `How the score adds up (${creditName} credit)`), table);
+  const top = largestSize(sum.lines.map((line) => line.value));
+  const style = numberStyle(Math.max(top, Math.abs(sum.total)));
+  const lines = sum.lines.flatMap(({ label, value }) => [
+    element("dt", "", label),
+    element("dd", "", style.signed(value)),
+  ]);
+  const total = [element("dt", "total", "= influence of this token"), element("dd", "total", style.signed(sum.total))];
   const meaning = sum.total > 0 ? `Positive: ${sign}.` : `Negative: the reverse of “${sign}”.`;
   const other = shownName ? ` The effects were stored by ${creditName} credit; the tokens show ${shownName}.` : "";
-  part.append(element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "") + other));
-  const tolerance = 1e-3 * Math.max(...sum.lines.map((line) => Math.abs(line.value)), Math.abs(score)) + 1e-12;
-  if (Number.isFinite(score) && Math.abs(score - sum.total) > tolerance) {
-    const stored = `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`;
-    part.append(element("p", "say", stored));
+  const tolerance = 1e-3 * Math.max(top, Math.abs(score)) + 1e-12;
+  const stored = `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`;
+  return element(
+    "div",
+    "",
+    element("h3", "", `How the score adds up (${creditName} credit)`),
+    element("dl", "sum-table", ...lines, ...total),
+    element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "") + other),
+    Math.abs(score - sum.total) > tolerance ? element("p", "say", stored) : null,
+  );
+}
+
+/** What stands in the line at the bottom of the window while the pointer is on a token. @param {TokenContext} context */
+export function readoutParts(group, context) {
+  const { token, response, position, more } = context;
+  const right = group.expected[position];
+  const wrong = `first wrong token${right ? `, expected ${visibleText(right)}` : ""}`;
+  return [
+    tokenChip(group.entry(token), group.piece(token)),
+    element("span", "", `${response.name}, position ${position}`),
+    readoutItem({ name: "id", text: String(group.entry(token).id) }),
+    readoutItem({ name: "bytes", text: tokenBytes(group, token) }),
+    ...[...tokenMetrics(group, context), ...more].map(readoutItem),
+    ...(position === response.first_wrong ? [element("span", "note", wrong)] : []),
+  ];
+}
+
+/**
+ * [{name, text, share, tone}]: share 0…1 and tone (a colour variable) make a small bar.
+ * @param {any} group @param {TokenContext} context
+ */
+function tokenMetrics(group, { token, response, tops, credit: shown }) {
+  const lines = [];
+  const here = (channel) => group.values(channel)?.[token];
+  /** A line where there is a value; `top`: it has a bar, and a sign if no `tone` is given. */
+  const add = (name, value, text, top = null, tone = value < 0 ? "n4" : "p4") => {
+    if (!Number.isFinite(value)) return;
+    lines.push({ name, text: text(value), ...(top === null ? {} : { share: Math.abs(value) / top, tone }) });
+  };
+  add("entropy", here("entropy"), (value) => `${fixed(value, 3)} nats`, tops.entropy, "e4");
+  add("log-prob", here("log_prob"), (value) => {
+    const probability = Math.exp(value);
+    return `${fixed(value, 3)} (p ${probability >= 0.01 ? fixed(probability, 2) : probability.toExponential(0)})`;
+  });
+  if (Math.abs(here("mismatch")) >= 5e-4)
+    add("trainer/sampler", here("mismatch"), (value) => `ratio ${fixed(Math.exp(value), 3)}`);
+  for (const credit of group.scores.toSorted((a) => (a === shown ? -1 : 1))) {
+    const value = group.values("influence", credit)[token];
+    const name = credit === shown ? "influence" : credit === LIKELIER ? "if likelier" : `by ${CREDIT_NAMES[credit]}`;
+    const top = tops[`influence_${credit}`];
+    add(name, value, numberStyle(top).signed, top);
+    if (!Number.isFinite(value) && credit === shown) lines.push({ name, text: "not captured" });
   }
-  return part;
+  const error = () => fixed(group.channels.get("delta_v_stderr")[token], 3);
+  add("ΔV", here("delta_v"), (value) => `${signed(value, 3)} ± ${error()}`, tops.delta_v);
+  const itself = (value) => numberStyle(Math.abs(value)).signed(value);
+  add("to reference", here("reference_gap"), itself);
+  add("gradient share", here("token_grad_share"), itself);
+  for (const name of furtherChannels(group)) add(CHANNELS[name].title.toLowerCase(), here(name), itself);
+  if (group.isPassedOver(token)) lines.push({ name: "clipped", text: "training takes no step on it" });
+  if (response.advantage !== null) lines.push({ name: "advantage", text: signed(response.advantage, 2) });
+  return lines;
+}
+
+function tokenBytes(group, token) {
+  const hex = hexOf(group.entry(token).bytes);
+  return hex.length > 26 ? `${hex.slice(0, 23)} …` : hex;
 }

@@ -1,8 +1,9 @@
 // A prompt group, decoded: structure from JSON, one float32 channel after the other from a single binary answer.
 
-import { LIKELIER } from "../meaning.js";
-import { startsOf } from "../scales.js";
-import { piecesOf, rawText, readVocabulary } from "../token_text.js";
+import { learnChannels } from "../channels.js";
+import { LIKELIER } from "../format.js";
+import { startsOf } from "../statistics.js";
+import { piecesOf, rawText, readVocabulary } from "../text.js";
 
 /** Responses of at most this many tokens of at most two characters each are drawn as aligned cells. */
 const LONGEST_CHAIN = 96;
@@ -15,6 +16,8 @@ export class Group {
     this.prompt = structure.prompt.map((index) => this.vocabulary[index]);
     this.expected = structure.expected.map((index) => this.vocabulary[index]);
     this.pairwise = structure.pairwise;
+    /** Counterfactual values, once they are read. @type {Record<string, any> | null} */
+    this.measured = null;
     this.meta = structure.meta;
     const starts = startsOf(structure.responses.map(({ length }) => length));
     this.responses = structure.responses.map((response, index) => {
@@ -22,6 +25,7 @@ export class Group {
       return { ...response, index, name: `r${index}`, start, end };
     });
     this.size = this.responses.at(-1)?.end ?? 0;
+    learnChannels(structure.colours);
     this.channels = new Map(
       structure.channels.map((name, index) => [name, floats.subarray(index * this.size, (index + 1) * this.size)]),
     );
@@ -39,14 +43,11 @@ export class Group {
 
   /** Responses with the same tokens and the same verdict: each knows them all, itself included, in order. */
   findTwins() {
-    const sets = new Map();
-    for (const response of this.responses) {
-      const tokens = this.channels.get("token").subarray(response.start, response.end);
-      const key = `${response.accepted} ${response.reward} ${tokens.join(" ")}`;
-      if (!sets.has(key)) sets.set(key, []);
-      response.twins = sets.get(key);
-      response.twins.push(response.index);
-    }
+    const sets = Map.groupBy(this.responses, ({ accepted, reward, start, end }) => {
+      const tokens = this.channels.get("token").subarray(start, end);
+      return `${accepted} ${reward} ${tokens.join(" ")}`;
+    });
+    for (const same of sets.values()) for (const response of same) response.twins = same.map(({ index }) => index);
   }
 
   /** Flat token index → vocabulary entry. */

@@ -1,7 +1,9 @@
-// The group in miniature: one line per response, one tick per token. Click to jump.
+// The group in miniature: one line per response above the rows, and one cell per response at the right edge.
 
-import { classNameOf, rampOf } from "../channels.js";
-import { cssColours, element, fitCanvas } from "../dom.js";
+import { CHANNELS } from "../channels.js";
+import { levelName, rampOf } from "../colours.js";
+import { button, cssColours, element, fitCanvas, setAttributes } from "../dom.js";
+import { largestSize } from "../statistics.js";
 
 const LINE = 9;
 const THICKNESS = 7;
@@ -12,6 +14,10 @@ export class Overview {
   constructor(group, onJump) {
     this.group = group;
     this.lines = [];
+    this.longest = largestSize(
+      group.responses.map((response) => response.length),
+      1,
+    );
     const words = { role: "img", "aria-label": "Overview of the group; the same colours as below" };
     const onclick = (event) => this.jump(event, onJump);
     this.canvases = [0, 1].map((slot) => element("canvas", `slot-${slot}`, { ...words, onclick }));
@@ -29,29 +35,28 @@ export class Overview {
 
   /** order: responses from top to bottom. */
   draw(order, colourings) {
-    this.longest = Math.max(1, ...this.group.responses.map((response) => response.length));
-    let top = 0;
+    let height = 0;
     this.lines = order.map((response, index) => {
-      if (index && order[index - 1].accepted !== response.accepted) top += SECTION_GAP;
-      const line = { response, top };
-      top += LINE;
-      return line;
+      if (index && order[index - 1].accepted !== response.accepted) height += SECTION_GAP;
+      height += LINE;
+      return { response, top: height - LINE };
     });
-    for (const [slot, canvas] of this.canvases.entries()) this.drawSlot(canvas, top, colourings[slot]);
+    for (const [slot, canvas] of this.canvases.entries()) this.drawSlot(canvas, height, colourings[slot]);
   }
 
   drawSlot(canvas, height, { channel, levels }) {
     const width = canvas.clientWidth;
     if (!width) return;
     const context = fitCanvas(canvas, width, height);
-    const colours = cssColours("bg2", "ink", "ink3", ...rampOf(channel).filter((name) => name !== "zero"));
+    const look = CHANNELS[channel];
+    const colours = cssColours("bg2", "ink", "ink3", ...rampOf(look));
     for (const { response, top } of this.lines) {
       drawMark(context, top, response.accepted, colours);
       const unit = (width - LEFT) / this.longest;
       context.fillStyle = colours.bg2;
       context.fillRect(LEFT, top, response.length * unit, THICKNESS);
       const own = levels.subarray(response.start, response.end);
-      drawTicks(context, top, unit, own, (level) => colours[classNameOf(channel, level)]);
+      drawTicks(context, top, unit, own, (level) => colours[levelName(look, level)]);
     }
   }
 }
@@ -72,6 +77,35 @@ function drawTicks(context, top, unit, levels, colourOf) {
       if (Math.abs(levels[position]) !== strength) continue;
       context.fillStyle = colourOf(levels[position]);
       context.fillRect(LEFT + position * unit, top, Math.max(1, unit), THICKNESS);
+    }
+  }
+}
+
+export class Rail {
+  constructor(group, onJump) {
+    this.node = element("nav", "rail", { "aria-label": "Responses of this group" });
+    this.cells = group.responses.map((response) => {
+      const cell = button("", response.name, () => onJump(response.index));
+      return Object.assign(cell, { response });
+    });
+  }
+
+  makeRoom(height) {
+    this.node.style.setProperty("--dock", `${height}px`);
+  }
+
+  place(order) {
+    this.node.replaceChildren(...order.map((response) => this.cells[response.index]));
+  }
+
+  /** tint: class name per response or null; say: words per response. */
+  show(current, tint = null, say = null) {
+    for (const cell of this.cells) {
+      const { index, accepted, name } = cell.response;
+      const names = [accepted ? "accepted" : "rejected", index === current ? "current" : "", tint?.[index] ?? ""];
+      cell.className = names.join(" ").trim();
+      const words = `${name}, ${accepted ? "accepted" : "rejected"}${say ? `, ${say[index]}` : ""}`;
+      setAttributes(cell, { title: words, "aria-label": words, "aria-current": index === current ? "true" : null });
     }
   }
 }

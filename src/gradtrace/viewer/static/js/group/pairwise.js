@@ -66,41 +66,41 @@ export class PairwiseInfluence {
     const values = new Float32Array(this.group.size).fill(NaN);
     const width = this.members.length;
     const column = this.members.findIndex((member) => member.response === target);
-    for (const response of this.group.responses) {
-      const block = column >= 0 ? await this.block(response.index) : null;
-      for (let position = 0; block && position < response.length; position++)
-        values[response.start + position] = block[position * width + column];
+    for (const { index, start, length } of column >= 0 ? this.group.responses : []) {
+      const block = await this.block(index);
+      for (let position = 0; block && position < length; position++)
+        values[start + position] = block[position * width + column];
     }
     return values;
   }
 }
 
-/**
- * How the score of a token adds up from its effects, in the way the trace was made (sum, mean or advantage; own
- * response left out or not). Returns the lines of the sum and their total.
- */
+/** How the sides of a contrast are made and named, by the way the trace was made; `isSum`: they are added. */
+const CONTRASTS = {
+  advantage: {
+    side: "Σ advantage × effect, ",
+    isSum: true,
+    value: (side) => sumOf(side, ({ advantage }) => advantage),
+  },
+  sum: { side: "sum on the ", value: (side) => sumOf(side, () => 1) },
+  mean: { side: "mean on the ", value: (side) => sumOf(side, () => 1) / Math.max(1, side.length) },
+};
+
+function sumOf(members, weight) {
+  return members.reduce((total, member) => total + weight(member) * member.effect, 0);
+}
+
+/** How the score of a token adds up from its effects: the lines of the sum and their total. */
 export function contrast(members, effects, meta, ownResponse) {
-  const counted = members
-    .map((member, index) => ({ ...member, effect: effects[index] }))
-    .filter(
-      (member) => Number.isFinite(member.effect) && !(meta.exclude_self_response && member.response === ownResponse),
-    );
-  const accepted = counted.filter((member) => member.accepted);
-  const rejected = counted.filter((member) => !member.accepted);
-  const sum = (side, weight) => side.reduce((total, member) => total + weight(member) * member.effect, 0);
-  if (meta.contrastive_agg === "advantage") {
-    const lines = [
-      { label: "Σ advantage × effect, accepted", value: sum(accepted, (member) => member.advantage) },
-      { label: "+ Σ advantage × effect, rejected", value: sum(rejected, (member) => member.advantage) },
-    ];
-    return { lines, total: lines[0].value + lines[1].value };
-  }
-  const isMean = meta.contrastive_agg !== "sum";
-  const part = (side) => sum(side, () => 1) / (isMean ? Math.max(1, side.length) : 1);
-  const word = isMean ? "mean" : "sum";
+  const isCounted = ({ effect, response }) =>
+    Number.isFinite(effect) && !(meta.exclude_self_response && response === ownResponse);
+  const counted = members.map((member, index) => ({ ...member, effect: effects[index] })).filter(isCounted);
+  const { side, value, isSum = false } = CONTRASTS[meta.contrastive_agg] ?? CONTRASTS.mean;
+  const accepted = value(counted.filter((member) => member.accepted));
+  const rejected = value(counted.filter((member) => !member.accepted));
   const lines = [
-    { label: `${word} on the accepted`, value: part(accepted) },
-    { label: `− ${word} on the rejected`, value: part(rejected) },
+    { label: `${side}accepted`, value: accepted },
+    { label: `${isSum ? "+" : "−"} ${side}rejected`, value: rejected },
   ];
-  return { lines, total: lines[0].value - lines[1].value };
+  return { lines, total: isSum ? accepted + rejected : accepted - rejected };
 }

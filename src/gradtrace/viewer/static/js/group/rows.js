@@ -1,10 +1,14 @@
-// The responses: a meta cell and two heat maps each. Spans are made when a row comes near the screen, so that a group
-// of 16 × 4,096 tokens opens as fast as a small one.
+// The responses: a cell with numbers and two heat maps each. Spans are made when a row comes near the screen, so that
+// a group of 16 × 4,096 tokens opens as fast as a small one.
 
-import { CHANNELS, classNameOf } from "../channels.js";
+import { CHANNELS } from "../channels.js";
+import { levelName } from "../colours.js";
 import { acceptedMark, append, button, element, setAttributes } from "../dom.js";
-import { richText } from "../rich_text.js";
-import { drawingClass, drawnText, rawText } from "../token_text.js";
+import { MISSING, fixed, signed } from "../format.js";
+import { drawingClass, rawText, richText, tokenSpan } from "../text.js";
+import { valueCurve } from "./counterfactual.js";
+import { SELECTION_REMARKS } from "./head.js";
+import { sumOver } from "./model.js";
 import { chat } from "./turns.js";
 
 export class ResponseRow {
@@ -40,28 +44,20 @@ export class ResponseRow {
     const { group, response } = this;
     const entries = group.entriesOf(response);
     this.bases = entries.map((entry, position) => {
-      const drawing = drawingClass(entry, response.pieces[position]);
-      const marks = [
-        position === response.first_wrong ? " fw" : "",
-        group.isPassedOver(response.start + position) ? " clipped" : "",
-        group.isOfOthers(response.start + position) ? " ms" : "",
-      ];
-      return drawing + marks.join("");
+      const token = response.start + position;
+      const isWrong = position === response.first_wrong;
+      const marks = { fw: isWrong, clipped: group.isPassedOver(token), ms: group.isOfOthers(token) };
+      const set = Object.keys(marks).filter((mark) => marks[mark]);
+      return [drawingClass(entry, response.pieces[position]), ...set].join(" ");
     });
-    const texts = entries.map((entry, position) => drawnText(entry, response.pieces[position]));
     for (const [slot, container] of this.slots.entries()) {
-      const spans = new Array(entries.length);
-      const fragment = document.createDocumentFragment();
-      for (let position = 0; position < entries.length; position++) {
-        const span = Object.assign(document.createElement("span"), { token: response.start + position });
-        const { lead } = response.pieces[position];
-        if (lead && !entries[position].special) span.append(element("span", "lead", lead), texts[position]);
-        else span.textContent = texts[position];
-        spans[position] = span;
-        fragment.append(span);
-      }
+      const spans = entries.map((entry, position) =>
+        Object.assign(tokenSpan(entry, response.pieces[position]), { token: response.start + position }),
+      );
       this.spans[slot] = spans;
-      container.replaceChildren(...(response.segments ? chat(response, spans) : [fragment]));
+      const fragment = document.createDocumentFragment();
+      for (const part of response.segments ? chat(response, spans) : spans) fragment.append(part);
+      container.replaceChildren(fragment);
       container.style.minHeight = "";
     }
     this.paint(colourings);
@@ -96,25 +92,22 @@ export class ResponseRow {
     const token = this.response.start + position;
     const level = levels[token];
     let name = this.bases[position];
-    if (level) name += ` ${classNameOf(channel, level)}`;
+    if (level) name += ` ${levelName(CHANNELS[channel], level)}`;
     else if ((channel === "influence" || channel === "delta_v") && values !== null && Number.isNaN(values[token]))
       name += " nc";
-    const flags = this.flags.get(position);
-    if (flags) name += ` ${flags}`;
+    for (const flag of this.flags.get(position) ?? []) name += ` ${flag}`;
     const span = this.spans[slot][position];
     if (span.className !== name) span.className = name;
   }
 
   /** hov, sel or found, on both spans of a token. Remembered for rows that are not built yet. */
   flag(position, flag, on) {
-    const flags = new Set((this.flags.get(position) ?? "").split(" ").filter(Boolean));
-    if (on) flags.add(flag);
-    else flags.delete(flag);
-    if (flags.size) this.flags.set(position, [...flags].join(" "));
-    else this.flags.delete(position);
-    if (!this.isBuilt) return;
-    for (const slot of [0, 1]) this.spans[slot][position]?.classList.toggle(flag, on);
-    if (on && flag !== "hov") for (const slot of [0, 1]) unfold(this.spans[slot][position]);
+    const others = (this.flags.get(position) ?? []).filter((each) => each !== flag);
+    this.flags.set(position, on ? [...others, flag] : others);
+    for (const spans of this.isBuilt ? this.spans : []) {
+      spans[position].classList.toggle(flag, on);
+      if (on && flag !== "hov") unfold(spans[position]);
+    }
   }
 
   /** Space for a row that is not built, so that jumps land where they should. */
@@ -126,7 +119,7 @@ export class ResponseRow {
 
 /** Show a token that stands in a folded part. */
 function unfold(span) {
-  const fold = span?.closest("details");
+  const fold = span.closest("details");
   if (fold) fold.open = true;
 }
 
@@ -141,4 +134,76 @@ export function estimatedLines(response, perLine) {
     } else used += text.length;
   }
   return lines + Math.max(1, Math.ceil(used / perLine));
+}
+
+export function metaHead(group) {
+  const names = group.isChain ? ["Response", "Reward", "Advantage", "Tokens", ""] : ["Response"];
+  const sums = group.isChain && group.credits.length ? "Σ influence: its tokens, its prompt positions" : null;
+  const heads = names.map((name) => element("span", "", name));
+  return element("div", "meta-head", ...heads, sums && element("span", "wide", sums));
+}
+
+export function fillMetaCell(row) {
+  const { group, response } = row;
+  const numbers = element("div", "numbers", row.name);
+  const add = (name, text, title = null) => {
+    const value = element("span", "", text);
+    append(numbers, group.isChain ? null : element("span", "key", { title }, name), value);
+    return value;
+  };
+  add("reward", rewardText(response.reward));
+  add("advantage", response.advantage === null ? MISSING : signed(response.advantage, 2));
+  add("tokens", String(response.length));
+  for (const [name, value] of Object.entries(group.isChain ? {} : response.reward_parts))
+    add(name, rewardText(value), "a part of the reward, before its weight in the sum");
+  const hint = "Σ influence over the tokens of this response; below it the part that falls on positions of the prompt";
+  const sums = group.isChain || !group.credits.length ? [] : ["Σ influence", "Σ at prompt"];
+  row.sumCells = sums.map((name) => add(name, "", hint));
+  row.meta.replaceChildren(numbers, row.remarks);
+  row.node.setAttribute("aria-label", describe(response, group));
+}
+
+const rewardText = (value) => (value === null ? MISSING : fixed(value, Number.isInteger(value) ? 1 : 2));
+
+/** V along the response, below its numbers, where it was measured. */
+export function showCurve(row, onPick) {
+  const { group, response } = row;
+  row.meta.querySelector(".value-curve")?.remove();
+  append(
+    row.meta,
+    valueCurve(group, response, (position) => onPick(response.start + position)),
+  );
+}
+
+function describe(response, group) {
+  const side = !group.mixed ? "" : response.accepted ? ", accepted" : ", rejected";
+  return `Response ${response.name}${side}, reward ${fixed(response.reward, 2)}, ${response.length} tokens`;
+}
+
+/** Σ influence under the credit shown. Position credit also lands on prompt positions: that part is named apart. */
+export function showSums(row, credit, style) {
+  const { group, response } = row;
+  const values = group.values("influence", credit);
+  const total = values ? style.signed(sumOver(values, response)) : MISSING;
+  const prompt =
+    credit === "position" && response.prompt_influence !== null ? style.signed(response.prompt_influence) : MISSING;
+  for (const [index, cell] of row.sumCells.entries()) cell.textContent = [total, prompt][index];
+  const { reward_parts: parts, first_wrong: wrong } = response;
+  const remarks = [
+    group.isChain && group.credits.length ? `Σ ${total}` : "",
+    group.isChain && group.credits.length && prompt !== MISSING ? `prompt ${prompt}` : "",
+    ...(group.isChain ? Object.entries(parts).map(([name, value]) => `${name} ${rewardText(value)}`) : []),
+    wrong !== null && wrong >= 0 ? `wrong at ${wrong}` : "",
+    response.finished ? "" : "cut at the length limit",
+    SELECTION_REMARKS[response.selection] ?? "",
+  ];
+  row.remarks.replaceChildren(...remarks.filter(Boolean).map((text) => element("span", "", text)));
+}
+
+/** While a token is selected: what it does to this response. */
+export function showEffect(row, text, own) {
+  row.remarks.replaceChildren(
+    element("span", "", own ? "on its own response" : "influence on it"),
+    element("b", "", text),
+  );
 }

@@ -1,14 +1,13 @@
 // The sheet: column heads, the expected row, the overview, and the responses in their sections. It knows how things
 // are laid out and painted; what is shown is decided by the page.
 
-import { acceptedMark, button, element, setAttributes, whenNear } from "../dom.js";
-import { visibleText } from "../token_text.js";
-import { explanation, LegendHead } from "./legend.js";
-import { fillMetaCell, metaHead } from "./meta_cell.js";
+import { acceptedMark, append, button, element, setAttributes, whenNear } from "../dom.js";
+import { largestSize } from "../statistics.js";
+import { visibleText } from "../text.js";
+import { LegendHead, explanation } from "./legend.js";
 import { sumOver } from "./model.js";
 import { Overview } from "./overview.js";
-import { estimatedLines, ResponseRow } from "./rows.js";
-import { sharedTop } from "./colouring.js";
+import { ResponseRow, estimatedLines, fillMetaCell, metaHead } from "./rows.js";
 
 const CELL = { least: 16, most: 25, gap: 1, end: 66 };
 const STACK_INDENT = 76;
@@ -30,8 +29,7 @@ export const ORDERS = Object.keys(ORDER_KEYS);
 
 /** Width of a chain's cell so that the longest chain fits a column; below CELL.least it does not. */
 function cellWidth(group, column) {
-  const lengths = group.responses.map((response) => response.length);
-  const longest = Math.max(1, ...lengths, group.expected.length);
+  const longest = largestSize([...group.responses, group.expected].map(({ length }) => length));
   return Math.min(CELL.most, Math.floor((column - CELL.end) / Math.max(1, longest - 1)) - CELL.gap);
 }
 
@@ -50,17 +48,16 @@ export class Sheet {
     this.legends = [0, 1].map((slot) => new LegendHead(slot, (channel) => on.channel(slot, channel)));
     this.head = element("div", "sheet-head", metaHead(group), ...this.legends.map((legend) => legend.node));
     this.explain = element("div", "explain");
-    this.node.append(this.head, this.explain);
-    if (group.isChain && group.expected.length) this.node.append(expectedRow(group));
-    if (!group.isChain) {
-      this.overview = new Overview(group, on.jump);
-      this.node.append(this.overview.node);
-    }
+    this.overview = group.isChain ? null : new Overview(group, on.jump);
     this.rows = group.responses.map((response) => new ResponseRow(group, response, on.target));
-    for (const row of this.rows) fillMetaCell(row);
-    for (const row of this.rows) if (row.response.twins.length > 1) this.collapse(row);
+    for (const row of this.rows) {
+      fillMetaCell(row);
+      if (row.response.twins.length > 1) this.collapse(row);
+    }
     this.sections = makeSections(group);
-    this.node.append(...this.sections.map((section) => section.node));
+    const expected = group.isChain && group.expected.length ? expectedRow(group) : null;
+    append(this.node, this.head, this.explain, expected, this.overview?.node);
+    append(this.node, ...this.sections.map((section) => section.node));
   }
 
   /** All responses, from top to bottom. */
@@ -182,17 +179,11 @@ export class Sheet {
     if (this.colourings) this.overview?.draw(this.responses, this.colourings);
   }
 
-  /** Heads and explanations. target: name of a response or null. */
-  explainWith({ scale, credit, target, targetCredit, onClearTarget, sign, sentence, unit }) {
-    for (const [slot, legend] of this.legends.entries()) {
-      const top = sharedTop(this.colourings[slot], scale);
-      const { channel } = this.colourings[slot];
-      legend.show({ channel, credit, top, perResponse: top === null, target, targetCredit, onClearTarget, unit });
-    }
+  /** Heads and explanations. @param {import("./legend.js").Shown} shown */
+  explainWith(shown) {
+    for (const [slot, legend] of this.legends.entries()) legend.show(this.colourings[slot], shown);
     const hasClipped = this.group.channels.get("no_step")?.includes(1) ?? false;
-    const texts = this.colourings.map(({ channel, values }, slot) =>
-      explanation(slot, channel, target, { sign, sentence, hasClipped, isThere: values !== null }),
-    );
+    const texts = this.colourings.map((each, slot) => explanation(slot, each, shown, hasClipped));
     this.explain.replaceChildren(element("span"), ...texts);
     this.measureHead();
   }
@@ -206,18 +197,15 @@ export class Sheet {
     const row = this.rows[index];
     this.show(row);
     // Rows above may get their true height only now; look again until the place is steady.
-    let tries = 0;
-    const settle = () => {
+    const settle = (tries) => {
       const before = row.node.getBoundingClientRect().top;
       if (position === null) row.node.scrollIntoView({ block: this.group.isChain ? "nearest" : "start" });
       else this.reveal(row, position, below);
-      tries += 1;
-      if (tries > MOST_SETTLING) return;
       requestAnimationFrame(() => {
-        if (Math.abs(row.node.getBoundingClientRect().top - before) > 1) settle();
+        if (tries > 0 && Math.abs(row.node.getBoundingClientRect().top - before) > 1) settle(tries - 1);
       });
     };
-    settle();
+    settle(MOST_SETTLING);
   }
 
   /** See to it that a row is there to be looked at. */

@@ -1,7 +1,9 @@
 // Responses of several turns: who wrote which part, as in a chat, and a strip with a number for every turn.
 
+import { SIGNED, levelName } from "../colours.js";
 import { button, element } from "../dom.js";
 import { numberStyle } from "../format.js";
+import { largestSize } from "../statistics.js";
 
 const PREVIEW = 40;
 const NAMES = { assistant: "policy", tool: "tool", user: "user", environment: "not the policy" };
@@ -9,7 +11,7 @@ const NAMES = { assistant: "policy", tool: "tool", user: "user", environment: "n
 /** @typedef {{start: number, end: number, turn: number, role: string, tool: string}} Segment positions in a response */
 
 /** Who wrote a segment, in words. */
-export function authorOf({ role, tool }) {
+function authorOf({ role, tool }) {
   return role === "tool" && tool ? `tool ${tool}` : NAMES[role];
 }
 
@@ -29,14 +31,12 @@ export function chat(response, spans) {
 }
 
 /** [{turn, start, influence, delta}]: sums over what the policy wrote in each turn; NaN where nothing is known. */
-export function turnSums(group, response, credit) {
+function turnSums(group, response, credit) {
   const sumOf = (values, { start, end }) => {
-    let sum = NaN;
-    for (let token = response.start + start; values && token < response.start + end; token++)
-      if (Number.isFinite(values[token])) sum = (Number.isNaN(sum) ? 0 : sum) + values[token];
-    return sum;
+    const known = values?.subarray(response.start + start, response.start + end).filter(Number.isFinite);
+    return known?.length ? known.reduce((sum, value) => sum + value, 0) : NaN;
   };
-  return response.segments
+  return (response.segments ?? [])
     .filter(({ role }) => role === "assistant")
     .map((segment) => ({
       turn: segment.turn,
@@ -46,19 +46,13 @@ export function turnSums(group, response, credit) {
     }));
 }
 
-function tint(value, top) {
-  if (!Number.isFinite(value) || !top) return "";
-  const level = Math.ceil((3 * Math.abs(value)) / top);
-  return level ? (value > 0 ? "p" : "n") + Math.min(3, level) : "";
-}
-
 /** A button for every turn of a response with its sums of influence and ΔV; a click goes to the turn. */
 export function showTurns(row, credit, onPick) {
   row.meta.querySelector(".turns")?.remove();
   const { group, response } = row;
   if (!response.segments) return;
-  const everyone = group.responses.filter(({ segments }) => segments).map((each) => turnSums(group, each, credit));
-  const top = Math.max(0, ...everyone.flat().map(({ influence }) => Math.abs(influence) || 0));
+  const everyone = group.responses.flatMap((each) => turnSums(group, each, credit));
+  const top = largestSize(everyone.map(({ influence }) => influence));
   const style = numberStyle(top);
   const strip = element("div", "turns", { role: "group", "aria-label": `Turns of ${response.name}` });
   for (const { turn, start, influence, delta } of turnSums(group, response, credit)) {
@@ -66,7 +60,8 @@ export function showTurns(row, credit, onPick) {
     if (Number.isFinite(influence)) parts.push(`Σ ${style.signed(influence)}`);
     if (Number.isFinite(delta)) parts.push(`ΔV ${numberStyle(1).signed(delta)}`);
     const title = "What the policy wrote in this turn: influence and ΔV, summed over its tokens.";
-    strip.append(button(tint(influence, top), parts.join(" "), () => onPick(response.index, start), { title }));
+    const level = Math.sign(influence) * Math.ceil((3 * Math.abs(influence)) / top);
+    strip.append(button(levelName(SIGNED, level), parts.join(" "), () => onPick(response.index, start), { title }));
   }
   row.meta.append(strip);
 }

@@ -1,24 +1,23 @@
-// Sentences, lines and turns: long answers are read in them, so numbers can be shown for them instead of single tokens.
+// The numbers that a column shows: of single tokens, or of sentences, lines and turns, in which long answers are read;
+// and the colour class of every token.
 
 import { CHANNELS } from "../channels.js";
+import { levelOf, scaleTop } from "../colours.js";
 import { numberStyle } from "../format.js";
 
 export const UNITS = ["token", "sentence", "line", "turn"];
-const SUMMED = ["influence", "delta_v", "token_grad_share"];
-/** A sentence ends with its mark and the space after it, a line with its break; as in gradtrace/trace/units.py. */
+/** A sentence ends with its mark and the space after it, a line with its break; as in gradtrace/commands/trace_show.py. */
 const ENDS = { sentence: /[.!?…。！？]+["'”’)\]]*(?=\s|$)|\n+/g, line: /\n+/g };
 
 /** Int32Array: the number of the sentence, line or turn (what one author wrote) that each token of a response is in. */
 export function unitsOf(response, by) {
+  const units = new Int32Array(response.pieces.length);
   if (by === "turn") {
-    const units = new Int32Array(response.pieces.length);
     for (const [index, { start, end }] of (response.segments ?? []).entries()) units.fill(index, start, end);
     return units;
   }
   const texts = response.pieces.map((piece) => piece.text);
-  const whole = texts.join("");
-  const ends = Array.from(whole.matchAll(ENDS[by]), (match) => match.index + match[0].length);
-  const units = new Int32Array(texts.length);
+  const ends = Array.from(texts.join("").matchAll(ENDS[by]), (match) => match.index + match[0].length);
   let at = 0;
   let unit = 0;
   for (const [index, text] of texts.entries()) {
@@ -43,7 +42,7 @@ export function aggregated(group, channel, values, by) {
     }
     for (const [index, unit] of units.entries()) {
       const [sum, count] = sums.get(unit) ?? [NaN, 1];
-      found[response.start + index] = SUMMED.includes(channel) ? sum : sum / count;
+      found[response.start + index] = CHANNELS[channel].adds_up ? sum : sum / count;
     }
   }
   return found;
@@ -58,4 +57,39 @@ export function unitMetrics(by, colourings, token) {
     const text = CHANNELS[channel].signed ? style.signed(values[token]) : style.plain(values[token]);
     return { name: `${by}: ${CHANNELS[channel].title}`, text };
   });
+}
+
+/**
+ * What a column shows of a channel: float32 of every token, or null where the group has no such channel; the top of the
+ * scale for every response, and the one that they share, if any; the class of every token, −5…5 or 0…6.
+ * @typedef {{channel: string, values: Float32Array | null, tops: number[], shared: number | null, levels: Int8Array}}
+ *   Colouring
+ */
+
+/**
+ * target: what every token does to one response, instead of the channel's own values.
+ * @param {Record<string, string>} chosen scale, by, and the credit of influence @returns {Colouring}
+ */
+export function colouring(group, channel, chosen, target = null) {
+  const { scale, by, credit } = chosen;
+  const values = aggregated(group, channel, target ?? group.values(channel, credit), by);
+  const look = CHANNELS[channel];
+  const levels = new Int8Array(group.size);
+  const tops = values === null ? group.responses.map(() => NaN) : topsOf();
+  for (const { index, start, end } of values === null ? [] : group.responses)
+    for (let token = start; token < end; token++) levels[token] = levelOf(look, values[token], tops[index]);
+  const shared = isOfResponse() && tops.length > 1 ? null : (tops[0] ?? NaN);
+  return { channel, values, tops, shared, levels };
+
+  /** Advantages are few and constant along a response, so their scale is always the group's largest. */
+  function isOfResponse() {
+    return scale === "response" && channel !== "advantage";
+  }
+
+  function topsOf() {
+    if (isOfResponse()) return group.responses.map(({ start, end }) => scaleTop(values.subarray(start, end)));
+    const ofStep = scale === "step" && !target && by === "token" ? group.stepTop(channel, credit) : null;
+    const top = ofStep ?? scaleTop(values);
+    return group.responses.map(() => top);
+  }
 }

@@ -1,38 +1,67 @@
 // The find page: a text, a token, the most harmful tokens of all steps, those on which sampler and trainer disagree,
-// prompts whose pass rate fell, and one prompt over time. The server answers for a few steps at a time; the page shows how far it is and can be stopped.
+// prompts whose pass rate fell, and one prompt over time. The server answers for a few steps at a time; the page shows
+// how far it is and can be stopped.
 
 import { CREDIT_NAMES } from "../channels.js";
 import { searchBox, segmentedControl } from "../controls.js";
-import { acceptedMark, button, element, linkTo, passDots, tableOf } from "../dom.js";
+import { acceptedMark, button, element, linkTo, passDots, rowOf, tableOf } from "../dom.js";
 import { count, fixed, numberStyle, plural } from "../format.js";
-import { Page, pageHead } from "../page.js";
+import { Page, pageHead } from "./page.js";
 
-const WHAT = {
-  text: "a text",
-  token: "a token",
-  harm: "most harmful tokens",
-  mismatch: "sampler against trainer",
-  prompts: "prompts whose pass rate fell",
-  prompt: "one prompt over time",
-};
-const SAYS = {
-  text: "Prompts and responses that hold a text, in all traced steps; the first place in each.",
-  token: "Every occurrence of a token: its text, or #id. Those with the largest score first in each step.",
-  harm: "The lowest scores of all steps: where training’s step on a token is estimated to hurt the accepted answers against the rejected ones. Scores of different steps are taken at different weights, and of different credits in different units.",
-  mismatch:
-    "The tokens whose log-prob as the trainer finds it lies furthest from what the sampler reported, by 0.001 nats or more: trainer minus sampler. A token’s own term of the update is multiplied by the exponential of it where the loop corrects for the sampler.",
-  prompts: "Prompts that were drawn more than once, by how much less often they passed the last time than the first.",
-  prompt: "Every step in which this prompt was drawn.",
-};
-/** Why a search of the whole run may have found nothing, where that is not plain. */
-const WHY_NONE = {
-  harm: " Only scores below zero count, and only steps with an influence trace have scores.",
-  mismatch:
-    " Either they agree on every token, or the files hold no log-probs of the sampler’s own (docs: Sampler and trainer disagree).",
-};
-/** The page stops here and offers to go on; for prompts it keeps more, because it must put steps together. */
-const MOST_HITS = { text: 200, token: 200, harm: 2000, mismatch: 2000, prompts: 50000, prompt: 2000 };
 const MOST_ROWS = 200;
+
+/**
+ * What can be looked for. `most`: the page stops at so many hits and offers to go on; for prompts it keeps more, because
+ * it must put steps together. `none`: why a search of the whole run may have found nothing, where that is not plain.
+ * @type {Record<string, {title: string, says: string, most: number, draw: (page: FindPage) => Node, typed?: boolean,
+ *   none?: string}>}
+ */
+const SEARCHES = {
+  text: {
+    title: "a text",
+    says: "Prompts and responses that hold a text, in all traced steps; the first place in each.",
+    most: 200,
+    typed: true,
+    draw: (page) => page.tokenTable(page.hits),
+  },
+  token: {
+    title: "a token",
+    says: "Every occurrence of a token: its text, or #id. Those with the largest score first in each step.",
+    most: 200,
+    typed: true,
+    draw: (page) => page.tokenTable(page.hits),
+  },
+  harm: {
+    title: "most harmful tokens",
+    says: "The lowest scores of all steps: where training’s step on a token is estimated to hurt the accepted answers against the rejected ones. Scores of different steps are taken at different weights, and of different credits in different units.",
+    most: 2000,
+    draw: (page) => page.tokenTable(page.hits.toSorted((a, b) => a.score - b.score)),
+    none: " Only scores below zero count, and only steps with an influence trace have scores.",
+  },
+  mismatch: {
+    title: "sampler against trainer",
+    says: "The tokens whose log-prob as the trainer finds it lies furthest from what the sampler reported, by 0.001 nats or more: trainer minus sampler. A token’s own term of the update is multiplied by the exponential of it where the loop corrects for the sampler.",
+    most: 2000,
+    draw: (page) =>
+      page.tokenTable(
+        page.hits.toSorted((a, b) => Math.abs(b.score) - Math.abs(a.score)),
+        "Nats",
+      ),
+    none: " Either they agree on every token, or the files hold no log-probs of the sampler’s own (docs: Sampler and trainer disagree).",
+  },
+  prompts: {
+    title: "prompts whose pass rate fell",
+    says: "Prompts that were drawn more than once, by how much less often they passed the last time than the first.",
+    most: 50000,
+    draw: (page) => page.fallen(),
+  },
+  prompt: {
+    title: "one prompt over time",
+    says: "Every step in which this prompt was drawn.",
+    most: 2000,
+    draw: (page) => page.history(),
+  },
+};
 
 export async function openFindPage(context) {
   return () => new FindPage(context);
@@ -41,43 +70,40 @@ export async function openFindPage(context) {
 class FindPage extends Page {
   constructor(context) {
     super(context, "find", { "/": "find" }, "find-page");
-    this.what = this.url.choice("what", Object.keys(WHAT));
+    this.what = this.url.choice("what", Object.keys(SEARCHES));
+    this.search = SEARCHES[this.what];
     this.query = this.url.get("q") ?? "";
     this.status = element("div", "find-status", { "aria-live": "polite" });
     this.results = element("div");
-    this.node.append(pageHead("Find", SAYS[this.what]), this.makeControls(), this.status, this.results);
+    this.node.append(pageHead("Find", this.search.says), this.makeControls(), this.status, this.results);
     this.ticket = 0;
     this.begin();
   }
 
   makeControls() {
-    const offered = Object.entries(WHAT).filter(([value]) => value !== "prompt" || this.what === "prompt");
+    const offered = Object.entries(SEARCHES).filter(([what]) => what !== "prompt" || this.what === "prompt");
     const kinds = segmentedControl({
       label: "Find",
       value: this.what,
-      options: Object.fromEntries(offered),
-      onChange: (what) => this.context.go("find", { what, q: this.query || null }),
+      options: Object.fromEntries(offered.map(([what, { title }]) => [what, title])),
+      onChange: (what) => this.context.go("find", { what, q: this.query }),
     });
-    const controls = element("div", "controls strip", kinds);
-    if (["text", "token"].includes(this.what)) {
-      const box = searchBox("Type, then Enter", `Find ${WHAT[this.what]} in the whole run`, this.query, (value) => {
-        this.query = value;
-      });
-      box.addEventListener("keydown", (event) => event.key === "Enter" && this.begin());
-      controls.append(box);
-    }
-    return controls;
+    const note = (value) => {
+      this.query = value;
+    };
+    const words = `Find ${this.search.title} in the whole run`;
+    const box = searchBox("Type, then Enter", words, this.query, note, () => this.begin());
+    return element("div", "controls strip", kinds, this.search.typed ? box : null);
   }
 
   begin() {
-    const needs = ["text", "token"].includes(this.what);
-    this.url.update({ q: this.query || null });
+    this.url.update({ q: this.query });
     this.hits = [];
     this.more = 0;
-    this.limit = MOST_HITS[this.what];
+    this.limit = this.search.most;
     this.results.replaceChildren();
     this.status.replaceChildren();
-    if (!needs || this.query) this.search(0).catch(this.context.fail);
+    if (!this.search.typed || this.query) this.look(0).catch(this.context.fail);
   }
 
   get path() {
@@ -86,53 +112,37 @@ class FindPage extends Page {
     return `runs/${run.id}/find?what=${this.what}&q=${encodeURIComponent(this.query)}&`;
   }
 
-  async search(first) {
+  async look(first) {
     const ticket = ++this.ticket;
     let next = first;
-    while (next !== null) {
+    do {
       const answer = await this.context.source.json(`${this.path}from=${next}`);
       if (ticket !== this.ticket) return; // stopped, or another search began
       this.hits.push(...answer.hits);
       this.more += answer.more;
       next = answer.next;
-      const isFull = this.hits.length >= this.limit && next !== null;
-      this.showStatus(answer, next, isFull);
-      this.show();
-      if (isFull) return;
-    }
+      this.showStatus(answer);
+      this.results.replaceChildren(this.search.draw(this));
+    } while (next !== null && this.hits.length < this.limit);
   }
 
-  showStatus({ searched, steps, unreadable }, next, isFull) {
+  showStatus({ searched, steps, unreadable, next }) {
     const found = this.what.startsWith("prompt") ? plural(this.hits.length, "group") : count(this.hits.length);
     const left = this.more ? ` (${count(this.more)} more in these steps are left out)` : "";
     const damaged = unreadable.length ? ` Steps that cannot be read: ${unreadable.join(", ")}.` : "";
     const words = `${searched} of ${plural(steps, "traced step")} searched, ${found} found${left}.${damaged}`;
-    const why = next === null && !this.hits.length ? (WHY_NONE[this.what] ?? "") : "";
+    const why = next === null && !this.hits.length ? (this.search.none ?? "") : "";
     this.status.replaceChildren(element("span", "", words + why));
     if (next === null) return;
-    const goOn = () => {
-      this.limit += MOST_HITS[this.what];
-      this.search(next).catch(this.context.fail);
-    };
-    const stop = () => {
+    const goOn = button("link-button", "go on", () => {
+      this.limit += this.search.most;
+      this.look(next).catch(this.context.fail);
+    });
+    const stop = button("link-button", "stop", () => {
       this.ticket += 1;
-      this.status.replaceChildren(element("span", "", `${words} Stopped.`), button("link-button", "go on", goOn));
-    };
-    this.status.append(isFull ? button("link-button", "go on", goOn) : button("link-button", "stop", stop));
-  }
-
-  show() {
-    const sorted = (order) => [...this.hits].sort(order);
-    const furthest = (a, b) => Math.abs(b.score) - Math.abs(a.score);
-    const draw = {
-      text: () => this.tokenTable(this.hits),
-      token: () => this.tokenTable(this.hits),
-      harm: () => this.tokenTable(sorted((a, b) => a.score - b.score)),
-      mismatch: () => this.tokenTable(sorted(furthest), "Nats"),
-      prompts: () => this.fallen(),
-      prompt: () => this.history(),
-    };
-    this.results.replaceChildren(draw[this.what]());
+      this.status.replaceChildren(element("span", "", `${words} Stopped.`), goOn);
+    });
+    this.status.append(this.hits.length >= this.limit ? goOn : stop);
   }
 
   place({ step, group, response, position }, text) {
@@ -145,14 +155,14 @@ class FindPage extends Page {
       const who = hit.response === null ? "prompt" : `r${hit.response}, token ${hit.position}`;
       const score = Number.isFinite(hit.score) ? numberStyle(Math.abs(hit.score), 3).signed(hit.score) : "";
       const match = element("mark", "", oneLine(hit.match));
-      return element(
-        "tr",
+      return rowOf(
         "",
-        element("td", "", `step ${hit.step}`),
-        element("td", "", this.place(hit, `group ${hit.group}`)),
-        element("td", "", hit.response === null ? null : acceptedMark(hit.accepted), ` ${who}`),
-        element("td", "number", score ? `${score} ${CREDIT_NAMES[hit.credit] ?? ""}` : ""),
-        element("td", "context", oneLine(hit.before), match, oneLine(hit.after)),
+        null,
+        `step ${hit.step}`,
+        this.place(hit, `group ${hit.group}`),
+        ["", hit.response === null ? null : acceptedMark(hit.accepted), ` ${who}`],
+        ["number", score ? `${score} ${CREDIT_NAMES[hit.credit] ?? ""}` : ""],
+        ["context", oneLine(hit.before), match, oneLine(hit.after)],
       );
     });
     const heads = { Step: "", Group: "", Where: "", [scoreName]: scoreName === "Score" ? "number" : "", Text: "" };
@@ -161,28 +171,27 @@ class FindPage extends Page {
 
   /** The first and the last group of every prompt that was drawn in several steps. */
   fallen() {
-    const prompts = new Map();
-    for (const hit of this.hits) {
-      const known = prompts.get(hit.key);
-      prompts.set(hit.key, { first: known?.first ?? hit, last: hit, times: (known?.times ?? 0) + 1 });
-    }
-    const again = [...prompts.values()].filter(({ first, last }) => first.step !== last.step);
-    const fell = again.filter((each) => rate(each.last) < rate(each.first)).sort((a, b) => drop(b) - drop(a));
-    const body = element("tbody");
-    for (const { first, last, times } of fell.slice(0, MOST_ROWS)) {
-      const steps = `${first.step} → ${last.step}`;
+    const prompts = Map.groupBy(this.hits, (hit) => hit.key).values();
+    const pairs = Array.from(prompts, (drawn) => ({ first: drawn[0], last: drawn.at(-1), times: drawn.length }));
+    const again = pairs.filter(({ first, last }) => first.step !== last.step);
+    const fell = again.filter((each) => drop(each) > 0).sort((a, b) => drop(b) - drop(a));
+    const rows = fell.slice(0, MOST_ROWS).map(({ first, last, times }) => {
       const href = this.context.href("find", { what: "prompt", step: last.step, group: last.group });
-      const link = linkTo(href, "link-button", `${times} times`);
-      const rates = `${first.passed}/${first.responses} → ${last.passed}/${last.responses}`;
-      const sure = isSure(first, last) ? "beyond chance" : "may be chance";
-      const cells = [steps, link, rates, sure].map((cell) => element("td", "", cell));
-      body.append(element("tr", "", ...cells, element("td", "context", oneLine(last.prompt))));
-    }
+      return rowOf(
+        "",
+        null,
+        `${first.step} → ${last.step}`,
+        linkTo(href, "link-button", `${times} times`),
+        `${first.passed}/${first.responses} → ${last.passed}/${last.responses}`,
+        isSure(first, last) ? "beyond chance" : "may be chance",
+        ["context", oneLine(last.prompt)],
+      );
+    });
     const words = again.length
       ? `${plural(again.length, "prompt")} drawn in several steps, ${fell.length} passed less often the last time.`
       : "No prompt was drawn in two of these steps, so none can be followed.";
     const heads = { Steps: "", Drawn: "", Passed: "", "": "", Prompt: "" };
-    const found = fell.length ? tableOf("fixed", heads, body) : null;
+    const found = fell.length ? tableOf("fixed", heads, element("tbody", "", ...rows)) : null;
     return element("div", "", element("p", "dim", words), found);
   }
 

@@ -1,34 +1,25 @@
 // The group page: a prompt and its responses as token heat maps, and what one token does to every response.
 
 import { CHANNELS } from "../channels.js";
-import { nextOf } from "../controls.js";
+import { scaleTop } from "../colours.js";
+import { nextOf, segmentedControl } from "../controls.js";
 import { element } from "../dom.js";
-import { numberStyle } from "../format.js";
-import { LIKELIER, scoreSentence, signWords, unitWords } from "../meaning.js";
-import { neighbourIn, Page } from "../page.js";
-import { scaleTop } from "../scales.js";
-import { colouring, largestTop } from "../group/colouring.js";
-import { groupControls, QUESTIONS, SCALES, VIEWS } from "../group/controls.js";
-import { Continuations } from "../group/continuations.js";
-import { Counterfactual } from "../group/counterfactual.js";
-import { DiffPanel } from "../group/diff.js";
+import { LIKELIER, numberStyle, scoreSentence, signWords, unitWords } from "../format.js";
+import { DiffPanel, FindBar, SMALL, choicesOf, defaultView, valuesOf } from "../group/controls.js";
+import { Continuations, Counterfactual } from "../group/counterfactual.js";
 import { Dock } from "../group/dock.js";
-import { FindBar } from "../group/find_bar.js";
-import { promptSection, responsesNotStored, storyLine, whyNoInfluence } from "../group/header.js";
-import { showCurve, showSums } from "../group/meta_cell.js";
+import { promptSection, responsesNotStored, storyLine, whyNoInfluence } from "../group/head.js";
 import { Group, sumOver } from "../group/model.js";
+import { Rail } from "../group/overview.js";
 import { PairwiseInfluence } from "../group/pairwise.js";
-import { listenToTokens } from "../group/pointing.js";
-import { Rail } from "../group/rail.js";
-import { Readout } from "../group/readout.js";
-import { TokenSelection } from "../group/selection.js";
-import { fitsSideBySide, ORDERS, Sheet } from "../group/sheet.js";
+import { showCurve, showSums } from "../group/rows.js";
+import { TokenSelection, listenToTokens } from "../group/selection.js";
+import { Sheet } from "../group/sheet.js";
 import { showTurns } from "../group/turns.js";
-import { UNITS, unitMetrics } from "../group/units.js";
+import { colouring, unitMetrics } from "../group/units.js";
+import { largestSize } from "../statistics.js";
+import { Page, neighbourIn, problemNotes } from "./page.js";
 
-const NARROW = 1100;
-/** Below this width text comes first and controls are folded. */
-const SMALL = 720;
 const HINTS = {
   "j k": "response",
   "h l": "group",
@@ -44,9 +35,6 @@ const HINTS = {
   "/": "find",
   esc: "clear",
 };
-
-/** What an address does not say, because it is so without being said. */
-const UNWRITTEN = { by: "token", asks: "training" };
 
 export async function openGroupPage(context) {
   const { source, run } = context;
@@ -70,7 +58,7 @@ class GroupPage extends Page {
       storyLine(group, (token) => this.select(token).catch(context.fail)),
       promptSection(group, this.score, this.historyHref()),
     );
-    for (const problem of group.structure.problems) this.node.append(element("p", "notice problem", problem));
+    this.node.append(...problemNotes(group.structure));
     const why = whyNoInfluence(group);
     if (why) this.node.append(element("p", "strip notice", why));
     if (group.responses.length) this.build();
@@ -84,13 +72,14 @@ class GroupPage extends Page {
 
   readState() {
     const { group, url } = this;
+    this.choices = choicesOf(group);
+    const chosen = Object.entries(this.choices).map(([name, choice]) => [
+      name,
+      url.choice(name, valuesOf(choice), choice.otherwise),
+    ]);
+    /** What the reader has chosen: view, scale, by, credit, asks, order. @type {Record<string, string>} */
+    this.chosen = Object.fromEntries(chosen);
     const channels = Object.keys(CHANNELS);
-    this.view = url.choice("view", Object.keys(VIEWS), this.defaultView());
-    this.scale = url.choice("scale", SCALES, "group");
-    this.order = url.choice("order", ORDERS);
-    this.by = url.choice("by", this.units);
-    this.credit = url.choice("credit", group.credits.length ? group.credits : ["position"]);
-    this.asks = group.structure.likelier ? url.choice("asks", Object.keys(QUESTIONS)) : "training";
     const second = group.credits.length ? "influence" : "entropy";
     this.channels = [url.choice("left", channels, "entropy"), url.choice("right", channels, second)];
     this.showsSpaces = url.get("spaces") === "1";
@@ -99,20 +88,9 @@ class GroupPage extends Page {
     this.current = -1;
   }
 
-  /** What numbers can be shown for. */
-  get units() {
-    return UNITS.filter((unit) => unit !== "turn" || this.group.hasTurns);
-  }
-
   /** Which of the scores is shown: that of a credit, or that of making a token likelier. */
   get score() {
-    return this.asks === "likelier" ? LIKELIER : this.credit;
-  }
-
-  /** Side by side, unless columns would be too narrow; without influence there is nothing to put beside entropy. */
-  defaultView() {
-    if (!this.group.credits.length || innerWidth <= SMALL) return "one";
-    return innerWidth < NARROW || !fitsSideBySide(this.group, innerWidth) ? "stack" : "side";
+    return this.chosen.asks === "likelier" ? LIKELIER : this.chosen.credit;
   }
 
   build() {
@@ -131,7 +109,6 @@ class GroupPage extends Page {
       this.url.update({ diff: now?.join(".") ?? null }),
     );
     this.node.append(this.makeControls(), this.diff.node, this.sheet.node);
-    this.readout = new Readout();
     this.dock = new Dock({ onClose: () => this.clearSelection(), onJump: (index) => this.jumpTo(index) });
     this.rail = group.isChain ? null : new Rail(group, (index) => this.jumpTo(index));
     const continuations = new Continuations(this.counterfactual, {
@@ -147,10 +124,14 @@ class GroupPage extends Page {
   }
 
   makeControls() {
-    this.controls = groupControls(this.group, this, (name, value) => this.choose(name, value).catch(this.context.fail));
+    const controls = Object.entries(this.choices).map(([name, { hidden = false, ...settings }]) => {
+      const onChange = (value) => this.choose(name, value).catch(this.context.fail);
+      return [name, Object.assign(segmentedControl({ ...settings, value: this.chosen[name], onChange }), { hidden })];
+    });
+    this.controls = Object.fromEntries(controls);
     const parts = [...Object.values(this.controls), this.diff.chooser, this.finder.node];
-    const controls = element("div", "controls strip group-controls", ...parts);
-    const fold = element("details", "controls-fold", element("summary", "", "View, colours and search"), controls);
+    const strip = element("div", "controls strip group-controls", ...parts);
+    const fold = element("details", "controls-fold", element("summary", "", "View, colours and search"), strip);
     fold.open = innerWidth > SMALL;
     return fold;
   }
@@ -158,7 +139,7 @@ class GroupPage extends Page {
   /** Called once the node is in the document. */
   mounted() {
     if (!this.sheet) return;
-    document.body.append(this.readout.node, this.dock.node);
+    document.body.append(this.dock.node);
     if (this.rail) document.body.append(this.rail.node);
     this.applyOrder();
     this.layOut();
@@ -186,26 +167,23 @@ class GroupPage extends Page {
   async choose(name, value) {
     this.keep(name, value);
     if (name === "credit") this.keep("asks", "training");
-    const show = {
-      view: () => this.layOut(),
-      scale: () => this.recolour(),
-      by: () => this.recolour(),
-      credit: () => this.changeScore(),
-      asks: () => this.changeScore(),
-      order: () => this.applyOrder(),
-    };
-    await show[name]();
+    const isScore = name === "credit" || name === "asks";
+    if (name === "view") this.layOut();
+    else if (name !== "order") this.recolour();
+    if (name === "order" || (isScore && this.chosen.order === "influence")) this.applyOrder();
+    if (isScore && this.selection.token !== null) await this.select(this.selection.token);
   }
 
   /** Keep a choice here, on its control and in the address. */
   keep(name, value) {
-    this[name] = value;
+    const { otherwise, unwritten } = this.choices[name];
+    this.chosen[name] = value;
     this.controls[name].select(value);
-    this.url.update({ [name]: value === UNWRITTEN[name] ? null : value });
+    this.url.update({ [name]: unwritten && value === otherwise ? null : value });
   }
 
   layOut() {
-    this.sheet.layOut(this.view, this.showsSpaces);
+    this.sheet.layOut(this.chosen.view, this.showsSpaces);
   }
 
   setChannel(slot, channel) {
@@ -214,14 +192,8 @@ class GroupPage extends Page {
     this.recolour();
   }
 
-  async changeScore() {
-    this.recolour();
-    if (this.order === "influence") this.applyOrder();
-    if (this.selection.token !== null) await this.select(this.selection.token);
-  }
-
   applyOrder() {
-    this.sheet.place(this.order, this.score);
+    this.sheet.place(this.chosen.order, this.score);
     this.placeRail();
   }
 
@@ -242,17 +214,18 @@ class GroupPage extends Page {
   }
 
   recolour() {
-    const { group, scale, by, score: credit } = this;
-    const valuesFor = (channel) => (channel === "influence" ? this.targetValues : null);
-    const make = (channel) => colouring(group, channel, { scale, by, credit, targetValues: valuesFor(channel) });
-    this.sheet.paint(this.channels.map(make));
+    const { group, score: credit } = this;
+    const look = { ...this.chosen, credit };
+    const targetOf = (channel) => (channel === "influence" ? this.targetValues : null);
+    this.sheet.paint(this.channels.map((channel) => colouring(group, channel, look, targetOf(channel))));
     this.showLegends();
-    for (const row of this.sheet.rows) showTurns(row, credit, (index, position) => this.jumpTo(index, position));
-    for (const row of this.sheet.rows) showCurve(row, (token) => this.select(token).catch(this.context.fail));
+    for (const row of this.sheet.rows) {
+      showTurns(row, credit, (index, position) => this.jumpTo(index, position));
+      showCurve(row, (token) => this.select(token).catch(this.context.fail));
+    }
     this.tops = this.metricTops();
     const values = group.values("influence", credit);
-    const sums = values ? group.responses.map((response) => Math.abs(sumOver(values, response))) : [1];
-    this.sumStyle = numberStyle(Math.max(...sums));
+    this.sumStyle = numberStyle(largestSize(values ? group.responses.map((each) => sumOver(values, each)) : [1]));
     if (this.selection.token === null) this.showSums();
   }
 
@@ -263,10 +236,9 @@ class GroupPage extends Page {
   showLegends() {
     const { meta, responses } = this.group;
     this.sheet.explainWith({
-      scale: this.scale,
       credit: this.score,
       targetCredit: this.pairwise.credit,
-      target: this.target === null ? null : responses[this.target].name,
+      target: responses[this.target]?.name ?? null,
       onClearTarget: () => this.setTarget(null),
       sign: signWords(meta, this.score),
       unit: unitWords(meta),
@@ -277,12 +249,9 @@ class GroupPage extends Page {
 
   /** Tops for the small bars of readout and dock: always the group's. */
   metricTops() {
-    const topOf = (channel) => scaleTop(this.group.values(channel) ?? new Float32Array(0));
-    const tops = { entropy: topOf("entropy"), delta_v: topOf("delta_v") };
-    for (const credit of this.group.scores) {
-      tops[`influence_${credit}`] = scaleTop(this.group.values("influence", credit));
-    }
-    return tops;
+    const topOf = (channel, credit) => scaleTop(this.group.values(channel, credit) ?? new Float32Array(0));
+    const scores = this.group.scores.map((credit) => [`influence_${credit}`, topOf("influence", credit)]);
+    return { entropy: topOf("entropy"), delta_v: topOf("delta_v"), ...Object.fromEntries(scores) };
   }
 
   retheme() {
@@ -304,24 +273,25 @@ class GroupPage extends Page {
     if (index !== null) this.context.announce(`Influence of every token on ${this.group.responses[index].name}`);
   }
 
+  /** @returns {import("../group/dock.js").TokenContext} */
   tokenContext(token) {
     const response = this.group.responses[this.group.responseOfToken[token]];
-    const units = unitMetrics(this.by, this.sheet.colourings, token);
-    const targetEffects = this.targetValues ? [this.targetEffect(token)] : [];
-    return { response, units, targetEffects, tops: this.tops, credit: this.score };
+    const more = unitMetrics(this.chosen.by, this.sheet.colourings, token);
+    if (this.targetValues) more.push(this.targetEffect(token));
+    return { token, response, position: token - response.start, tops: this.tops, credit: this.score, more };
   }
 
   targetEffect(token) {
     const shown = this.sheet.colourings.find(({ channel }) => channel === "influence");
-    const text = numberStyle(shown ? largestTop(shown) : 1).signed(this.targetValues[token]);
+    const text = numberStyle(shown ? largestSize(shown.tops) : 1).signed(this.targetValues[token]);
     return { name: `on ${this.group.responses[this.target].name}`, text };
   }
 
   async select(token) {
-    if (this.view === "read") this.choose("view", this.defaultView());
+    if (this.chosen.view === "read") this.choose("view", defaultView(this.group));
     const context = this.tokenContext(token);
-    this.url.update({ sel: `${context.response.index}.${token - context.response.start}` });
-    const words = await this.selection.show(token, context);
+    this.url.update({ sel: `${context.response.index}.${context.position}` });
+    const words = await this.selection.show(context);
     if (words === null) return;
     this.showRail();
     this.context.announce(words);
@@ -359,22 +329,13 @@ class GroupPage extends Page {
   /** Move from the selected token, else from the first one of the response that has the focus or was jumped to. */
   moveToken(direction) {
     const selected = this.selection.token;
-    if (selected === null) {
-      const row = focusedRow() ?? this.sheet.rows[this.current];
-      if (!row) return false;
-      this.select(row.response.start);
-      return true;
-    }
+    if (selected === null) return this.selectFirst(focusedRow() ?? this.sheet.rows[this.current]);
     const { response } = this.sheet.rowOf(selected);
-    this.select(Math.max(response.start, Math.min(response.end - 1, selected + direction)));
-    return true;
+    return this.select(Math.max(response.start, Math.min(response.end - 1, selected + direction)));
   }
 
-  selectFocused() {
-    const row = focusedRow();
-    if (!row || !document.activeElement.classList.contains("tokens")) return false;
-    this.select(row.response.start);
-    return true;
+  selectFirst(row) {
+    return row ? this.select(row.response.start) : false;
   }
 
   flag(token, flag, on) {
@@ -383,22 +344,20 @@ class GroupPage extends Page {
   }
 
   get actions() {
-    const { group } = this;
     if (!this.sheet) return {};
-    const next = (name, values) => this.choose(name, nextOf(values, this[name]));
+    const next = ([name, choice]) => {
+      const values = valuesOf(choice);
+      return values.length > 1 && this.choose(name, nextOf(values, this.chosen[name]));
+    };
+    const choices = Object.entries(this.choices).map((each) => [each[1].key, () => next(each)]);
     return {
+      ...Object.fromEntries(choices),
       j: () => this.moveRow(1),
       k: () => this.moveRow(-1),
-      v: () => next("view", Object.keys(VIEWS)),
-      s: () => next("scale", SCALES),
-      b: () => next("by", this.units),
-      c: () => group.credits.length > 0 && next("credit", group.credits),
-      x: () => group.structure.likelier && next("asks", Object.keys(QUESTIONS)),
-      o: () => next("order", ORDERS),
       w: () => this.toggleSpaces(),
       ArrowRight: () => this.moveToken(1),
       ArrowLeft: () => this.moveToken(-1),
-      Enter: () => this.selectFocused(),
+      Enter: () => this.selectFirst(focusedRow()),
       Escape: () => (this.selection.token === null ? this.setTarget(null) : this.clearSelection()),
     };
   }
@@ -407,7 +366,7 @@ class GroupPage extends Page {
     super.destroy();
     this.abort.abort();
     this.sheet?.end();
-    for (const part of [this.readout, this.dock, this.rail]) part?.node.remove();
+    for (const part of [this.dock, this.rail]) part?.node.remove();
     document.body.style.paddingBottom = "";
   }
 }

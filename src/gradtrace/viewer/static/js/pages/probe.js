@@ -1,18 +1,41 @@
 // The entropy page: what the update was predicted to do to entropy, what it did, and which tokens did it.
 
+import { SIGNED } from "../colours.js";
 import { nextOf } from "../controls.js";
-import { acceptedMark, button, divergingBar, element, fact, whenNear } from "../dom.js";
-import { count, fixed, MISSING, numberStyle, plural, sharedStart, signed } from "../format.js";
+import { acceptedMark, button, divergingBar, element, factList, markCurrent, rowOf, whenNear } from "../dom.js";
+import { MISSING, count, fixed, numberStyle, plural, signed } from "../format.js";
 import { rampParts } from "../group/legend.js";
-import { neighbourIn, opensInstrument, Page, pageHead } from "../page.js";
+import { IdentityPlot } from "../plots.js";
 import { ENTROPY_CHANGE_CHART, entropyChanges } from "../run_charts.js";
-import { IdentityPlot } from "../scores/identity_plot.js";
-import { readTokens, ResponseTexts } from "../scores/response_text.js";
+import { ResponseTexts, cutPrompts, readTokens } from "../scores/responses.js";
+import { largestSize } from "../statistics.js";
+import { Page, neighbourIn, opensInstrument, pageHead } from "./page.js";
 
-const BATCHES = { update: "that make the update", evaluation: "that measure entropy" };
+/**
+ * The two batches: the token columns that are shown of their responses, the name of their scale, what a response counts
+ * for, and words.
+ */
+const BATCHES = {
+  update: {
+    title: "that make the update",
+    maps: ["token_share"],
+    scale: "token_share",
+    strength: (row) => row.share,
+    missing: "shares of single tokens",
+    meaning: "Blue, bar above: training on this token raises entropy. Orange, bar below: lowers it.",
+  },
+  evaluation: {
+    title: "that measure entropy",
+    maps: ["entropy_change", "entropy_change_measured"],
+    scale: "change",
+    strength: (row) => (row.entropy_change ?? row.entropy_change_measured ?? 0) * row.length,
+    missing: "changes at single tokens",
+    meaning: "Blue, bar above: the policy becomes less sure here. Orange, bar below: surer. One scale for both.",
+  },
+};
+const BATCH_TITLES = Object.fromEntries(Object.entries(BATCHES).map(([name, { title }]) => [name, title]));
 const ORDERS_OF_RESPONSES = { strongest: "strongest first", sampled: "as sampled" };
 const AT_FIRST = 16;
-const MAPS = { update: ["token_share"], evaluation: ["entropy_change", "entropy_change_measured"] };
 const ESTIMATES = {
   predicted: "predicted ΔH, nats",
   measured: "measured ΔH, nats",
@@ -33,8 +56,7 @@ class ProbePage extends Page {
     this.structure = structure;
     this.meta = structure.meta;
     this.texts = new ResponseTexts(context.source, path);
-    const cut = sharedStart(structure.groups.map((group) => group.text));
-    for (const group of structure.groups) group.text = group.text.slice(cut);
+    cutPrompts(structure.groups);
     this.batch = this.url.choice("batch", Object.keys(BATCHES));
     this.order = this.url.choice("order", Object.keys(ORDERS_OF_RESPONSES));
     this.selected = this.url.number("sel");
@@ -48,15 +70,19 @@ class ProbePage extends Page {
   build() {
     const { step, update, evaluation } = this.structure;
     const sub = `What the update of this step does to entropy. Update batch: ${plural(update.length, "response")}. Evaluation batch: ${plural(evaluation.length, "response")}, ${count(evaluation.reduce((sum, row) => sum + row.length, 0))} tokens.`;
-    this.node.append(pageHead(`Entropy probe, step ${step}`, sub, this.facts()));
     this.charts = this.stepCharts("entropy_probe", step, [ENTROPY_CHANGE_CHART]);
     this.charts.node.classList.add("single");
     this.plot = this.makePlot();
     this.legend = element("div", "probe-legend");
     this.list = element("div", "probe-list");
     const identity = element("section", "identity", element("h2", "", this.plot.heading), this.plot.node);
-    const columns = element("div", "probe-columns strip", this.charts.node, identity, this.partsSection());
-    this.node.append(columns, this.controls(), this.legend, this.list);
+    this.node.append(
+      pageHead(`Entropy probe, step ${step}`, sub, this.facts()),
+      element("div", "probe-columns strip", this.charts.node, identity, this.partsSection()),
+      this.controls(),
+      this.legend,
+      this.list,
+    );
   }
 
   facts() {
@@ -66,11 +92,10 @@ class ProbePage extends Page {
       const error = meta[`delta_h_${name}_stderr`];
       if (!Number.isFinite(value)) return null;
       const style = numberStyle(Math.max(Math.abs(value), error ?? 0), 2);
-      return fact(style.signed(value) + (Number.isFinite(error) ? ` ± ${style.plain(error)}` : ""), label);
+      return [style.signed(value) + (Number.isFinite(error) ? ` ± ${style.plain(error)}` : ""), label];
     });
     const sample = `${fixed(meta.ess, 1)} of ${this.structure.evaluation.length}`;
-    const effective = Number.isFinite(meta.ess) ? fact(sample, "effective sample size") : null;
-    return element("div", "facts", ...estimates, effective);
+    return factList(...estimates, Number.isFinite(meta.ess) ? [sample, "effective sample size"] : null);
   }
 
   /** The sweep over step sizes if there is one, else all steps of the run. */
@@ -97,16 +122,14 @@ class ProbePage extends Page {
   partsSection() {
     const { parts } = this.structure;
     const total = this.meta.delta_h_predicted ?? parts.reduce((sum, part) => sum + part.value, 0);
-    const top = Math.max(...parts.map((part) => Math.abs(part.value)), Math.abs(total), 1e-300);
+    const top = largestSize([total, ...parts.map((part) => part.value)], 1e-300);
     const style = numberStyle(top);
-    const row = (className, value, ...words) => {
-      const number = element("td", "number", style.signed(value));
-      return element("tr", className, element("td", "", ...words), number, element("td", "", divergingBar(value, top)));
-    };
-    const body = element("tbody");
-    for (const { name, value, count: members } of parts)
-      body.append(row("", value, name, members === null ? null : element("span", "dim", ` ${members}`)));
-    body.append(row("total", total, "= predicted change"));
+    const row = (className, value, ...words) =>
+      rowOf(className, null, ["", ...words], ["number", style.signed(value)], divergingBar(value, top));
+    const rows = parts.map(({ name, value, count: members }) =>
+      row("", value, name, members === null ? null : element("span", "dim", ` ${members}`)),
+    );
+    const body = element("tbody", "", ...rows, row("total", total, "= predicted change"));
     return element(
       "section",
       "parts",
@@ -122,7 +145,7 @@ class ProbePage extends Page {
       this.url.update({ sel: null });
       this.drawList();
     };
-    this.batches = this.choiceOf("Responses", "batch", BATCHES, draw);
+    this.batches = this.choiceOf("Responses", "batch", BATCH_TITLES, draw);
     this.orders = this.choiceOf("Order", "order", ORDERS_OF_RESPONSES, draw);
     return element("div", "controls probe-controls", this.batches, this.orders);
   }
@@ -130,30 +153,25 @@ class ProbePage extends Page {
   /* ---------- responses as heat maps ---------- */
 
   get channels() {
-    return MAPS[this.batch].filter((name) => this.structure.channels.includes(name));
+    return BATCHES[this.batch].maps.filter((name) => this.structure.channels.includes(name));
   }
 
   get top() {
-    return this.structure.scales[this.batch === "update" ? "token_share" : "change"];
+    return this.structure.scales[BATCHES[this.batch].scale];
   }
 
   get rows() {
-    const rows = [...this.structure[this.batch]];
-    const strength = (row) =>
-      Math.abs(
-        this.batch === "update" ? row.share : (row.entropy_change ?? row.entropy_change_measured ?? 0) * row.length,
-      );
-    return this.order === "strongest" ? rows.sort((a, b) => strength(b) - strength(a)) : rows;
+    const strength = (row) => Math.abs(BATCHES[this.batch].strength(row));
+    const rows = this.structure[this.batch];
+    return this.order === "strongest" ? rows.toSorted((a, b) => strength(b) - strength(a)) : rows;
   }
 
   drawList() {
     this.observer?.disconnect();
     const { rows } = this;
-    const shown = rows.slice(0, this.most);
-    const picked = rows.find((row) => row.response === this.selected);
-    if (picked && !shown.includes(picked)) shown.push(picked);
-    const topShare = Math.max(...rows.map((row) => Math.abs(row.share)), 1e-300);
-    this.nodes = shown.map((row) => this.rowNode(row, topShare));
+    const shown = rows.filter((row, index) => index < this.most || row.response === this.selected);
+    const shares = rows.map((row) => row.share);
+    this.nodes = shown.map((row) => this.rowNode(row, largestSize(shares, 1e-300)));
     this.list.replaceChildren(...this.nodes);
     const more = Math.min(AT_FIRST, rows.length - shown.length);
     if (more > 0)
@@ -170,45 +188,38 @@ class ProbePage extends Page {
   }
 
   drawLegend() {
-    const { channels, top } = this;
+    const { channels } = this;
+    const { missing, meaning } = BATCHES[this.batch];
     this.legend.dataset.maps = channels.length;
-    if (!channels.length) {
-      const what = this.batch === "update" ? "shares of single tokens" : "changes at single tokens";
-      this.legend.replaceChildren(element("p", "notice", `This step stores no ${what}.`));
-      return;
-    }
-    const style = numberStyle(top ?? 0, 2);
-    const [low, high] = [style.signed(-(top ?? 0)), `${style.signed(top ?? 0)} nats`];
-    const ramp = element("div", "ramp", ...rampParts("influence", low, "0", high));
-    const meaning =
-      this.batch === "update"
-        ? "Blue, bar above: training on this token raises entropy. Orange, bar below: lowers it."
-        : "Blue, bar above: the policy becomes less sure here. Orange, bar below: surer. One scale for both.";
-    this.legend.replaceChildren(
+    if (!channels.length) return this.legend.replaceChildren(element("p", "notice", `This step stores no ${missing}.`));
+    const top = this.top ?? 0;
+    const style = numberStyle(top, 2);
+    const ramp = element("div", "ramp", ...rampParts(SIGNED, style.signed(-top), "0", `${style.signed(top)} nats`));
+    return this.legend.replaceChildren(
       element("div", "legend-words", element("p", "dim", meaning), ramp),
       ...channels.map((name) => element("h3", "", MAP_TITLES[name])),
     );
   }
 
   rowNode(row, topShare) {
-    const group = this.structure.groups[row.group];
-    const mark = row.accepted === null || this.batch === "evaluation" ? null : acceptedMark(row.accepted);
+    const isUpdate = this.batch === "update";
+    const mark = row.accepted === null || !isUpdate ? null : acceptedMark(row.accepted);
+    const change = (value) => (value === null ? MISSING : numberStyle(Math.abs(value)).signed(value));
     const onclick = () => this.select(row.response === this.selected ? null : row.response);
     const meta = element("div", "probe-meta", { onclick }, element("b", "", mark, ` response ${row.response}`));
     const line = (name, text) => meta.append(element("span", "key", name), element("span", "number", text));
     if (row.reward !== null) line("reward", fixed(row.reward, 2));
-    if (this.batch === "update") {
+    if (isUpdate) {
       if (row.advantage !== null) line("advantage", signed(row.advantage, 2));
       line("share", numberStyle(topShare).signed(row.share));
       meta.append(divergingBar(row.share, topShare));
     } else {
-      const change = (value) => (value === null ? MISSING : numberStyle(Math.abs(value)).signed(value));
       line("predicted", change(row.entropy_change));
       line("measured", change(row.entropy_change_measured));
       line("entropy", fixed(row.entropy, 3));
     }
     const maps = this.channels.map(() => element("div", "map", element("p", "dim", row.text)));
-    const prompt = element("div", "prompt-line mono", group.text);
+    const prompt = element("div", "prompt-line mono", this.structure.groups[row.group].text);
     const data = { "data-response": row.response, "data-maps": this.channels.length };
     return Object.assign(element("section", "probe-row", data, meta, prompt, ...maps), { probeRow: row, maps });
   }
@@ -216,7 +227,10 @@ class ProbePage extends Page {
   async fill(node) {
     const { channels, top } = this;
     try {
-      const whole = await this.texts.get(node.probeRow.response, MAPS[nextOf(Object.keys(BATCHES), this.batch)]);
+      const whole = await this.texts.get(
+        node.probeRow.response,
+        BATCHES[nextOf(Object.keys(BATCHES), this.batch)].maps,
+      );
       for (const [index, map] of node.maps.entries()) map.replaceChildren(whole.map(channels[index], top));
     } catch (error) {
       for (const map of node.maps) map.append(element("p", "dim", error.message));
@@ -229,22 +243,21 @@ class ProbePage extends Page {
     this.mark();
   }
 
+  /** The node of the selected response, where it is drawn. */
+  get current() {
+    return this.nodes.find((node) => node.probeRow.response === this.selected);
+  }
+
   mark() {
-    for (const node of this.nodes) {
-      const isSelected = node.probeRow.response === this.selected;
-      node.classList.toggle("current", isSelected);
-      if (isSelected) node.scrollIntoView({ block: "nearest" });
-    }
+    markCurrent(this.nodes, this.current);
   }
 
   /* ---------- living ---------- */
 
   mounted() {
-    this.charts.draw();
-    this.plot.draw();
+    this.drawToWidth(this.charts.node, () => this.charts.draw());
+    this.drawToWidth(this.plot.node, () => this.plot.draw());
     this.drawList();
-    this.watchWidth(this.charts.node, () => this.charts.draw());
-    this.watchWidth(this.plot.node, () => this.plot.draw());
   }
 
   update() {
@@ -252,8 +265,7 @@ class ProbePage extends Page {
   }
 
   move(direction) {
-    const current = this.nodes.find((node) => node.probeRow.response === this.selected);
-    const next = neighbourIn(this.nodes, current, direction);
+    const next = neighbourIn(this.nodes, this.current, direction);
     if (next) this.select(next.probeRow.response);
   }
 

@@ -1,18 +1,37 @@
 // The step page: the prompt groups of one step as a table to sort and filter.
 
 import { CREDIT_NAMES } from "../channels.js";
-import { creditControl, searchBox } from "../controls.js";
-import { element, fact, filledBar, linkTo, passDots, svgDot, svgElement, svgLine, svgPath, tableOf } from "../dom.js";
-import { fixed, MISSING, numberStyle, plural, sharedStart } from "../format.js";
-import { groupFilter } from "../group_filter.js";
-import { question, scoreSentence } from "../meaning.js";
-import { miniature } from "../miniature.js";
-import { Page, pageHead } from "../page.js";
+import { Frame, LinearScale } from "../charts.js";
+import { SIGNED, levelName, levelOf, rampOf } from "../colours.js";
+import { Sorting, creditControl, searchBox } from "../controls.js";
+import {
+  cssColours,
+  element,
+  factList,
+  filledBar,
+  fitCanvas,
+  linkTo,
+  markCurrent,
+  passDots,
+  rowOf,
+  svgDot,
+  svgElement,
+  svgLine,
+  svgPath,
+  tableOf,
+  wideRow,
+} from "../dom.js";
+import { MISSING, fixed, numberStyle, plural, question, scoreSentence, sharedStart } from "../format.js";
 import { overheadOf } from "../run_charts.js";
-import { meanOf } from "../scales.js";
-import { Sorting, wideRow } from "../sorting.js";
+import { extent, largestSize, meanOf, startsOf } from "../statistics.js";
+import { Page, pageHead, problemNotes } from "./page.js";
 
-const SHOW = ["all", "mixed", "skipped"];
+/** Which groups are shown. */
+const SHOW = {
+  all: () => true,
+  mixed: (group) => !group.constant,
+  skipped: (group) => group.status !== "scored",
+};
 const LONG_PROMPT = 40;
 
 const WHY_SKIPPED = {
@@ -56,49 +75,39 @@ class StepPage extends Page {
     this.credit = credit;
     this.pictures = pictures;
     this.sorting = new Sorting(this.url, COLUMNS, table.has_influence ? "size" : "group", () => this.fill());
-    this.show = this.url.choice("show", SHOW);
+    this.show = this.url.choice("show", Object.keys(SHOW));
     this.query = this.url.get("q") ?? "";
     this.current = -1;
-    this.prepare();
+    /** Where each group's picture begins, and what all prompts have in common. */
+    this.starts = startsOf(table.groups.map((group) => group.columns * group.responses));
+    this.cut = sharedStart(table.groups.map((group) => group.prompt));
+    this.body = element("tbody");
+    const isProse = table.groups.some((group) => group.prompt.length - this.cut > LONG_PROMPT);
     this.node.append(
       this.makeHead(),
       element("p", "story", table.story),
       ...this.makeNotices(),
       this.makeControls(),
-      this.makeTable(),
+      tableOf(`fixed steps${isProse ? " prose" : ""}`, this.sorting.row, this.body),
     );
     this.fill();
   }
 
-  /** Where each group's picture begins, and what all prompts have in common. */
-  prepare() {
-    let start = 0;
-    for (const group of this.table.groups) {
-      const columns = Math.min(180, group.longest);
-      group.picture = { start, columns };
-      start += columns * group.responses;
-      group.passed = group.constant ? (group.best_reward > 0 ? group.responses : 0) : group.accepted;
-    }
-    this.cut = sharedStart(this.table.groups.map((group) => group.prompt));
-    this.isProse = this.table.groups.some((group) => group.prompt.length - this.cut > LONG_PROMPT);
-  }
-
   makeHead() {
-    const { groups, responses, step } = this.table;
+    const { groups, responses, step, has_influence: traced, has_entropy: hasEntropy } = this.table;
     const scored = groups.filter((group) => group.status === "scored").length;
     const mixed = groups.filter((group) => !group.constant).length;
-    const influence = this.table.has_influence
+    const influence = traced
       ? `Influence, ${question(this.table.meta, this.credit)}, is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
       : "";
     const sub = `${plural(groups.length, "prompt group")}, ${plural(responses, "response")}. ${influence}`;
-    const facts = element("div", "facts");
-    facts.append(fact(fixed(meanOf(groups.map((group) => group.reward)), 2), "reward"));
-    if (this.table.has_entropy)
-      facts.append(fact(fixed(meanOf(groups.map((group) => group.entropy)), 3), "entropy, nats"));
-    facts.append(fact(`${mixed} of ${groups.length}`, "mixed groups"));
-    const row = this.run.rows.get(step);
-    const overhead = row && overheadOf(row);
-    if (overhead !== undefined) facts.append(fact(`+${fixed(100 * overhead, 1)} %`, "tracing overhead"));
+    const overhead = overheadOf(this.run.rows.get(step) ?? {});
+    const facts = factList(
+      [fixed(meanOf(groups.map((group) => group.reward)), 2), "reward"],
+      hasEntropy ? [fixed(meanOf(groups.map((group) => group.entropy)), 3), "entropy, nats"] : null,
+      [`${mixed} of ${groups.length}`, "mixed groups"],
+      overhead === undefined ? null : [`+${fixed(100 * overhead, 1)} %`, "tracing overhead"],
+    );
     return pageHead(`Step ${step}`, sub, this.spark(), facts);
   }
 
@@ -107,66 +116,59 @@ class StepPage extends Page {
     const points = this.run.series("critic/rewards/mean");
     if (points.length < 2) return null;
     const [width, height] = [220, 40];
-    const [first, last] = [points[0].step, points.at(-1).step];
-    const values = points.map((point) => point.value);
-    const [low, high] = [Math.min(...values), Math.max(...values)];
-    const x = (step) => 4 + ((step - first) / (last - first)) * (width - 8);
-    const y = (value) => height - 5 - ((value - low) / (high - low || 1)) * (height - 12);
-    const curve = svgPath(
-      points.map((point) => [x(point.step), y(point.value)]),
-      "line run-0",
-    );
-    const here = points.filter((point) => point.step === this.table.step);
-    const marks = here.flatMap(({ step, value }) => [
-      svgLine(x(step), 2, x(step), height, "crosshair"),
-      svgDot(x(step), y(value), 3.5, "dot run-0"),
-    ]);
+    const frame = new Frame(width, height, { left: 4, right: 4, top: 7, bottom: 5 });
+    const steps = new LinearScale(points[0].step, points.at(-1).step);
+    const rewards = new LinearScale(...extent(points.map((point) => point.value)));
+    const place = ({ step, value }) => [frame.x(steps.at(step)), frame.y(rewards.at(value))];
+    const here = points.filter((point) => point.step === this.table.step).map(place);
+    const marks = here.flatMap(([x, y]) => [svgLine(x, 2, x, height, "crosshair"), svgDot(x, y, 3.5, "dot run-0")]);
+    const curve = svgPath(points.map(place), "line run-0");
     const drawing = svgElement("svg", { width, height, "aria-hidden": "true" }, curve, ...marks);
     return element("div", "spark wide-only", "reward", drawing);
   }
 
   makeNotices() {
-    const { groups, has_influence: traced, problems } = this.table;
-    const notices = problems.map((problem) => element("p", "notice problem", problem));
-    const { vocabularyProblem, enabled } = this.run;
-    if (vocabularyProblem) notices.push(element("p", "notice", vocabularyProblem));
-    const say = (text) => notices.push(element("p", "strip notice", text));
-    if (!traced && !problems.length) {
-      say(
-        enabled?.influence_trace === false
-          ? "No influence: the influence trace was off in this run (trainer.influence_trace.enable=true turns it on)."
-          : "No influence trace of this step: it is still being written, or the step is no multiple of its write_every.",
-      );
-    } else if (traced && this.table.meta.empty) {
-      say(`No influence in this step: ${this.table.meta.empty}.`);
-    } else if (traced && !groups.some((group) => group.status === "scored")) {
-      const constant = groups.filter((group) => group.status === "constant_reward").length;
-      say(
-        constant === groups.length
-          ? "No mixed group in this step: in every group all rewards are equal, so there is nothing to contrast and no influence."
-          : "No group of this step was scored; the table says why for each.",
-      );
-    }
-    return notices;
+    const { vocabulary_problem: problem } = this.run;
+    const why = this.whyNoInfluence();
+    return [
+      ...problemNotes(this.table),
+      problem ? element("p", "notice", problem) : null,
+      why ? element("p", "strip notice", why) : null,
+    ].filter(Boolean);
+  }
+
+  /** Why no group of this step has influence, in words; empty where one has it. */
+  whyNoInfluence() {
+    const { groups, has_influence: traced, problems, meta } = this.table;
+    if (!traced && problems.length) return "";
+    if (!traced)
+      return this.run.enabled.influence_trace === false
+        ? "No influence: the influence trace was off in this run (trainer.influence_trace.enable=true turns it on)."
+        : "No influence trace of this step: it is still being written, or the step is no multiple of its write_every.";
+    if (meta.empty) return `No influence in this step: ${meta.empty}.`;
+    if (groups.some((group) => group.status === "scored")) return "";
+    return groups.every((group) => group.status === "constant_reward")
+      ? "No mixed group in this step: in every group all rewards are equal, so there is nothing to contrast and no influence."
+      : "No group of this step was scored; the table says why for each.";
   }
 
   makeControls() {
-    this.search = searchBox(
+    const search = searchBox(
       "Filter:  *4-   pass<4   ent>0.2",
       "Filter groups by words of the prompt, or pass, ent, len, inf, reward compared with a number",
       this.query,
       (value) => {
         this.query = value;
-        this.url.update({ q: value || null });
+        this.url.update({ q: value });
         this.fill();
       },
+      () => search.blur(),
     );
-    this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.search.blur());
     this.count = element("span", "", { "aria-live": "polite" });
-    const show = this.choiceOf("Show", "show", SHOW, () => this.fill());
+    const show = this.choiceOf("Show", "show", Object.keys(SHOW), () => this.fill());
     const credits = creditControl(this.credit, this.table.credits, (value) => this.setCredit(value));
     const tail = element("span", "tail", this.table.credits.length ? this.sizeKey() : null, this.count);
-    return element("div", "controls strip step-controls", this.search, show, credits, tail);
+    return element("div", "controls strip step-controls", search, show, credits, tail);
   }
 
   sizeKey() {
@@ -183,62 +185,43 @@ class StepPage extends Page {
     this.fill();
   }
 
-  makeTable() {
-    this.body = element("tbody");
-    return tableOf(`fixed steps${this.isProse ? " prose" : ""}`, this.sorting.row, this.body);
-  }
-
   influence(group) {
     return group[`influence_${this.credit}`] ?? null;
   }
 
+  /** What a group has in a column, or by a name that the filter knows. */
   value(group, name) {
     const sums = this.influence(group);
     const size = sums ? sums.positive + sums.negative : NaN;
-    const values = {
-      group: group.group,
-      prompt: group.prompt,
-      accepted: group.passed / group.responses,
-      entropy: group.entropy,
-      size,
-      length: group.length,
-      pass: group.passed,
-      ent: group.entropy,
-      len: group.length,
-      inf: size,
-      reward: group.reward,
-    };
-    return values[name];
+    const own = { accepted: group.passed / group.responses, pass: group.passed, size, inf: size };
+    return own[name] ?? group[{ ent: "entropy", len: "length" }[name] ?? name];
   }
 
   fill() {
+    const { groups } = this.table;
     const matches = groupFilter(this.query, (group, name) => this.value(group, name));
-    const isShown = {
-      all: () => true,
-      mixed: (group) => !group.constant,
-      skipped: (group) => group.status !== "scored",
-    }[this.show];
-    this.shown = this.table.groups
-      .filter((group) => isShown(group) && matches(group))
-      .sort((a, b) => this.compare(a, b));
-    this.count.textContent = `${this.shown.length} of ${plural(this.table.groups.length, "group")}`;
-    const tops = {
-      entropy: Math.max(1e-9, ...this.table.groups.map((group) => group.entropy ?? 0)),
-      size: Math.max(1e-9, ...this.table.groups.map((group) => this.value(group, "size")).filter(Number.isFinite)),
-    };
+    const shown = groups.filter((group) => SHOW[this.show](group) && matches(group));
+    this.shown = this.sorting.sorted(
+      shown,
+      (group, key) => this.value(group, key),
+      (a, b, areMissing) => (areMissing ? b.passed - a.passed : 0) || a.group - b.group,
+    );
+    this.count.textContent = `${this.shown.length} of ${plural(groups.length, "group")}`;
+    const top = (name) =>
+      largestSize(
+        groups.map((group) => this.value(group, name) ?? NaN),
+        1e-9,
+      );
+    const tops = { entropy: top("entropy"), size: top("size") };
     this.body.replaceChildren(...this.shown.map((group, index) => this.row(group, index, tops)));
-    if (!this.shown.length) {
-      const why = this.query ? `No group matches “${this.query}”.` : `No ${this.show} group in this step.`;
-      this.body.append(wideRow("dim", COLUMNS.length, why));
-    }
+    if (this.shown.length) return;
+    const why = this.query ? `No group matches “${this.query}”.` : `No ${this.show} group in this step.`;
+    this.body.append(wideRow("dim", COLUMNS.length, why));
   }
 
-  /** Groups without a value come last, those with most accepted responses first among them. */
-  compare(a, b) {
-    const [x, y] = [this.value(a, this.sorting.key), this.value(b, this.sorting.key)];
-    const both = (value) => value === undefined || value === null || Number.isNaN(value);
-    const order = this.sorting.compare(x, y);
-    return order || (both(x) && both(y) ? b.passed - a.passed : 0) || a.group - b.group;
+  /** Was influence traced in this step, and this group left out? */
+  isSkipped(group) {
+    return this.table.has_influence && group.status !== "scored";
   }
 
   row(group, index, tops) {
@@ -247,53 +230,48 @@ class StepPage extends Page {
     const passed = element("span", "dim", `\u2002${group.passed}/${group.responses}`);
     const isThere = !this.context.groups || this.context.groups.includes(group.group);
     const onclick = () => this.context.go("group", { group: group.group });
-    return element(
-      "tr",
-      `${isThere ? "opens" : "absent"}${group.status === "scored" || !this.table.has_influence ? "" : " skipped"}${index === this.current ? " current" : ""}`,
+    return rowOf(
+      `${isThere ? "opens" : "absent"}${this.isSkipped(group) ? " skipped" : ""}${index === this.current ? " current" : ""}`,
       isThere ? { onclick } : { title: "This group is not part of the report" },
-      element("td", "c-group dim", isThere ? link : String(group.group)),
-      element("td", "c-prompt prompt-cell", { title: group.prompt }, prompt),
-      element("td", "c-accepted", passDots(group.passed, group.responses), passed),
+      ["c-group dim", isThere ? link : String(group.group)],
+      ["c-prompt prompt-cell", { title: group.prompt }, prompt],
+      ["c-accepted", passDots(group.passed, group.responses), passed],
       this.pictureCell(group),
-      this.entropyCell(group, tops.entropy),
-      this.sizeCell(group, tops.size),
-      element("td", "c-length number", fixed(group.length, 1)),
+      ["c-entropy", this.entropyBar(group, tops.entropy)],
+      ["c-size", this.sizeBars(group, tops.size)],
+      ["c-length number", fixed(group.length, 1)],
     );
   }
 
   pictureCell(group) {
-    const { start, columns } = group.picture;
     const isLeftOut = group.status === "constant_reward" && !group.constant; // its rewards differed before selection
     const why = isLeftOut
       ? "skipped: TracIn left no contrast"
       : (WHY_SKIPPED[group.status] ?? (this.table.has_influence ? "not traced" : ""));
-    if (!this.pictures || group.status !== "scored") return element("td", "c-map reason", { title: why || null }, why);
-    if (!this.influence(group))
-      return element("td", "c-map reason", `${CREDIT_NAMES[group.credit] ?? "no"} credit only`);
-    const values = this.pictures.subarray(start, start + columns * group.responses);
-    const top = this.table.scales[`influence_${this.credit}`];
-    return element("td", "c-map", miniature(values, group.responses, columns, group.accepted, top));
+    if (!this.pictures || group.status !== "scored") return ["c-map reason", { title: why || null }, why];
+    if (!this.influence(group)) return ["c-map reason", `${CREDIT_NAMES[group.credit] ?? "no"} credit only`];
+    const start = this.starts[group.group];
+    const values = this.pictures.subarray(start, start + group.columns * group.responses);
+    return ["c-map", miniature(values, group, this.table.scales[`influence_${this.credit}`])];
   }
 
-  entropyCell(group, top) {
-    if (group.entropy === undefined) return element("td", "c-entropy", MISSING);
+  entropyBar(group, top) {
+    if (group.entropy === undefined) return MISSING;
     const bar = filledBar("", group.entropy / top);
-    bar.style.background = `var(--${group.status === "scored" || !this.table.has_influence ? "e3" : "line2"})`;
-    const number = element("b", "", fixed(group.entropy, 3));
-    return element("td", "c-entropy", element("div", "with-bar", number, element("span", "", bar)));
+    bar.style.background = `var(--${this.isSkipped(group) ? "line2" : "e3"})`;
+    return element("div", "with-bar", element("b", "", fixed(group.entropy, 3)), element("span", "", bar));
   }
 
-  sizeCell(group, top) {
+  sizeBars(group, top) {
     const sums = this.influence(group);
-    if (!sums) return element("td", "c-size", MISSING);
+    if (!sums) return MISSING;
     const parts = { p3: sums.positive, n3: sums.negative };
     const bars = Object.entries(parts).map(([name, value]) => filledBar(name, (0.99 * value) / top));
-    const size = sums.positive + sums.negative;
-    const number = element("b", "", numberStyle(top, 4).plain(size));
+    const number = element("b", "", numberStyle(top, 4).plain(this.value(group, "size")));
     const name = CREDIT_NAMES[group.credit];
     const title = `The best credit that this group has is ${name}: its page shows it.`;
     const best = this.table.credits.length > 1 ? element("small", "dim", { title }, name) : null;
-    return element("td", "c-size", element("div", "with-bar", number, element("span", "", ...bars), best));
+    return element("div", "with-bar", number, element("span", "", ...bars), best);
   }
 
   retheme() {
@@ -302,20 +280,59 @@ class StepPage extends Page {
 
   move(direction) {
     this.current = Math.max(0, Math.min(this.shown.length - 1, this.current + direction));
-    for (const [index, row] of [...this.body.children].entries())
-      row.classList.toggle("current", index === this.current);
-    this.body.children[this.current]?.scrollIntoView({ block: "nearest" });
+    markCurrent(this.body.children, this.body.children[this.current]);
     const { group, prompt } = this.shown[this.current] ?? {};
     this.context.announce(`group ${group}, ${prompt?.slice(this.cut, this.cut + 80)}`);
   }
 
   open() {
     const chosen = this.shown[this.current];
-    if (!chosen) return false;
-    return this.context.go("group", { group: chosen.group });
+    return chosen ? this.context.go("group", { group: chosen.group }) : false;
   }
 
   get actions() {
     return { j: () => this.move(1), k: () => this.move(-1), Enter: () => this.open() };
   }
+}
+
+const CONDITION = /^(pass|ent|len|inf|reward)(<=|>=|<|>|=)(-?\d+(?:\.\d+)?)$/;
+
+/** A function group → boolean. Every term must hold; terms that are no condition are looked for in the prompt. */
+function groupFilter(text, measure) {
+  const terms = text.trim().toLowerCase().split(/\s+/).filter(Boolean);
+  const tests = terms.map((term) => {
+    const match = CONDITION.exec(term);
+    if (!match) return (group) => group.prompt.toLowerCase().includes(term);
+    const [, name, operator, number] = match;
+    return (group) => {
+      const apart = (measure(group, name) ?? NaN) - Number(number);
+      return (
+        (operator.includes("<") && apart < 0) ||
+        (operator.includes(">") && apart > 0) ||
+        (operator.includes("=") && apart === 0)
+      );
+    };
+  });
+  return (group) => tests.every((test) => test(group));
+}
+
+const WIDTH = 180;
+const MOST_HEIGHT = 20;
+const GAP = 2;
+
+/** values: float32[responses, columns] with accepted responses first; top: of the step's scale. */
+function miniature(values, { responses, columns, accepted }, top) {
+  const canvas = element("canvas", "miniature", { "aria-hidden": "true", style: { width: `${WIDTH}px` } });
+  const line = Math.min(2.25, MOST_HEIGHT / responses);
+  const context = fitCanvas(canvas, WIDTH, responses * line + GAP);
+  const colours = cssColours("bg2", ...rampOf(SIGNED));
+  const cell = WIDTH / columns;
+  for (const [at, value] of values.entries()) {
+    if (Number.isNaN(value)) continue;
+    const [response, column] = [Math.floor(at / columns), at % columns];
+    const y = response * line + (response >= accepted ? GAP : 0);
+    context.fillStyle = colours[levelName(SIGNED, levelOf(SIGNED, value, top)) || "bg2"];
+    context.fillRect(column * cell, y, Math.max(1, cell) + 0.3, line);
+  }
+  return canvas;
 }

@@ -1,15 +1,12 @@
 // The tokens page: a leaderboard of distinct tokens beside entropy × influence; brushing one filters the other.
 
-import { creditControl, searchBox } from "../controls.js";
-import { button, divergingBar, element, filledBar, linkTo, tableOf } from "../dom.js";
-import { count, fixed, MISSING, numberStyle } from "../format.js";
-import { scoreSentence } from "../meaning.js";
-import { Page, pageHead } from "../page.js";
-import { placeOf, startsOf } from "../scales.js";
-import { Scatter } from "../scatter.js";
-import { Sorting, wideRow } from "../sorting.js";
-import { occurrencesOf, tokenStatistics } from "../token_statistics.js";
-import { readVocabulary, visibleText } from "../token_text.js";
+import { Sorting, creditControl, searchBox } from "../controls.js";
+import { button, divergingBar, element, filledBar, linkTo, rowOf, tableOf, wideRow } from "../dom.js";
+import { MISSING, count, fixed, numberStyle, scoreSentence } from "../format.js";
+import { Scatter } from "../plots.js";
+import { largestSize, occurrencesOf, placeOf, startsOf, tokenStatistics } from "../statistics.js";
+import { readVocabulary, visibleText } from "../text.js";
+import { Page, pageHead, problemNotes } from "./page.js";
 
 const LEAST_SEEN = ["1", "4", "32"];
 const BOTH_ENDS = 11;
@@ -38,22 +35,16 @@ export async function openTokensPage(context) {
 }
 
 function readPoints(structure, floats) {
+  const { responses, stride } = structure;
   const size = floats.length / 3;
-  const starts = startsOf(structure.responses.map(({ length }) => length));
-  const isAccepted = Uint8Array.from(
-    { length: size },
-    (_, at) => structure.responses[placeOf(starts, at * structure.stride)].accepted,
-  );
+  const starts = startsOf(responses.map(({ length }) => length));
+  const owner = Uint32Array.from({ length: size }, (_, at) => placeOf(starts, at * stride));
   return {
     token: floats.subarray(0, size),
     entropy: floats.subarray(size, 2 * size),
     influence: floats.subarray(2 * size),
-    accepted: (at) => isAccepted[at] === 1,
-    place: (at) => {
-      const index = placeOf(starts, at * structure.stride);
-      const { group, response } = structure.responses[index];
-      return { group, response, position: at * structure.stride - starts[index] };
-    },
+    accepted: (at) => responses[owner[at]].accepted,
+    place: (at) => ({ ...responses[owner[at]], position: at * stride - starts[owner[at]] }),
   };
 }
 
@@ -86,7 +77,7 @@ class TokensPage extends Page {
     const sub = `Step ${structure.step}, ${count(structure.total)} response tokens ${where}, ${count(distinct)} distinct.${sample}`;
     const meaning = this.hasInfluence ? `${sub} ${scoreSentence(structure.meta, this.credit)}` : sub;
     this.node.append(pageHead("Tokens", meaning));
-    for (const problem of structure.problems) this.node.append(element("p", "notice problem", problem));
+    this.node.append(...problemNotes(structure));
     if (!this.hasInfluence) this.node.append(element("p", "strip notice", WITHOUT_INFLUENCE));
     this.node.append(this.makeControls());
     this.body = element("tbody");
@@ -101,7 +92,7 @@ class TokensPage extends Page {
   makeControls() {
     const box = searchBox("Filter tokens", "Filter tokens by their text", this.query, (value) => {
       this.query = value;
-      this.url.update({ q: value || null });
+      this.url.update({ q: value });
       this.list();
     });
     const least = this.choiceOf("Seen at least", "min", LEAST_SEEN, () => this.list());
@@ -115,9 +106,8 @@ class TokensPage extends Page {
   }
 
   mounted() {
-    this.scatter.draw(this.brush);
+    this.drawToWidth(this.scatter.node, () => this.scatter.draw(this.brush));
     this.list();
-    this.watchWidth(this.scatter.node, () => this.scatter.draw());
   }
 
   setBrush(brush) {
@@ -138,21 +128,17 @@ class TokensPage extends Page {
       (!query ||
         this.texts[index].toLowerCase().includes(query) ||
         (this.vocabulary[index].text ?? "").toLowerCase().includes(query));
-    const entries = everything.filter(matches).sort((a, b) => this.compare(a, b));
-    const tops = {
-      mean: Math.max(1e-12, ...entries.map((entry) => Math.abs(entry.mean) || 0)),
-      entropy: Math.max(1e-12, ...entries.map((entry) => entry.entropy || 0)),
-      size: Math.max(1e-12, ...entries.map((entry) => entry.size)),
-    };
+    const value = (entry, key) => (key === "text" ? this.texts[entry.index] : entry[key]);
+    const entries = this.sorting.sorted(everything.filter(matches), value, (a, b) => a.index - b.index);
+    const top = (name) =>
+      largestSize(
+        entries.map((entry) => entry[name]),
+        1e-12,
+      );
+    const tops = { mean: top("mean"), entropy: top("entropy"), size: top("size") };
     this.body.replaceChildren(...this.visibleRows(entries, tops));
     this.showBrushLine(everything.reduce((sum, entry) => sum + entry.count, 0));
     this.showFields();
-  }
-
-  compare(a, b) {
-    const { key } = this.sorting;
-    const value = (entry) => (key === "text" ? this.texts[entry.index] : entry[key]);
-    return this.sorting.compare(value(a), value(b)) || a.index - b.index;
   }
 
   /** The rows to show: sorted by mean influence both ends matter, so the middle is folded. */
@@ -176,16 +162,15 @@ class TokensPage extends Page {
     const chip = button("link-button", text, () => this.toggle(entry.index), { "aria-expanded": String(isOpen) });
     const entropyBar = element("span", "", filledBar("e4", entry.entropy / tops.entropy));
     const entropy = element("div", "with-bar", element("b", "", fixed(entry.entropy, 2)), entropyBar);
-    const row = element(
-      "tr",
+    const row = rowOf(
       "opens",
       { onclick: (event) => !event.target.closest("button") && this.toggle(entry.index) },
-      element("td", "c-text", chip),
-      element("td", "c-count number", count(entry.count)),
-      element("td", "c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)),
-      element("td", "c-bar", Number.isFinite(entry.mean) ? divergingBar(entry.mean, tops.mean) : ""),
-      element("td", "c-entropy", Number.isFinite(entry.entropy) ? entropy : MISSING),
-      element("td", "c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING),
+      ["c-text", chip],
+      ["c-count number", count(entry.count)],
+      ["c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)],
+      ["c-bar", Number.isFinite(entry.mean) ? divergingBar(entry.mean, tops.mean) : ""],
+      ["c-entropy", Number.isFinite(entry.entropy) ? entropy : MISSING],
+      ["c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING],
     );
     return isOpen ? [row, this.occurrenceRow(entry.index)] : [row];
   }
@@ -228,16 +213,12 @@ class TokensPage extends Page {
   showFields() {
     if (this.fields.contains(document.activeElement)) return;
     const { horizontal, vertical } = this.scatter;
-    const shown = this.brush ?? {
-      entropy: [horizontal.low, horizontal.high],
-      influence: [vertical.low, vertical.high],
-    };
+    const whole = { entropy: [horizontal.low, horizontal.high], influence: [vertical.low, vertical.high] };
+    const shown = this.brush ?? whole;
     const field = (axis, end, label) => {
       const onchange = () => {
-        const next = { entropy: [...shown.entropy], influence: [...shown.influence] };
-        next[axis][end] = Number(input.value);
         input.blur();
-        this.setBrush(next);
+        this.setBrush({ ...shown, [axis]: shown[axis].with(end, Number(input.value)) });
       };
       const value = Number(shown[axis][end].toPrecision(3));
       const words = { "aria-label": `${axis} ${label}` };

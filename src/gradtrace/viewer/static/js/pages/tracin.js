@@ -3,15 +3,14 @@
 import { nextOf } from "../controls.js";
 import { button, divergingBar, element, linkTo, tableOf } from "../dom.js";
 import { fixed, numberStyle, plural, signed } from "../format.js";
-import { neighbourIn, opensInstrument, Page, pageHead } from "../page.js";
+import { Histogram, scoreBins } from "../plots.js";
 import { tracinCharts } from "../run_charts.js";
-import { Histogram, scoreBins } from "../scores/histogram.js";
-import { diagnosisBox, histogramHead, layerNorms, scoreFacts } from "../scores/overview.js";
-import { ResponseList } from "../scores/response_list.js";
-import { readTokens, ResponseTexts } from "../scores/response_text.js";
-import { ValidationSet } from "../scores/validation_set.js";
+import { ResponseList, ResponseTexts, readTokens } from "../scores/responses.js";
+import { ValidationSet, diagnosisBox, histogramHead, layerNorms, scoreFacts } from "../scores/summary.js";
+import { largestSize } from "../statistics.js";
+import { Page, neighbourIn, opensInstrument, pageHead } from "./page.js";
 
-const SHOWN = ["all", "kept", "dropped"];
+const SHOWN = { all: () => true, kept: (row) => row.kept, dropped: (row) => !row.kept };
 const ORDERS_OF_SCORES = { low: "lowest first", high: "highest first" };
 const HEADS = {
   Prompt: "c-prompt",
@@ -32,18 +31,17 @@ class TracinPage extends Page {
     this.zeros = this.finite.filter((row) => row.score === 0);
     this.bins = scoreBins(this.finite.filter((row) => row.score !== 0));
     this.texts = new ResponseTexts(context.source, path);
-    this.top = Math.max(...this.finite.map((row) => Math.abs(row.score)), 1e-300);
-    this.readUrl();
+    this.top = largestSize(
+      this.finite.map((row) => row.score),
+      1e-300,
+    );
+    const bar = this.url.number("bar");
+    /** @type {any} the number of a bar, "zero", or null for all scores */
+    this.bar = this.url.get("bar") === "zero" && this.zeros.length ? "zero" : bar < this.bins.length ? bar : null;
+    this.show = this.url.choice("show", Object.keys(SHOWN));
+    this.order = this.url.choice("order", Object.keys(ORDERS_OF_SCORES));
     this.build();
     readTokens(this.node);
-  }
-
-  readUrl() {
-    const bar = this.url.get("bar");
-    this.bar = bar === "zero" && this.zeros.length ? "zero" : this.url.number("bar");
-    if (typeof this.bar === "number" && this.bar >= this.bins.length) this.bar = null;
-    this.show = this.url.choice("show", SHOWN);
-    this.order = this.url.choice("order", Object.keys(ORDERS_OF_SCORES));
   }
 
   /* ---------- building ---------- */
@@ -59,7 +57,6 @@ class TracinPage extends Page {
       meta.method && `Method: ${meta.method}${meta.preconditioner === "adam" ? weighing : ""}.`,
     ];
     const sub = `Score of each response: its gradient times the validation gradient. ${rule.filter(Boolean).join(" ")}`;
-    this.node.append(pageHead(`TracIn, step ${structure.step}`, sub, scoreFacts(structure)), diagnosisBox(structure));
     this.histogram = this.bins.length ? new Histogram(this.bins, (bar) => this.choose(bar)) : null;
     this.list = new ResponseList({
       url: this.url,
@@ -74,12 +71,16 @@ class TracinPage extends Page {
     const bars =
       this.histogram?.node ?? element("p", "notice", "No response has a score other than zero in this step.");
     const left = element("section", "score-left", histogramHead(), bars, this.zeroButton(), layerNorms(meta));
-    const right = element("section", "", this.listControls(), this.caption, table);
-    this.node.append(element("div", "score-columns", left, right));
     this.charts = this.stepCharts("tracin", structure.step, tracinCharts(this.run));
-    this.node.append(element("h2", "section-title", "Over training"), this.charts.node);
     const onOpen = (val) => this.url.update({ val });
-    this.node.append(new ValidationSet(structure, this.url.number("val"), onOpen).node);
+    this.node.append(
+      pageHead(`TracIn, step ${structure.step}`, sub, scoreFacts(structure)),
+      diagnosisBox(structure),
+      element("div", "score-columns", left, element("section", "", this.listControls(), this.caption, table)),
+      element("h2", "section-title", "Over training"),
+      this.charts.node,
+      new ValidationSet(structure, this.url.number("val"), onOpen).node,
+    );
   }
 
   zeroButton() {
@@ -97,7 +98,7 @@ class TracinPage extends Page {
 
   listControls() {
     const draw = () => this.drawList();
-    this.showControl = this.choiceOf("Show", "show", SHOWN, draw);
+    this.showControl = this.choiceOf("Show", "show", Object.keys(SHOWN), draw);
     return element("div", "controls", this.showControl, this.choiceOf("Order", "order", ORDERS_OF_SCORES, draw));
   }
 
@@ -114,9 +115,8 @@ class TracinPage extends Page {
 
   get members() {
     const all = this.bar === null ? this.finite : this.bar === "zero" ? this.zeros : this.bins[this.bar].members;
-    const wanted = { all: () => true, kept: (row) => row.kept, dropped: (row) => !row.kept }[this.show];
     const sign = this.order === "low" ? 1 : -1;
-    return all.filter(wanted).sort((a, b) => sign * (a.score - b.score) || a.response - b.response);
+    return all.filter(SHOWN[this.show]).sort((a, b) => sign * (a.score - b.score) || a.response - b.response);
   }
 
   captionText() {
@@ -133,55 +133,49 @@ class TracinPage extends Page {
 
   /** Score and fate of a response. */
   cells(row) {
-    const { top } = this;
-    const style = numberStyle(top);
-    const number = element("span", "", style.signed(row.score));
-    const score = element("td", "number c-score", number, divergingBar(row.score, top));
-    const isMeasured = Number.isFinite(row.score_low ?? NaN);
-    if (isMeasured)
-      score.title = `90 % bootstrap interval over validation prompts: ${style.signed(row.score_low)} to ${style.signed(row.score_high)}`;
-    const uncertain = isMeasured && row.score_low <= 0 && row.score_high >= 0;
+    const style = numberStyle(this.top);
+    const isMeasured = Number.isFinite(row.score_low);
+    const ends = isMeasured ? `${style.signed(row.score_low)} to ${style.signed(row.score_high)}` : "";
+    const title = isMeasured ? `90 % bootstrap interval over validation prompts: ${ends}` : null;
     const word = row.kept ? "kept" : "dropped";
-    const fate = element("td", "c-fate", element("span", `fate ${word}`, word));
     const remarks = [
       row.reason,
       row.weight !== null && row.kept && row.weight !== 1 ? `weight ${fixed(row.weight, 2)}` : "",
-      uncertain ? "sign unsure" : "",
+      isMeasured && row.score_low <= 0 && row.score_high >= 0 ? "sign unsure" : "",
       row.flipped ? "reward flipped" : "",
     ];
-    fate.title = remarks.filter(Boolean).join(", ");
-    fate.append(element("span", "dim", fate.title));
-    return [score, fate];
+    const why = remarks.filter(Boolean).join(", ");
+    return [
+      ["number c-score", { title }, element("span", "", style.signed(row.score)), divergingBar(row.score, this.top)],
+      ["c-fate", { title: why }, element("span", `fate ${word}`, word), element("span", "dim", why)],
+    ];
   }
 
   /** The whole response, coloured by entropy where the file has it. */
   opened(row, whole) {
+    const { entropy } = whole.channels;
     const group = this.structure.groups[row.group];
-    const hasEntropy = Boolean(whole.channels.entropy);
-    const top = hasEntropy ? Math.max(...whole.channels.entropy) : 0;
     const facts = [
       `group ${group.group_id}`,
       plural(row.length, "token"),
       `reward ${fixed(row.reward, 2)}`,
       row.advantage === null ? "" : `advantage ${signed(row.advantage, 2)}`,
-      hasEntropy ? "colour: entropy" : "",
+      entropy ? "colour: entropy" : "",
     ];
     const line = element("p", "dim", facts.filter(Boolean).join(" · "));
     if (group.page !== null && this.run.tracedSteps.includes(this.structure.step)) {
       const href = this.context.href("group", { group: group.page, step: this.structure.step });
       line.append(" · ", linkTo(href, "link-button", `tokens of group ${group.page}`));
     }
-    return [line, whole.promptNode(), whole.map(hasEntropy ? "entropy" : null, top)];
+    return [line, whole.promptNode(), whole.map(entropy ? "entropy" : null, largestSize(entropy ?? []))];
   }
 
   /* ---------- living ---------- */
 
   mounted() {
-    this.histogram?.draw(this.bar);
+    this.drawToWidth(this.charts.node, () => this.charts.draw());
+    if (this.histogram) this.drawToWidth(this.histogram.node, () => this.histogram.draw(this.bar));
     this.drawList();
-    this.charts.draw();
-    this.watchWidth(this.charts.node, () => this.charts.draw());
-    if (this.histogram) this.watchWidth(this.histogram.node, () => this.histogram.draw(this.bar));
   }
 
   update() {
@@ -190,7 +184,7 @@ class TracinPage extends Page {
   }
 
   moveBar(direction) {
-    const filled = this.bins.map((bin, index) => (bin.members.length ? index : -1)).filter((index) => index >= 0);
+    const filled = [...this.bins.keys()].filter((index) => this.bins[index].members.length);
     if (!filled.length) return;
     const isChosen = filled.includes(this.bar);
     this.choose(isChosen ? neighbourIn(filled, this.bar, direction) : filled.at(direction > 0 ? 0 : -1));
@@ -201,7 +195,7 @@ class TracinPage extends Page {
       ArrowRight: () => this.moveBar(1),
       ArrowLeft: () => this.moveBar(-1),
       ...this.list.actions,
-      f: () => this.showControl.choose(nextOf(SHOWN, this.show)),
+      f: () => this.showControl.choose(nextOf(Object.keys(SHOWN), this.show)),
       Escape: () => (this.list.selected === null ? this.choose(null) : this.list.select(null)),
     };
   }

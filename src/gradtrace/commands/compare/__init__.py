@@ -1,0 +1,1 @@
+"""`gradtrace compare`: curves of several runs side by side."""

@@ -1,1 +1,0 @@
-"""`gradtrace doctor --device`: what a person with a new machine runs first."""

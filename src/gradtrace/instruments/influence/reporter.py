@@ -1,0 +1,159 @@
+"""The influence trace beside the files: which groups are scored, the file and the metrics of a step, and why a step has
+no rows, in words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.contract import Reporter, Table, TrainingRun
+from gradtrace.instruments.influence.columns import describe, influence_columns
+from gradtrace.instruments.influence.plan import StepPlan
+from gradtrace.instruments.record import Record
+from gradtrace.trace.columns import GroupStatus
+
+
+class InfluenceReporter(Reporter):
+    def __init__(self, record: Record, run: TrainingRun | None = None) -> None:
+        self.record = record
+        self.config = record.settings
+        self.run = run
+        self._plan: StepPlan | None = None
+        size, config = run.step_size if run is not None else None, self.config
+        in_parts = config.accepted_rejected_scope == "all_selected" and not config.scope_pass
+        if size is not None and in_parts and 0 < size.mini_batch < size.prompts:
+            record.report(
+                "influence trace: accepted_rejected_scope=all_selected compares the responses of one mini-batch "
+                f"({size.mini_batch} of the step's {size.prompts} prompts), each at the weights it meets; "
+                "scope_pass=true compares the whole step at its first weights (embedded loop)."
+            )
+
+    def is_due(self, step: int) -> bool:
+        return bool(step % self.config.write_every == 0)
+
+    def needs_entropies(self, step: int) -> bool:
+        return self.is_due(step)
+
+    def plan(
+        self, batch: RolloutBatch, step: int, sampled: RolloutBatch | None = None
+    ) -> tuple[RolloutBatch, StepPlan | None]:
+        """Which groups of this step are to be scored, and who was accepted."""
+        self._plan = None
+        if self.is_due(step):
+            every = self.config.verify_every
+            self._plan = StepPlan.of(
+                batch,
+                step,
+                self.config.max_prompts_per_step,
+                self.config.accepted_threshold,
+                verify=bool(every) and step % every == 0,
+            )
+            self._leave_out_split_groups(self._plan)
+        return batch, self._plan
+
+    def _leave_out_split_groups(self, plan: StepPlan) -> None:
+        """No gradient is of a whole group that is trained on in several optimizer steps."""
+        split = torch.tensor(self.run.split_groups if self.run is not None else (), dtype=torch.long)
+        if not len(split):
+            return
+        self.record.report(
+            f"influence trace: {len(split)} groups of step {plan.step} have no scores: the host's batch has holes or "
+            "padding, so that they do not lie in one mini-batch"
+        )
+        lost = split[plan.status[split] == int(GroupStatus.SCORED)]
+        plan.status[lost] = int(GroupStatus.NOT_CAPTURED)
+
+    def write(self, batch: RolloutBatch, step: int, table: Table | None) -> dict[str, float]:
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return {}
+        if table is None or table.failure:
+            self.record.failed(step, table.failure if table is not None else "no process has observed it")
+            return self._metrics(plan.status, {}, {})
+        config = self.config
+        rows, columns, meta = influence_columns(batch, table, plan.status, config, config.pairwise_max_mb)
+        status = torch.as_tensor(columns["group_status"])
+        if not len(rows):
+            cause, sentence = why_empty(batch, status)
+            meta["empty"] = sentence
+            self.record.say_once(cause, f"step {step} has no rows: {sentence}.")
+        for warning in table.facts["warnings"]:
+            # Once, whatever its numbers are.
+            self.record.say_once(re.split(r"\d", warning)[0], f"step {step}: {warning}")
+        if table.facts.get("unverified"):
+            self.record.say_once("verify_every", f"step {step} is not verified: {table.facts['unverified']}")
+        self.record.write(step, batch, rows, columns, describe(config) | meta)
+        counts = {"rows": rows, "groups": batch.group[rows].unique(), "captured": columns["captured"]}
+        return self._metrics(plan.status, table.facts["metrics"], counts) | table.facts.get("validity", {})
+
+    def _metrics(self, status: Tensor, found: dict[str, float], counted: dict[str, Any]) -> dict[str, float]:
+        """Counts of the whole step under the names of the logs, and what the tracers counted."""
+        constant = int((status == int(GroupStatus.CONSTANT_REWARD)).sum())
+        counts = {
+            "uid_total": len(status),
+            "uid_constant": constant,
+            "uid_mixed": len(status) - constant,
+            "selected_responses": len(counted.get("rows", ())),
+            "selected_prompts": len(counted.get("groups", ())),
+            "rows_emitted": len(counted.get("rows", ())),
+            "tokens_emitted": int(counted["captured"].sum()) if counted else 0,
+            "debug_groups_over_cap": int((status == int(GroupStatus.OVER_PROMPT_CAP)).sum()),
+            "debug_errors": self.record.errors,
+            "debug_write_errors": self.record.write_errors,
+        }
+        return found | {f"influence_trace/{name}": float(value) for name, value in counts.items()}
+
+
+def why_empty(batch: RolloutBatch, status: Tensor) -> tuple[str, str]:
+    """The cause of a trace without rows (a name to count it by) and a sentence about it, with what to do."""
+    if bool((status == int(GroupStatus.NON_FINITE)).any()):
+        return "non_finite", (
+            "the gradients were not finite, so that the optimizer made no step either: lower actor.optim.lr, and look "
+            "at the rewards and advantages of this step"
+        )
+    if bool((status == int(GroupStatus.NOT_CAPTURED)).any()):
+        return "not_captured", (
+            "the hooks saw none of the tokens of the groups with mixed rewards: `gradtrace doctor --model` shows which "
+            "layers can be traced, and debug_backward_captures how often they fired"
+        )
+    return _no_contrast(batch)
+
+
+def _no_contrast(batch: RolloutBatch) -> tuple[str, str]:
+    """No group holds accepted and rejected responses: for which reason."""
+    sizes = torch.bincount(batch.group)
+    if int(sizes.max()) == 1:
+        return (
+            "one_response",
+            "every prompt has one response, and there is nothing to compare it with: raise rollout.n",
+        )
+    if batch.kept is not None and not bool(batch.kept.all()):
+        return "selection", (
+            "selection left no group with accepted and rejected responses: keep more of the batch (trainer.tracin.…)"
+        )
+    if _all_siblings_equal(batch):
+        return "no_diversity", (
+            "all responses to a prompt are the same: raise rollout.temperature, or the policy has lost its entropy"
+        )
+    rewards = batch.need("rewards")
+    low, high = float(rewards.min()), float(rewards.max())
+    if low == high:
+        cause, judged = "all_wrong", "wrong: the task is too hard for it"
+        if high > 0:
+            cause, judged = "all_right", "right: the task is too easy for this policy"
+        return cause, (
+            f"all {len(batch)} responses have the reward {high:g}, as if all were {judged}, or the reward is constant"
+        )
+    return "constant_groups", (
+        f"in each of the {len(sizes)} groups all responses have the same reward (from {low:g} to {high:g} over the "
+        "groups): prompts are too easy or too hard; raise rollout.n, or turn algorithm.dynamic_sampling.enable on"
+    )
+
+
+def _all_siblings_equal(batch: RolloutBatch) -> bool:
+    texts = [tuple(response) for response in batch.response_ids]
+    return len(set(zip(batch.group.tolist(), texts, strict=True))) == len(set(batch.group.tolist()))
