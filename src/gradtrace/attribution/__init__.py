@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         step_scale,
         target_scale,
     )
+    from gradtrace.attribution.parts import TokenParts
     from gradtrace.attribution.result import SIGN, UNIT, InfluenceTrace
     from gradtrace.attribution.tangent import directional_derivative
     from gradtrace.attribution.tracer import InfluenceTracer
@@ -37,6 +38,7 @@ __all__ = [
     "InfluenceTrace",
     "InfluenceTracer",
     "Passes",
+    "TokenParts",
     "TrainingPass",
     "directional_derivative",
     "needs_own_backward",
@@ -56,6 +58,7 @@ _MODULE_OF = {
     "InfluenceTrace": "result",
     "InfluenceTracer": "tracer",
     "Passes": "objectives",
+    "TokenParts": "parts",
     "SIGN": "result",
     "TrainingPass": "objectives",
     "UNIT": "result",

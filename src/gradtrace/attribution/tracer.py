@@ -1,8 +1,11 @@
-"""`InfluenceTracer`: what training on each token does to the contrast of right and wrong answers.
+"""`InfluenceTracer`: what training on each token does.
 
-Scores come in two tiers. Inside the backward pass, for nothing, every token of every mixed group is scored from
-factors of the layers (`tail`, where that equals the token's own term, or `position`). For some groups the pass also
-adds up the direction that their scores are about, and one forward-mode pass along it gives every token's own term
+`parts` says it of the coming step, in nats of the loss as it is trained, from one forward pass (parts.py).
+
+The rest of this file is about the contrast of right and wrong answers, for which gradients of layers are captured.
+Those scores come in two tiers. Inside the backward pass tokens of every mixed group are scored from factors of the
+layers (`tail`, where that equals the token's own term, or `position`). For some groups the pass also adds up
+the direction that their scores are about, and one forward-mode pass along it gives every token's own term
 (`loss_term`).
 """
 
@@ -31,6 +34,7 @@ from gradtrace.attribution.loss_terms import LossTerms, Terms
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
 from gradtrace.attribution.one_pass import OnePass, Receivers, turned
+from gradtrace.attribution.parts import OwnTerms, TokenParts, token_parts
 from gradtrace.attribution.phases import Phases
 from gradtrace.attribution.remarks import coarse_projection, fused_experts, remarks
 from gradtrace.attribution.result import InfluenceTrace, assemble
@@ -41,30 +45,40 @@ from gradtrace.attribution.tangent import Method, faster_method
 
 
 class InfluenceTracer:
-    """Captures gradient factors of `model` during backward passes and scores response tokens with them.
+    """Scores response tokens by what training does.
 
     ```python
-    tracer = InfluenceTracer(model, InfluenceConfig(projection_dim_factor=0), optimizer=optimizer)
+    tracer = InfluenceTracer(model, optimizer)
+    loss.backward()                                     # and clip, as ever
+    parts = tracer.parts(terms)                         # before optimizer.step()
+    ```
+
+    With an `InfluenceConfig` it captures gradient factors of the model's layers during backward passes, for the
+    definitions that the config names:
+
+    ```python
+    tracer = InfluenceTracer(model, optimizer, InfluenceConfig(projection_dim_factor=0))
     with tracer.capture(response=rows, tokens=mask, accepted=accepted, group=group, scale=…, target_scale=…):
         loss.backward()                                 # as often as there are micro-batches
     trace = tracer.score(terms=own_terms, coming=True)  # before optimizer.step()
     ```
 
-    The backward pass itself is unchanged: parameters get the same gradients to the last bit. With a
+    The backward pass is unchanged: parameters get the same gradients to the last bit. With a
     `process_group`, ranks hold different responses under global ids and call `score` together.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        optimizer: Any = None,
         config: InfluenceConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
         defer_errors: bool = False,
-        optimizer: Any = None,
     ) -> None:
-        """With `defer_errors` a failure inside a backward pass does not interrupt it: `score` raises it instead.
-        `optimizer`: the one that takes the steps, for hessian_mode='optimizer'."""
+        """`optimizer`: the one that takes the steps. Without a `config` hooks are on the model inside `capture` only.
+        With `defer_errors` a failure inside a backward pass does not interrupt it: `score` raises it instead."""
         self.model = model
+        self.optimizer = optimizer
         self.defer_errors = defer_errors
         self.config = config or InfluenceConfig()
         self.geometry = Geometry(optimizer if self.config.hessian_mode == "optimizer" else None)
@@ -72,6 +86,9 @@ class InfluenceTracer:
         self._about_model = (fused_experts(model), coarse_projection(self.blocks))
         self.ranks, self._hooks = Ranks(process_group), FactorHooks(self.blocks, self._receive)
         self._open: OnePass | None = None
+        self._attaches_late = config is None
+        if self._attaches_late:
+            self._hooks.close()
         self.reset()
 
     def reset(self) -> None:
@@ -104,6 +121,19 @@ class InfluenceTracer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def parts(self, terms: OwnTerms, clip_factor: float | None = None) -> TokenParts:
+        """What the coming step does to every token's own term of the loss; after `loss.backward()` and clipping, before
+        `optimizer.step()`. See `TokenParts`.
+
+        `terms()` runs the model and returns each response's own terms of that loss, one tensor per response; together
+        they sum to the loss. `clip_factor`: what clipping has multiplied the gradient by.
+        """
+        if self.optimizer is None:
+            raise AttributionError(
+                "parts are of an optimizer's step: make the tracer as InfluenceTracer(model, optimizer)"
+            )
+        return token_parts(self.model, self.optimizer, terms, clip_factor=clip_factor, ranks=self.ranks)
 
     def memory_estimate(self, responses: int, tokens: int, whole_groups: bool = False) -> MemoryEstimate:
         """Bytes that a batch of this size will need, before anything is allocated."""
@@ -156,22 +186,17 @@ class InfluenceTracer:
         prompt's positions carry the id too). `tokens`: bool[B, S], True where input_ids holds a response token.
         `accepted`: bool[R], `group`: long[R], and `advantages`: float[R] for contrastive_agg='advantage'.
         `positions` says, for a module that sees only some positions, which (flat indices into B·S).
-
         `scale` makes the gradient of this pass the one that a step follows uphill, without normalisers: for a loss it
         is negative. float[R] gives each response its own. `target_scale`, float[R], makes it that of the responses'
         log-probs, Σ_t ∇ℓ_t; needed for target='log_prob' where the pass is of another objective. Where no factor can
-        do that, the target has a pass of its own: `role` is "target" for that one (scale 1, objective Σ_t ℓ_t), which
-        comes first, and "step" for the other.
-
+        do that, the target has a pass of its own first, with role="target" (objective Σ_t ℓ_t), and then role="step".
         `sign`, with target='output_function' only: float[R] of ±1 for an objective that already counts responses with
-        a sign, as a policy-gradient loss does with advantages. infl(t→r) is then the effect on the log-prob of r, not
-        on "its loss", so that the contrast of accepted and rejected does not count the sign a second time.
-
+        a sign, as a policy-gradient loss does, so that the contrast does not count it a second time.
         `predicted_at` and `takes` are for responses that share the positions of their prompt: `direction_weights`.
-
-        With `accepted` and `group` of *all* responses given here, groups that this micro-batch holds whole are
-        scored inside the backward pass and nothing of them is stored, and constant groups cost nothing.
+        With `accepted` and `group` of *all* responses, groups that this micro-batch holds whole are scored right here.
         """
+        if self._attaches_late:
+            self._hooks.attach()
         if self._open is not None:
             raise AttributionError("capture() is open already; one backward pass belongs to one capture")
         check_target(self.config, role, target_scale, sign)
@@ -197,6 +222,8 @@ class InfluenceTracer:
             self._open = None
             self._loss_terms.forget_pass()
             self._hooks.forget_calls()
+            if self._attaches_late:
+                self._hooks.close()
 
     def direction_weights(self) -> dict[int, float]:
         """How the log-probs of each response count in the contrast of its scope, where that has loss terms; after the

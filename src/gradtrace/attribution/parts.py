@@ -1,0 +1,208 @@
+"""Parts: what this step does to every token's own term of the loss, from one forward pass.
+
+Let J be minus the loss of the mini-batch as it is trained: the sum of all tokens' own terms, with ratio, clip, KL,
+weights and normaliser. Let d be what this mini-batch's gradient contributes to the coming optimizer step, over all
+parameters: for AdamW −lr·(1−β₁)/(1−β₁ᵏ)·g/(√v̂+ε), with v̂ as the step will see it. **A token's part is the change of its
+own term of J from θ to θ + d**, in nats of J; positive = the step raises it.
+
+A part has two readings, which agree to first order because Adam's division is symmetric: what the step did to this
+token, and what training on this token did for J. The parts of a group add up to what the batch's gradient did to the
+group, all parts to what it did to J. What momentum and weight decay do is not in them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrace.attribution.collectives import Ranks, local
+from gradtrace.attribution.errors import AttributionError
+from gradtrace.attribution.geometry import Geometry, Source, unwrapped
+from gradtrace.attribution.tangent import Shards, directional_derivative
+from gradtrace.attribution.update import parameter_updates
+
+OwnTerms = Callable[[], Sequence[Tensor]]
+"""Runs the model: every response's own terms of the loss, one tensor [T_r] per response, on all calls alike."""
+BENDS = 0.25
+"""By how much the terms may differ from the slope of the loss along a whole step before a shorter one is looked at."""
+SHORT, WRONG = 0.05, 0.05
+"""That part of the step, and by how much they may differ along it."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenParts:
+    """The parts of a mini-batch's tokens."""
+
+    tokens: list[Tensor]
+    """float64[T_r] per response: the change of each token's own term of J by this batch's gradient, in nats."""
+    second_moment: Source
+    """Where v̂ came from. `batch_gradient`: the optimizer's state is empty, and the step is like the gradient's sign.
+    Parts then say what the step did to a token, and not what training on the token did."""
+    moved: bool
+    """False: the learning rate is 0 (warm-up), no weight moves, and all parts are 0."""
+    clip_factor: float
+    """What clipping multiplied the gradient by; found out from the terms where it was not given."""
+
+    @property
+    def responses(self) -> Tensor:
+        """float64[R]: of each response."""
+        return torch.stack([own.sum() for own in self.tokens])
+
+    @property
+    def total(self) -> float:
+        """The change of J."""
+        return float(self.responses.sum())
+
+    def of_groups(self, group: Tensor) -> dict[int, float]:
+        """Group → the change of its part of J; `group` is long[R]."""
+        found: dict[int, float] = {}
+        for name, value in zip(group.tolist(), self.responses.tolist(), strict=True):
+            found[name] = found.get(name, 0.0) + value
+        return found
+
+
+def token_parts(
+    model: nn.Module,
+    optimizer: Any,
+    terms: OwnTerms,
+    *,
+    clip_factor: float | None = None,
+    ranks: Ranks | None = None,
+) -> TokenParts:
+    """The parts of this mini-batch's tokens, after `loss.backward()` and clipping, before `optimizer.step()`.
+
+    `terms` runs the model and returns each response's own terms of the loss whose gradient is in `.grad`; together
+    they sum to that loss. `clip_factor`: what clipping has multiplied the gradient by. Weights, gradients and the
+    optimizer's state stay as they are, bit by bit.
+    """
+    gradient = own_gradient(model, optimizer)
+    direction = step_direction(model, optimizer, gradient)
+    source = second_moment_source(model, optimizer, gradient)
+    along = Along(model, gradient, direction, terms, ranks or Ranks())
+    if not any(bool(local(step).any()) for step in direction.values()):
+        still = [torch.zeros(len(own), dtype=torch.float64) for own in along.base]
+        return TokenParts(still, source, moved=False, clip_factor=1.0)
+    lost = along.changes()
+    factor = check_terms(along, lost, clip_factor)
+    return TokenParts([-own for own in lost], source, moved=True, clip_factor=factor)
+
+
+# ---------------------------------------------------------------- the direction
+
+
+def own_gradient(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """What stands in `.grad`, by name of the parameter; an error if the optimizer would not step along it."""
+    parameters = dict(model.named_parameters())
+    gradient = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    if not gradient:
+        raise AttributionError("no parameter has a gradient: call this after loss.backward(), before zero_grad()")
+    known = {id(p) for group in unwrapped(optimizer).param_groups for p in group["params"]}
+    foreign = [name for name in gradient if id(parameters[name]) not in known]
+    if foreign:
+        raise AttributionError(
+            f"the optimizer does not own {len(foreign)} of the {len(gradient)} parameters that have a gradient, such as"
+            f" {foreign[0]}: pass the optimizer that trains this model"
+        )
+    bad = next((name for name, own in gradient.items() if not bool(local(own).isfinite().all())), None)
+    if bad is not None:
+        raise AttributionError(f"the gradient of {bad} is not finite: this step would destroy the weights")
+    return gradient
+
+
+def step_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """d: what this gradient contributes to the coming step, by name of the parameter and sharded as it is."""
+    updates = parameter_updates(optimizer, dict(model.named_parameters()), gradient)
+    return {name: -update.factor * gradient[name] for name, update in updates}
+
+
+def second_moment_source(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> Source:
+    geometry, parameters = Geometry(optimizer), dict(model.named_parameters())
+    found = {geometry.source(parameters[name], own) for name, own in gradient.items()}
+    return "batch_gradient" if "batch_gradient" in found else found.pop()
+
+
+# ---------------------------------------------------------------- the pass
+
+
+@dataclass(eq=False)
+class Along:
+    """How the terms change along a direction: by moved weights, or in forward mode where weights are too coarse."""
+
+    model: nn.Module
+    gradient: Mapping[str, Tensor]
+    direction: Mapping[str, Tensor]
+    terms: OwnTerms
+    ranks: Ranks
+
+    def changes(self, fraction: float = 1.0) -> list[Tensor]:
+        """float64[T_r] per response: of each term of the loss, along this fraction of the direction."""
+        parameters = dict(self.model.named_parameters())
+        parts = [(parameters[name], fraction * step) for name, step in self.direction.items()]
+        if {values.dtype for values, _ in parts} - {torch.float32, torch.float64}:
+            return self._derivative(fraction)
+        shards = Shards(self.model, parts, self.ranks)
+        try:
+            shards.move(1.0)
+            after = self._terms()
+        finally:
+            shards.restore()
+        if [len(own) for own in after] != [len(own) for own in self.base]:
+            raise AttributionError("terms() gave other numbers of tokens when it was called again: it must not draw")
+        return [new - old for new, old in zip(after, self.base, strict=True)]
+
+    @cached_property
+    def base(self) -> list[Tensor]:
+        """The terms at the weights as they are."""
+        return self._terms()
+
+    def _terms(self) -> list[Tensor]:
+        with torch.no_grad():
+            return [own.detach().double().cpu() for own in self.terms()]
+
+    def _derivative(self, fraction: float) -> list[Tensor]:
+        changes = directional_derivative(self.model, lambda: torch.cat(list(self.terms())), self.direction)
+        return [fraction * own for own in changes.double().cpu().split([len(own) for own in self.base])]
+
+    def ratio(self, changes: Sequence[Tensor], fraction: float = 1.0) -> float:
+        """The change of all terms over that of the loss whose gradient is in `.grad`."""
+        slope = fraction * sum(self.ranks.products(self.gradient, self.direction).values())
+        change = sum(self.ranks.gather(float(sum(own.sum() for own in changes))))
+        return change / slope if slope else math.nan
+
+    def on_half(self) -> Along:
+        """Along every other parameter's part of the direction."""
+        half = {name: self.direction[name] for name in sorted(self.direction)[::2]}
+        return Along(self.model, self.gradient, half, self.terms, self.ranks)
+
+
+def check_terms(along: Along, lost: Sequence[Tensor], clip_factor: float | None) -> float:
+    """Raise unless the terms add up to the loss whose gradient is in `.grad`. Returns what clipping has multiplied that
+    gradient by; where it is not given, terms that are too large by one factor in all directions tell it."""
+    wanted = 1.0 / (clip_factor or 1.0)
+    if abs(along.ratio(lost) / wanted - 1.0) < BENDS:
+        return 1.0 / wanted
+    found = along.ratio(along.changes(SHORT), SHORT)  # a whole step may bend; a short one must agree
+    if abs(found / wanted - 1.0) < WRONG:
+        return 1.0 / wanted
+    if clip_factor is None and found > 1.0:
+        half = along.on_half()
+        if abs(half.ratio(half.changes(SHORT), SHORT) / found - 1.0) < 2 * WRONG:
+            warnings.warn(
+                f"the terms add up to {found:.3g} times the loss whose gradient is in .grad. After clipping that is"
+                f" right, and clipping multiplied it by {1 / found:.3g}: pass clip_factor= to have it checked."
+                " Otherwise divide the terms by the normaliser of the loss",
+                stacklevel=4,
+            )
+            return 1.0 / found
+    raise AttributionError(
+        f"the terms do not add up to the loss whose gradient is in .grad: along the coming step they change {found:.3g}"
+        f" times as much, and {wanted:.3g} times was expected. They must be each response's own terms of that loss,"
+        " weights and normaliser included, at the response's tokens and not at the positions that predict them"
+    )

@@ -1,0 +1,264 @@
+"""Parts of tokens against real optimizer steps, in float64 throughout."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTracer
+from gradtrace.attribution.parts import token_parts
+from tests.attribution.models import FAMILIES, Responses, random_responses, tiny_model, token_log_probs
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    "adam_l2": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.2),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+def own_terms(model: nn.Module, batch: Responses) -> list[Tensor]:
+    """−w ℓ / R of every token, w being any weights."""
+    ids, attention, tokens, weights = batch.padded(list(range(len(batch))))
+    log_probs = token_log_probs(model(input_ids=ids, attention_mask=attention).logits, ids)
+    terms = -weights * log_probs / len(batch)
+    return [row[mask] for row, mask in zip(terms, tokens, strict=True)]
+
+
+def trained(kind: str, steps: int = 3, family: str = "qwen2") -> tuple[nn.Module, torch.optim.Optimizer, Responses]:
+    """A model some steps into its training, with the gradient of the next batch in `.grad`."""
+    model = tiny_model(family)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for seed in range(steps):
+        optimizer.zero_grad()
+        torch.cat(own_terms(model, random_responses(seed=seed))).sum().backward()
+        optimizer.step()
+    batch = random_responses(seed=99)
+    optimizer.zero_grad()
+    torch.cat(own_terms(model, batch)).sum().backward()
+    return model, optimizer, batch
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, gradient: dict[str, Tensor]) -> nn.Module:
+    """A copy of the model after a real step of a copy of the optimizer with this gradient."""
+    made: tuple[nn.Module, torch.optim.Optimizer] = copy.deepcopy((model, optimizer))
+    own, steps = made
+    for name, p in own.named_parameters():
+        p.grad = gradient[name].clone()
+    steps.step()
+    return own
+
+
+def difference(first: nn.Module, second: nn.Module, model: nn.Module) -> nn.Module:
+    """The model with the difference of two others added to its weights."""
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for p, a, b in zip(moved.parameters(), first.parameters(), second.parameters(), strict=True):
+            p.add_(a - b)
+    return moved
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["momentum", "nesterov"])
+def test_parts_are_what_a_real_step_does_less_what_it_does_without_this_gradient(kind: str, family: str) -> None:
+    """Of optimizers whose step is linear in the gradient."""
+    model, optimizer, batch = trained(kind, family=family)
+    gradient = gradients(model)
+    nothing = {name: torch.zeros_like(g) for name, g in gradient.items()}
+    moved = difference(stepped(model, optimizer, gradient), stepped(model, optimizer, nothing), model)
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    with torch.no_grad():
+        expected = [a - b for a, b in zip(own_terms(model, batch), own_terms(moved, batch), strict=True)]
+    for ours, theirs in zip(found.tokens, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam_l2", "amsgrad", "sgd"])
+def test_parts_are_what_the_first_step_of_an_optimizer_does(kind: str) -> None:
+    """Without momentum and decay the whole step is this batch's."""
+    model, optimizer, batch = trained(kind, steps=0)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    moved = stepped(model, optimizer, gradients(model))
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    with torch.no_grad():
+        expected = [a - b for a, b in zip(own_terms(model, batch), own_terms(moved, batch), strict=True)]
+    for ours, theirs in zip(found.tokens, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-13)
+    assert found.second_moment == ("none" if kind == "sgd" else "batch_gradient")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_training_on_a_token_does_for_the_objective_what_the_step_does_to_the_token(kind: str) -> None:
+    """By brute force: a token's weight in the whole step is changed by half of itself, up and down."""
+    model, optimizer, batch = trained(kind, steps=20)
+    found = torch.cat(token_parts(model, optimizer, lambda: own_terms(model, batch)).tokens)
+    gradient, names = gradients(model), [name for name, _ in model.named_parameters()]
+    terms = torch.cat(own_terms(model, batch))
+    measured = []
+    for term in terms:
+        own = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
+        ends = []
+        for factor in (0.5, -0.5):
+            changed = {name: gradient[name] + factor * g for name, g in zip(names, own, strict=True)}
+            with torch.no_grad():
+                ends.append(-float(torch.cat(own_terms(stepped(model, optimizer, changed), batch)).sum()))
+        measured.append(ends[0] - ends[1])
+    both = torch.stack([found, torch.tensor(measured, dtype=torch.float64)])
+    ranks = both.argsort(dim=1).argsort(dim=1).double()
+    assert float(torch.corrcoef(both)[0, 1]) > 0.99 and float(torch.corrcoef(ranks)[0, 1]) > 0.95
+
+
+def test_the_books_balance() -> None:
+    """Parts of a group add up to what the batch's gradient did to the group, those of all to what it did to all."""
+    model, optimizer, batch = trained("adamw", steps=20)
+    gradient = gradients(model)
+    nothing = {name: torch.zeros_like(g) for name, g in gradient.items()}
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    with torch.no_grad():
+        after, idle = (own_terms(stepped(model, optimizer, g), batch) for g in (gradient, nothing))
+    for group, part in found.of_groups(batch.group).items():
+        rows = (batch.group == group).nonzero().squeeze(-1).tolist()
+        measured = sum(float((idle[r] - after[r]).sum()) for r in rows)
+        assert part == pytest.approx(measured, rel=0.1, abs=0.05 * abs(found.total))
+    assert found.total == pytest.approx(sum(found.of_groups(batch.group).values()), rel=1e-12)
+
+
+def test_nothing_is_changed() -> None:
+    model, optimizer, batch = trained("adamw")
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), gradients(model)))
+    token_parts(model, optimizer, lambda: own_terms(model, batch))
+    for found, kept in zip((model.state_dict(), gradients(model)), (before[0], before[2]), strict=True):
+        assert all(torch.equal(found[name], value) for name, value in kept.items())
+    state = optimizer.state_dict()["state"]
+    for number, kept in before[1]["state"].items():
+        assert all(torch.equal(torch.as_tensor(state[number][key]), torch.as_tensor(v)) for key, v in kept.items())
+
+
+def test_without_a_learning_rate_nothing_moves_and_it_says_so() -> None:
+    model, optimizer, batch = trained("adamw")
+    optimizer.param_groups[0]["lr"] = 0.0
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    assert not found.moved and found.total == 0.0 and [len(own) for own in found.tokens] == batch.lengths()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_in_less_than_float64_give_nearly_the_same(dtype: torch.dtype) -> None:
+    """bf16 is too coarse for a difference and goes forward mode."""
+    model, optimizer, batch = trained("adamw")
+    expected = torch.cat(token_parts(model, optimizer, lambda: own_terms(model, batch)).tokens)
+    own = copy.deepcopy(model).to(dtype)
+    steps = torch.optim.AdamW(own.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for p, q in zip(own.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad.to(dtype)  # type: ignore[union-attr]
+        state = optimizer.state[q]
+        steps.state[p] = {k: v.to(dtype) if v.dim() else v for k, v in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch.cat(token_parts(own, steps, lambda: own_terms(own, batch)).tokens)
+    assert float(torch.corrcoef(torch.stack([found, expected]))[0, 1]) > (0.98 if dtype == torch.bfloat16 else 0.9999)
+
+
+def test_the_tracer_has_no_hooks_for_parts_and_captures_as_with_a_config() -> None:
+    model, optimizer, batch = trained("adamw")
+    expected = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    tracer = InfluenceTracer(model, optimizer)
+
+    def hooks() -> int:
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    assert hooks() == 0
+    found = tracer.parts(lambda: own_terms(model, batch))
+    assert all(torch.equal(a, b) for a, b in zip(found.tokens, expected.tokens, strict=True))
+    rows = torch.arange(len(batch))
+    ids, attention, tokens, weights = batch.padded(rows.tolist())
+    labels = {"accepted": batch.accepted, "group": batch.group}
+    scores = []
+    for one in (tracer, InfluenceTracer(model, optimizer, InfluenceConfig())):
+        model.zero_grad()
+        with one.capture(
+            response=torch.arange(len(batch)), tokens=tokens, target_scale=torch.ones(len(batch)), **labels
+        ):
+            log_probs = token_log_probs(model(input_ids=ids, attention_mask=attention).logits, ids)
+            (weights * log_probs).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scores.append(one.score(terms=lambda rows: torch.cat([-own_terms(model, batch)[r] for r in rows])))
+        one.close()
+    assert hooks() == 0
+    for first, second in zip(*(trace.token_scores for trace in scores), strict=True):
+        assert torch.equal(first, second)
+    with pytest.raises(AttributionError, match=r"InfluenceTracer\(model, optimizer\)"):
+        InfluenceTracer(model).parts(lambda: own_terms(model, batch))
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_clipping_is_found_out_and_checked() -> None:
+    model, optimizer, batch = trained("adamw")
+    whole = token_parts(model, optimizer, lambda: own_terms(model, batch)).clip_factor
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert whole == 1.0 and norm > 0.2
+    with pytest.warns(UserWarning, match="After clipping that is right"):
+        found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    assert found.clip_factor == pytest.approx(0.1 / norm, rel=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        token_parts(model, optimizer, lambda: own_terms(model, batch), clip_factor=0.1 / norm)
+    with pytest.raises(AttributionError, match="do not add up"):
+        token_parts(model, optimizer, lambda: own_terms(model, batch), clip_factor=0.9)
+
+
+@pytest.mark.parametrize("mistake", ["shifted", "half", "sign", "scale"])
+def test_terms_of_another_loss_are_an_error(mistake: str) -> None:
+    model, optimizer, batch = trained("adamw")
+
+    def wrong() -> list[Tensor]:
+        ids, attention, tokens, weights = batch.padded(list(range(len(batch))))
+        log_probs = token_log_probs(model(input_ids=ids, attention_mask=attention).logits, ids)
+        if mistake == "shifted":
+            weights = weights.roll(-1, 1)
+        found = [row[mask] for row, mask in zip(-weights * log_probs / len(batch), tokens, strict=True)]
+        if mistake == "half":
+            return [*found[:3], *[torch.zeros_like(own) for own in found[3:]]]
+        factor = {"sign": -1.0, "scale": 0.5}.get(mistake, 1.0)
+        return [factor * own for own in found]
+
+    with pytest.raises(AttributionError, match="do not add up"):
+        token_parts(model, optimizer, wrong)
+
+
+def test_an_optimizer_of_another_model_or_without_gradients_is_an_error() -> None:
+    model, optimizer, batch = trained("adamw")
+    other = torch.optim.AdamW(list(model.parameters())[:3], lr=1e-3)
+    with pytest.raises(AttributionError, match=r"does not own .* parameters that have a gradient, such as"):
+        token_parts(model, other, lambda: own_terms(model, batch))
+    unknown = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    with pytest.raises(AttributionError, match="AdamW, Adam and SGD"):
+        token_parts(model, unknown, lambda: own_terms(model, batch))
+    optimizer.zero_grad()
+    with pytest.raises(AttributionError, match=r"after loss\.backward"):
+        token_parts(model, optimizer, lambda: own_terms(model, batch))
+
+
+def test_terms_that_draw_or_a_bad_gradient_are_an_error() -> None:
+    model, optimizer, batch = trained("adamw")
+    calls = iter(range(9))
+    with pytest.raises(AttributionError, match="must not draw"):
+        token_parts(model, optimizer, lambda: own_terms(model, batch)[next(calls) % 2 :])
+    next(iter(model.parameters())).grad[0] = torch.nan  # type: ignore[index]
+    with pytest.raises(AttributionError, match="is not finite"):
+        token_parts(model, optimizer, lambda: own_terms(model, batch))
