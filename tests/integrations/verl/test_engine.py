@@ -17,7 +17,7 @@ from gradtrace.instruments.columns import response_columns
 from gradtrace.instruments.contract import OptimizerStep, Table
 from gradtrace.instruments.influence import INFLUENCE_TRACE, InfluenceTraceConfig
 from gradtrace.instruments.influence.columns import influence_columns
-from gradtrace.instruments.influence.observer import InfluenceObserver
+from gradtrace.instruments.influence.factors import FactorsObserver
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.instruments.observers import Observers
 from gradtrace.policy.load import load_policy
@@ -101,7 +101,7 @@ def embedded(folder: Path, name: str) -> dict[str, np.ndarray]:
     optimizer.begin_step(1)
     update = PolicyUpdate(PolicyLoss(policy, algorithm, 16), optimizer)
     host = EmbeddedHost(policy, optimizer, loss_traits(algorithm))
-    observers = Observers(Ranks(), {INFLUENCE_TRACE: InfluenceObserver(host, knobs)}, raising=[INFLUENCE_TRACE])
+    observers = Observers(Ranks(), {INFLUENCE_TRACE: FactorsObserver(host, knobs)}, raising=[INFLUENCE_TRACE])
     observers.begin({INFLUENCE_TRACE: StepPlan.of(batch, 1)})
     plan = torch.tensor(cases.PLAN)
     steps = [OptimizerStep(1, 0, i, i, (plan == i).nonzero().squeeze(-1)) for i in range(2)]

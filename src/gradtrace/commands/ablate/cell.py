@@ -20,7 +20,7 @@ from gradtrace.config.root import Config
 from gradtrace.instruments.contract import OptimizerStep
 from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.influence.columns import influence_columns
-from gradtrace.instruments.influence.observer import InfluenceObserver
+from gradtrace.instruments.influence.factors import FactorsObserver
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.instruments.observers import Observers
 from gradtrace.policy.loss import PolicyLoss
@@ -58,7 +58,7 @@ class TrainingPass:
 
     @cached_property
     def observers(self) -> Observers:
-        observer = InfluenceObserver(self.host, self.settings)
+        observer = FactorsObserver(self.host, self.settings)
         return Observers(Ranks(), {INFLUENCE_TRACE: observer}, raising=[INFLUENCE_TRACE])
 
     def run(self) -> None:

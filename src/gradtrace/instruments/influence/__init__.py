@@ -176,7 +176,7 @@ INSTRUMENT = register(
     Instrument(
         InfluenceTraceConfig,
         later("gradtrace.instruments.influence.reporter:InfluenceReporter"),
-        later("gradtrace.instruments.influence.observer:InfluenceObserver"),
+        later("gradtrace.instruments.influence.factors:FactorsObserver"),
         RECORD,
         needs=_needs,
         with_traces=True,

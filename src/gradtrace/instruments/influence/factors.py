@@ -36,7 +36,7 @@ from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.instruments.verify.in_training import TrainingCheck
 
 
-class InfluenceObserver(Observer):
+class FactorsObserver(Observer):
     def __init__(self, host: Host, settings: InfluenceTraceConfig) -> None:
         self.host = host
         self.config = settings
