@@ -122,6 +122,12 @@ def step_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tens
     return {name: -update.factor * gradient[name] for name, update in updates}
 
 
+def other_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rest of the coming step, sharded as the gradient is: momentum of earlier batches and weight decay."""
+    updates = parameter_updates(optimizer, dict(model.named_parameters()), gradient)
+    return {name: torch.zeros_like(gradient[name]) + (update.momentum + update.decay) for name, update in updates}
+
+
 def second_moment_source(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> Source:
     geometry, parameters = Geometry(optimizer), dict(model.named_parameters())
     found = {geometry.source(parameters[name], own) for name, own in gradient.items()}
