@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTracer
-from gradtrace.attribution.parts import token_parts
+from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.parts import Along, other_direction, step_direction, token_parts
 from tests.attribution.models import FAMILIES, Responses, random_responses, tiny_model, token_log_probs
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -22,6 +23,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.2),
     "nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
 }
 
 
@@ -100,7 +103,7 @@ def test_parts_are_what_the_first_step_of_an_optimizer_does(kind: str) -> None:
     assert found.second_moment == ("none" if kind == "sgd" else "batch_gradient")
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "nadam"])
 def test_training_on_a_token_does_for_the_objective_what_the_step_does_to_the_token(kind: str) -> None:
     """By brute force: a token's weight in the whole step is changed by half of itself, up and down."""
     model, optimizer, batch = trained(kind, steps=20)
@@ -136,10 +139,93 @@ def test_the_books_balance() -> None:
     assert found.total == pytest.approx(sum(found.of_groups(batch.group).values()), rel=1e-12)
 
 
+# ---------------------------------------------------------------- in the objective of a group
+
+
+def rows_of(batch: Responses) -> dict[int, list[int]]:
+    return {g: (batch.group == g).nonzero().squeeze(-1).tolist() for g in sorted(set(batch.group.tolist()))}
+
+
+def test_measured_parts_are_what_a_step_of_the_groups_own_gradient_does() -> None:
+    model, optimizer, batch = trained("momentum")
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch), measured=rows_of(batch))
+    nothing = {name: torch.zeros_like(g) for name, g in gradients(model).items()}
+    idle = stepped(model, optimizer, nothing)
+    for group, rows in rows_of(batch).items():
+        model.zero_grad()
+        torch.stack([own_terms(model, batch)[row].sum() for row in rows]).sum().backward()
+        moved = difference(stepped(model, optimizer, gradients(model)), idle, model)
+        assert found.measured[group].responses == rows
+        with torch.no_grad():
+            before, after = own_terms(model, batch), own_terms(moved, batch)
+        for row, ours in zip(rows, found.measured[group].tokens, strict=True):
+            torch.testing.assert_close(ours, before[row] - after[row], rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+def test_measured_parts_are_what_training_on_a_token_does_for_its_own_group(kind: str) -> None:
+    """By brute force, as above. The mini-batch's parts answer another question."""
+    model, optimizer, batch = trained(kind, steps=20)
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch), measured=rows_of(batch))
+    gradient, names = gradients(model), [name for name, _ in model.named_parameters()]
+    terms = own_terms(model, batch)
+    for group, rows in rows_of(batch).items():
+        measured, ours = [], torch.cat(found.measured[group].tokens)
+        for term in torch.cat([terms[row] for row in rows]):
+            own = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
+            ends = []
+            for factor in (0.5, -0.5):
+                changed = {name: gradient[name] + factor * g for name, g in zip(names, own, strict=True)}
+                with torch.no_grad():
+                    after = own_terms(stepped(model, optimizer, changed), batch)
+                ends.append(-float(torch.stack([after[row].sum() for row in rows]).sum()))
+            measured.append(ends[0] - ends[1])
+        both = torch.stack([ours, torch.tensor(measured, dtype=torch.float64)])
+        assert float(torch.corrcoef(both)[0, 1]) > 0.99
+
+
+def test_directions_of_all_groups_add_up_to_that_of_the_mini_batch() -> None:
+    """Also after clipping; to first order, therefore, the parts that all groups bring to a token."""
+    model, optimizer, batch = trained("adamw")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    gradient = gradients(model)
+    along = Along(model, gradient, {}, lambda: own_terms(model, batch), Ranks())
+    factor = float(
+        gradient["lm_head.weight"].norm() / along.gradient_of(range(len(batch)), 1.0)["lm_head.weight"].norm()
+    )
+    whole = step_direction(model, optimizer, gradient)
+    parts = [
+        step_direction(model, optimizer, gradient, of=along.gradient_of(rows, factor))
+        for rows in rows_of(batch).values()
+    ]
+    for name, step in whole.items():
+        torch.testing.assert_close(sum(part[name] for part in parts), step, rtol=1e-9, atol=1e-15)
+
+
+def test_groups_are_measured_in_turn() -> None:
+    model, optimizer, batch = trained("adamw")
+    tracer, group = InfluenceTracer(model, optimizer), torch.arange(len(batch)) % 3
+    calls = [tracer.parts(lambda: own_terms(model, batch), group=group, measure=2).measured for _ in range(3)]
+    assert [list(call) for call in calls] == [[0, 1], [2, 0], [1, 2]]
+    assert calls[1][2].responses == list(range(2, len(batch), 3))
+    assert sorted(tracer.parts(lambda: own_terms(model, batch), group=group, measure=9).measured) == [0, 1, 2]
+    with pytest.raises(AttributionError, match=r"measure=1 .* give group"):
+        tracer.parts(lambda: own_terms(model, batch), measure=1)
+
+
+def test_the_whole_step_is_this_gradient_and_the_rest() -> None:
+    model, optimizer, _ = trained("adamw")
+    gradient = gradients(model)
+    after = dict(stepped(model, optimizer, gradient).named_parameters())
+    own, other = (find(model, optimizer, gradient) for find in (step_direction, other_direction))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter + own[name] + other[name], after[name], rtol=1e-12, atol=1e-14)
+
+
 def test_nothing_is_changed() -> None:
     model, optimizer, batch = trained("adamw")
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), gradients(model)))
-    token_parts(model, optimizer, lambda: own_terms(model, batch))
+    token_parts(model, optimizer, lambda: own_terms(model, batch), measured=rows_of(batch))
     for found, kept in zip((model.state_dict(), gradients(model)), (before[0], before[2]), strict=True):
         assert all(torch.equal(found[name], value) for name, value in kept.items())
     state = optimizer.state_dict()["state"]
@@ -150,8 +236,9 @@ def test_nothing_is_changed() -> None:
 def test_without_a_learning_rate_nothing_moves_and_it_says_so() -> None:
     model, optimizer, batch = trained("adamw")
     optimizer.param_groups[0]["lr"] = 0.0
-    found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch), measured={0: [0, 1]})
     assert not found.moved and found.total == 0.0 and [len(own) for own in found.tokens] == batch.lengths()
+    assert [float(own.abs().sum()) for own in found.measured[0].tokens] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -222,7 +309,7 @@ def test_clipping_is_found_out_and_checked() -> None:
         token_parts(model, optimizer, lambda: own_terms(model, batch), clip_factor=0.9)
 
 
-@pytest.mark.parametrize("mistake", ["shifted", "half", "sign", "scale"])
+@pytest.mark.parametrize("mistake", ["shifted", "mask", "half", "sign", "scale"])
 def test_terms_of_another_loss_are_an_error(mistake: str) -> None:
     model, optimizer, batch = trained("adamw")
 
@@ -231,6 +318,8 @@ def test_terms_of_another_loss_are_an_error(mistake: str) -> None:
         log_probs = token_log_probs(model(input_ids=ids, attention_mask=attention).logits, ids)
         if mistake == "shifted":
             weights = weights.roll(-1, 1)
+        if mistake == "mask":  # at the positions that predict the tokens
+            tokens, weights = tokens.roll(-1, 1), weights.roll(-1, 1)
         found = [row[mask] for row, mask in zip(-weights * log_probs / len(batch), tokens, strict=True)]
         if mistake == "half":
             return [*found[:3], *[torch.zeros_like(own) for own in found[3:]]]
@@ -246,8 +335,10 @@ def test_an_optimizer_of_another_model_or_without_gradients_is_an_error() -> Non
     other = torch.optim.AdamW(list(model.parameters())[:3], lr=1e-3)
     with pytest.raises(AttributionError, match=r"does not own .* parameters that have a gradient, such as"):
         token_parts(model, other, lambda: own_terms(model, batch))
-    unknown = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-    with pytest.raises(AttributionError, match="AdamW, Adam and SGD"):
+    unknown = torch.optim.Rprop(model.parameters(), lr=1e-3)
+    with pytest.raises(
+        AttributionError, match="Rprop is not known; those of torch's Adagrad, Adam, AdamW, Adamax, NAdam"
+    ):
         token_parts(model, unknown, lambda: own_terms(model, batch))
     optimizer.zero_grad()
     with pytest.raises(AttributionError, match=r"after loss\.backward"):

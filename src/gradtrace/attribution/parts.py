@@ -8,6 +8,10 @@ own term of J from θ to θ + d**, in nats of J; positive = the step raises it.
 A part has two readings, which agree to first order because Adam's division is symmetric: what the step did to this
 token, and what training on this token did for J. The parts of a group add up to what the batch's gradient did to the
 group, all parts to what it did to J. What momentum and weight decay do is not in them.
+
+`measure` asks another question of a few groups: what did training on this token do for *its own prompt*? There d is
+what the gradient of the group's own terms contributes to the step, divided by the same √v̂+ε. These directions of all
+groups add up to d.
 """
 
 from __future__ import annotations
@@ -15,25 +19,35 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradtrace.attribution.collectives import Ranks, local
+from gradtrace.attribution.collectives import Ranks, is_sharded, local
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.geometry import Geometry, Source, unwrapped
+from gradtrace.attribution.geometry import Source, unwrapped
 from gradtrace.attribution.tangent import Shards, directional_derivative
-from gradtrace.attribution.update import parameter_updates
+from gradtrace.attribution.update import parameter_updates, second_moment_source
 
 OwnTerms = Callable[[], Sequence[Tensor]]
 """Runs the model: every response's own terms of the loss, one tensor [T_r] per response, on all calls alike."""
-BENDS = 0.25
-"""By how much the terms may differ from the slope of the loss along a whole step before a shorter one is looked at."""
-SHORT, WRONG = 0.05, 0.05
-"""That part of the step, and by how much they may differ along it."""
+WRONG = 0.05
+"""By how much the change of all terms may differ from the slope of the loss: along the step or, as that may bend …"""
+SHORT = 0.05
+"""… along this part of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupParts:
+    """The parts of one group's tokens in the objective of their own prompt."""
+
+    responses: list[int]
+    """Those of the group."""
+    tokens: list[Tensor]
+    """float64[T_r] for each of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +63,8 @@ class TokenParts:
     """False: the learning rate is 0 (warm-up), no weight moves, and all parts are 0."""
     clip_factor: float
     """What clipping multiplied the gradient by; found out from the terms where it was not given."""
+    measured: dict[int, GroupParts] = field(default_factory=dict)
+    """Of `measure` groups, by the group's id."""
 
     @property
     def responses(self) -> Tensor:
@@ -74,24 +90,41 @@ def token_parts(
     terms: OwnTerms,
     *,
     clip_factor: float | None = None,
+    measured: Mapping[int, list[int]] | None = None,
     ranks: Ranks | None = None,
 ) -> TokenParts:
     """The parts of this mini-batch's tokens, after `loss.backward()` and clipping, before `optimizer.step()`.
 
     `terms` runs the model and returns each response's own terms of the loss whose gradient is in `.grad`; together
-    they sum to that loss. `clip_factor`: what clipping has multiplied the gradient by. Weights, gradients and the
+    they sum to that loss. `clip_factor`: what clipping has multiplied the gradient by. `measured`: groups whose parts
+    in their own prompt's objective are wanted, and this process's responses of each. Weights, gradients and the
     optimizer's state stay as they are, bit by bit.
     """
-    gradient = own_gradient(model, optimizer)
+    gradient, measured = own_gradient(model, optimizer), dict(measured or {})
     direction = step_direction(model, optimizer, gradient)
     source = second_moment_source(model, optimizer, gradient)
     along = Along(model, gradient, direction, terms, ranks or Ranks())
-    if not any(bool(local(step).any()) for step in direction.values()):
+    moved = max(along.ranks.gather(any(bool(local(step).any()) for step in direction.values())))
+    if not moved:
         still = [torch.zeros(len(own), dtype=torch.float64) for own in along.base]
-        return TokenParts(still, source, moved=False, clip_factor=1.0)
+        own = {group: GroupParts(rows, [still[row] for row in rows]) for group, rows in measured.items()}
+        return TokenParts(still, source, moved=False, clip_factor=1.0, measured=own)
     lost = along.changes()
     factor = check_terms(along, lost, clip_factor)
-    return TokenParts([-own for own in lost], source, moved=True, clip_factor=factor)
+    found = TokenParts([-own for own in lost], source, moved=True, clip_factor=factor)
+    for group, rows in measured.items():
+        direction = step_direction(model, optimizer, gradient, of=along.gradient_of(rows, factor))
+        changes = along.towards(direction).changes()
+        found.measured[group] = GroupParts(rows, [-changes[row] for row in rows])
+    return found
+
+
+def groups_in_turn(group: Tensor, measure: int, turn: int, ranks: Ranks) -> dict[int, list[int]]:
+    """`measure` of the groups, the following ones in the next turn, and this process's responses of each."""
+    names = sorted(set().union(*ranks.gather(set(group.tolist()))))
+    first = turn * measure % len(names) if names else 0
+    chosen = (names[first:] + names[:first])[:measure]
+    return {name: (group == name).nonzero().squeeze(-1).tolist() for name in chosen}
 
 
 # ---------------------------------------------------------------- the direction
@@ -116,22 +149,20 @@ def own_gradient(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return gradient
 
 
-def step_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """d: what this gradient contributes to the coming step, by name of the parameter and sharded as it is."""
+def step_direction(
+    model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor], of: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """d: what this gradient, or the part `of` it, contributes to the coming step; by name of the parameter and sharded
+    as it is."""
     updates = parameter_updates(optimizer, dict(model.named_parameters()), gradient)
-    return {name: -update.factor * gradient[name] for name, update in updates}
+    part = gradient if of is None else of
+    return {name: -update.factor * part[name] for name, update in updates if name in part}
 
 
 def other_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rest of the coming step, sharded as the gradient is: momentum of earlier batches and weight decay."""
     updates = parameter_updates(optimizer, dict(model.named_parameters()), gradient)
     return {name: torch.zeros_like(gradient[name]) + (update.momentum + update.decay) for name, update in updates}
-
-
-def second_moment_source(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> Source:
-    geometry, parameters = Geometry(optimizer), dict(model.named_parameters())
-    found = {geometry.source(parameters[name], own) for name, own in gradient.items()}
-    return "batch_gradient" if "batch_gradient" in found else found.pop()
 
 
 # ---------------------------------------------------------------- the pass
@@ -182,19 +213,43 @@ class Along:
         change = sum(self.ranks.gather(float(sum(own.sum() for own in changes))))
         return change / slope if slope else math.nan
 
+    def towards(self, direction: Mapping[str, Tensor]) -> Along:
+        """The same terms, along another direction."""
+        other = Along(self.model, self.gradient, direction, self.terms, self.ranks)
+        other.base = self.base
+        return other
+
     def on_half(self) -> Along:
         """Along every other parameter's part of the direction."""
-        half = {name: self.direction[name] for name in sorted(self.direction)[::2]}
-        return Along(self.model, self.gradient, half, self.terms, self.ranks)
+        return self.towards({name: self.direction[name] for name in sorted(self.direction)[::2]})
+
+    def gradient_of(self, rows: Sequence[int], factor: float) -> dict[str, Tensor]:
+        """What these responses' terms brought to `.grad`, by one backward pass that leaves it alone; `factor` is what
+        clipping has multiplied it by."""
+        if is_sharded(self.model):
+            raise AttributionError(
+                "measure: the gradient of one group cannot be had outside of training where weights are sharded. Leave"
+                " measure out, or use the influence trace of verl or TRL"
+            )
+        parameters = dict(self.model.named_parameters())
+        wanted = [parameters[name] for name in self.gradient]
+        found = [torch.zeros_like(p) for p in wanted]
+        if rows:
+            with torch.enable_grad():
+                own = self.terms()
+                loss = torch.stack([own[row].sum() for row in rows]).sum()
+                parts = torch.autograd.grad(factor * loss, wanted, allow_unused=True)
+            found = [zero if part is None else part for zero, part in zip(found, parts, strict=True)]
+        return {name: self.ranks.sum(part) for name, part in zip(self.gradient, found, strict=True)}
 
 
 def check_terms(along: Along, lost: Sequence[Tensor], clip_factor: float | None) -> float:
     """Raise unless the terms add up to the loss whose gradient is in `.grad`. Returns what clipping has multiplied that
     gradient by; where it is not given, terms that are too large by one factor in all directions tell it."""
     wanted = 1.0 / (clip_factor or 1.0)
-    if abs(along.ratio(lost) / wanted - 1.0) < BENDS:
+    if abs(along.ratio(lost) / wanted - 1.0) < WRONG:
         return 1.0 / wanted
-    found = along.ratio(along.changes(SHORT), SHORT)  # a whole step may bend; a short one must agree
+    found = along.ratio(along.changes(SHORT), SHORT)
     if abs(found / wanted - 1.0) < WRONG:
         return 1.0 / wanted
     if clip_factor is None and found > 1.0:

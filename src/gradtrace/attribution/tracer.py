@@ -34,7 +34,7 @@ from gradtrace.attribution.loss_terms import LossTerms, Terms
 from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
 from gradtrace.attribution.modules import Block, Site, select_blocks
 from gradtrace.attribution.one_pass import OnePass, Receivers, turned
-from gradtrace.attribution.parts import OwnTerms, TokenParts, token_parts
+from gradtrace.attribution.parts import OwnTerms, TokenParts, groups_in_turn, token_parts
 from gradtrace.attribution.phases import Phases
 from gradtrace.attribution.remarks import coarse_projection, fused_experts, remarks
 from gradtrace.attribution.result import InfluenceTrace, assemble
@@ -86,6 +86,7 @@ class InfluenceTracer:
         self._about_model = (fused_experts(model), coarse_projection(self.blocks))
         self.ranks, self._hooks = Ranks(process_group), FactorHooks(self.blocks, self._receive)
         self._open: OnePass | None = None
+        self._turn = 0
         self._attaches_late = config is None
         if self._attaches_late:
             self._hooks.close()
@@ -122,18 +123,34 @@ class InfluenceTracer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def parts(self, terms: OwnTerms, clip_factor: float | None = None) -> TokenParts:
+    def parts(
+        self,
+        terms: OwnTerms,
+        clip_factor: float | None = None,
+        group: Tensor | None = None,
+        measure: int = 0,
+    ) -> TokenParts:
         """What the coming step does to every token's own term of the loss; after `loss.backward()` and clipping, before
         `optimizer.step()`. See `TokenParts`.
 
         `terms()` runs the model and returns each response's own terms of that loss, one tensor per response; together
         they sum to the loss. `clip_factor`: what clipping has multiplied the gradient by.
+
+        With `group`, long[R], the parts of `measure` groups in the objective of their own prompt are taken as well; the
+        groups take turns from call to call. Each costs two more forward passes and a backward pass, and holds the
+        graph of all of `terms()`.
         """
         if self.optimizer is None:
             raise AttributionError(
                 "parts are of an optimizer's step: make the tracer as InfluenceTracer(model, optimizer)"
             )
-        return token_parts(self.model, self.optimizer, terms, clip_factor=clip_factor, ranks=self.ranks)
+        if measure and group is None:
+            raise AttributionError(f"measure={measure} asks about groups: give group, long[R], as well")
+        chosen = None if group is None else groups_in_turn(group, measure, self._turn, self.ranks)
+        self._turn += 1
+        return token_parts(
+            self.model, self.optimizer, terms, clip_factor=clip_factor, measured=chosen, ranks=self.ranks
+        )
 
     def memory_estimate(self, responses: int, tokens: int, whole_groups: bool = False) -> MemoryEstimate:
         """Bytes that a batch of this size will need, before anything is allocated."""

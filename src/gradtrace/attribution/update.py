@@ -4,12 +4,13 @@
 
 For Adam the factor is lr·(1−β₁)/(1−β₁ᵗ) / (√v̂ + ε), with the second moment already advanced by this gradient: given
 that preconditioner, the first moment is linear in the gradient, so Δθ splits exactly into what this batch brings, what
-earlier batches left in the first moment, and weight decay. For SGD the factor is a number.
+earlier batches left in the first moment, and weight decay. For SGD the factor is a number. Adam's relatives differ in
+the denominator, or in how they weigh the first moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.geometry import unwrapped
+from gradtrace.attribution.geometry import PLAIN, Source, unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,36 +57,139 @@ def parameter_updates(
                     yield name, rule(group, optimizer.state.get(parameter, {}), parameter, gradient[name])
 
 
-def update_rule(optimizer: torch.optim.Optimizer) -> Any:
-    """(group, state, parameter, gradient) → `ParameterUpdate`; an error if the optimizer is not known."""
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-        return _adam
-    if isinstance(optimizer, torch.optim.SGD):
-        return _sgd
-    raise AttributionError(f"the update of torch's AdamW, Adam and SGD is known, not of {type(optimizer).__name__}")
+Rule = Callable[[dict[str, Any], Mapping[str, Any], Tensor, Tensor], ParameterUpdate]
+"""(group, state, parameter, gradient) → its update."""
+
+
+def update_rule(optimizer: torch.optim.Optimizer) -> Rule:
+    """An error that lists the known optimizers, if this is none of them."""
+    for kind, (rule, _) in RULES.items():
+        if isinstance(optimizer, kind):
+            return rule
+    kind, state = type(optimizer).__name__, next(iter(optimizer.state.values()), {})
+    why = ""
+    if "8bit" in kind.lower() or "state2" in state:
+        why = (
+            ". It keeps its second moment in 8 bits, and small values, by which gradients are divided, are rounded away"
+        )
+    elif "muon" in kind.lower():
+        why = ". It makes the update of a weight orthogonal, so that no token has a part of its own in it"
+    known = ", ".join(sorted(["AdamW", *(one.__name__ for one in RULES)]))
+    raise AttributionError(f"the step of {kind} is not known; those of torch's {known} are{why}")
+
+
+def second_moment_source(model: nn.Module, optimizer: torch.optim.Optimizer, gradient: Mapping[str, Tensor]) -> Source:
+    """Where the coming step has its second moment from. `batch_gradient`: the state of a parameter is empty, and its
+    step is like the gradient's sign."""
+    optimizer = unwrapped(optimizer)
+    update_rule(optimizer)
+    key = next(key for kind, (_, key) in RULES.items() if isinstance(optimizer, kind))
+    if not key:
+        return "none"
+    parameters = dict(model.named_parameters())
+    states = [optimizer.state.get(parameters[name], {}) for name in gradient]
+    empty = any(key not in state or not float(state.get("step", 1)) for state in states)
+    if empty and isinstance(optimizer, torch.optim.RAdam):  # whose first steps divide by nothing
+        return "none"
+    return "batch_gradient" if empty else "state_with_batch"
 
 
 def _adam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
-    rate, decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    sign = -1.0 if group["maximize"] else 1.0
-    decoupled = bool(group.get("decoupled_weight_decay", False))
-    moment = _moment(state, "exp_avg", parameter)
-    square = _moment(state, "exp_avg_sq", parameter)
     step = float(state.get("step", 0)) + 1
-
-    effective = sign * gradient if decoupled or not decay else sign * gradient + decay * parameter
-    square = beta2 * square + (1 - beta2) * effective * effective
+    square = _second_moment(group, state, parameter, gradient, beta2)
     if group["amsgrad"]:
         square = torch.maximum(square, _moment(state, "max_exp_avg_sq", parameter))
     denominator = square.sqrt() / (1 - beta2**step) ** 0.5 + float(group["eps"])
-    scale = rate / (1 - beta1**step) / denominator
-    factor = (1 - beta1) * scale
+    scale = float(group["lr"]) / (1 - beta1**step) / denominator
+    return _averaged(group, parameter, (1 - beta1) * scale, beta1 * scale, _moment(state, "exp_avg", parameter))
+
+
+def _nadam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    step, rate = float(state.get("step", 0)) + 1, float(group["lr"])
+    now, following = (beta1 * (1 - 0.5 * 0.96 ** (at * float(group["momentum_decay"]))) for at in (step, step + 1))
+    product = float(state.get("mu_product", 1.0)) * now
+    square = _second_moment(group, state, parameter, gradient, beta2)
+    denominator = (square / (1 - beta2**step)).sqrt() + float(group["eps"])
+    ahead = rate * following / (1 - product * following) / denominator
+    factor = rate * (1 - now) / (1 - product) / denominator + (1 - beta1) * ahead
+    return _averaged(group, parameter, factor, beta1 * ahead, _moment(state, "exp_avg", parameter))
+
+
+def _radam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    step = float(state.get("step", 0)) + 1
+    scale: Tensor | float = float(group["lr"]) / (1 - beta1**step)
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * beta2**step / (1 - beta2**step)
+    if length > 5.0:
+        square = _second_moment(group, state, parameter, gradient, beta2)
+        shrunk = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        scale = scale * (shrunk * (1 - beta2**step)) ** 0.5 / (square.sqrt() + float(group["eps"]))
+    return _averaged(group, parameter, (1 - beta1) * scale, beta1 * scale, _moment(state, "exp_avg", parameter))
+
+
+def _adamax(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    step = float(state.get("step", 0)) + 1
+    largest = _moment(state, "exp_inf", parameter) * beta2
+    largest = torch.maximum(largest, _effective(group, parameter, gradient).abs() + float(group["eps"]))
+    scale = float(group["lr"]) / (1 - beta1**step) / largest
+    return _averaged(group, parameter, (1 - beta1) * scale, beta1 * scale, _moment(state, "exp_avg", parameter))
+
+
+def _adagrad(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
+    square = _moment(state, "sum", parameter) + _effective(group, parameter, gradient).square()
+    rate = float(group["lr"]) / (1 + float(state.get("step", 0)) * float(group["lr_decay"]))
+    return _averaged(group, parameter, rate / (square.sqrt() + float(group["eps"])))
+
+
+def _rmsprop(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
+    alpha, momentum = float(group["alpha"]), float(group["momentum"])
+    effective = _effective(group, parameter, gradient)
+    square = alpha * _moment(state, "square_avg", parameter) + (1 - alpha) * effective.square()
+    if group["centered"]:
+        mean = alpha * _moment(state, "grad_avg", parameter) + (1 - alpha) * effective
+        square = square - mean.square()
+    scale = float(group["lr"]) / (square.sqrt() + float(group["eps"]))
+    kept = float(group["lr"]) * momentum
+    return _averaged(group, parameter, scale, kept, _moment(state, "momentum_buffer", parameter) if momentum else 0.0)
+
+
+def _averaged(
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    factor: Tensor | float,
+    of_average: Tensor | float = 0.0,
+    average: Tensor | float = 0.0,
+) -> ParameterUpdate:
+    """An update by `factor` of the gradient and `of_average` of what a first moment holds of earlier ones."""
+    decay = float(group["weight_decay"])
+    rate = float(group["lr"]) if _decoupled(group) else factor
     return ParameterUpdate(
-        factor=sign * factor,
-        momentum=-beta1 * scale * moment,
-        decay=-rate * decay * parameter.detach() if decoupled else -factor * decay * parameter.detach(),
+        factor=-factor if group.get("maximize") else factor,
+        momentum=-of_average * average,
+        decay=-rate * decay * parameter.detach() if decay else 0.0,
     )
+
+
+def _effective(group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+    """What moments are taken of: the gradient to go down, with weight decay in it where that is not decoupled."""
+    gradient, decay = -gradient if group.get("maximize") else gradient, float(group["weight_decay"])
+    return gradient if not decay or _decoupled(group) else gradient + decay * parameter
+
+
+def _decoupled(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", False))
+
+
+def _second_moment(
+    group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor, beta: float
+) -> Tensor:
+    """As this step will see it, before its bias is corrected."""
+    effective = _effective(group, parameter, gradient)
+    return beta * _moment(state, "exp_avg_sq", parameter) + (1 - beta) * effective * effective
 
 
 def _sgd(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
@@ -110,4 +214,23 @@ def _sgd(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gra
 def _moment(state: Mapping[str, Any], key: str, parameter: Tensor) -> Tensor:
     """A moment in the parameter's precision; zero before the first step."""
     found = state.get(key)
-    return torch.zeros_like(parameter) if found is None else found.to(parameter.dtype)
+    if found is None:
+        return torch.zeros_like(parameter)
+    if type(found) not in PLAIN or not found.is_floating_point():
+        raise AttributionError(
+            f"the optimizer keeps `{key}` as a code ({type(found).__name__}, {found.dtype}), and its small values are"
+            " rounded away: use an optimizer with plain state"
+        )
+    return found.to(parameter.dtype)
+
+
+RULES: dict[type[torch.optim.Optimizer], tuple[Rule, str]] = {
+    torch.optim.Adam: (_adam, "exp_avg_sq"),  # AdamW is one
+    torch.optim.NAdam: (_nadam, "exp_avg_sq"),
+    torch.optim.RAdam: (_radam, "exp_avg_sq"),
+    torch.optim.Adamax: (_adamax, "exp_inf"),
+    torch.optim.Adagrad: (_adagrad, "sum"),
+    torch.optim.RMSprop: (_rmsprop, "square_avg"),
+    torch.optim.SGD: (_sgd, ""),
+}
+"""The known optimizers, and under which name each keeps what it divides by."""
