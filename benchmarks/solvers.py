@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.common import Timing, alternate, emit, parse_arguments, peak_memory
 from gradtrace.attribution.collectives import Ranks
-from gradtrace.attribution.solvers import Damping, TokenRows, cheapest_token_solver, make_curvature
+from gradtrace.attribution.factors.solvers import Damping, TokenRows, cheapest_token_solver, make_curvature
 
 SIZES = {1296: (36, 36), 5184: (72, 72), 13824: (96, 144)}
 TOKENS, RESPONSES = 2048, 16

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.attribution.diagnose import check_gradient_flow
+from gradtrace.attribution.factors.diagnose import check_gradient_flow
 from tests.attribution.models import padded_objective, random_responses, tiny_model
 
 

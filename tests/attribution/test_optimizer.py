@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTrace, InfluenceTracer
-from gradtrace.attribution.modules import tail_modules
-from gradtrace.attribution.result import Totals
+from gradtrace.attribution.factors.modules import tail_modules
+from gradtrace.attribution.factors.result import Totals
 from tests.attribution.models import (
     FAMILIES,
     Responses,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradtrace.attribution import InfluenceTracer
-from gradtrace.attribution.capture import Capture
+from gradtrace.attribution.factors.capture import Capture
 from tests.attribution.models import (
     FAMILIES,
     Responses,

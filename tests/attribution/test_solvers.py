@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.solvers import (
+from gradtrace.attribution.factors.solvers import (
     MAX_DENSE_DIM,
     Damping,
     TokenRows,

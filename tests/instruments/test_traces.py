@@ -14,7 +14,7 @@ from gradtrace import open_run
 from gradtrace.algorithms import LossInputs, LossOutputs, accepted, high_entropy_tokens, register_policy_loss
 from gradtrace.algorithms.registry import policy_losses
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
-from gradtrace.attribution.objectives import Passes
+from gradtrace.attribution.factors.objectives import Passes
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence.plan import group_status
@@ -393,7 +393,7 @@ def test_a_failing_trace_is_shown_and_counted_and_the_run_goes_on(
 def test_a_failure_inside_the_backward_pass_does_not_reach_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
 ) -> None:
-    from gradtrace.attribution.one_pass import OnePass
+    from gradtrace.attribution.factors.one_pass import OnePass
 
     def fails(*args: object) -> None:
         raise RuntimeError("out of memory in a hook")

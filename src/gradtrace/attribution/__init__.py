@@ -1,7 +1,9 @@
 """Exact, fast attribution of gradients to single tokens. Imports torch and nothing else of gradtrace.
 
-`InfluenceTracer` scores response tokens from the factors of a real backward pass, `GhostProduct` scores whole
-responses against a given gradient, `directional_derivative` gives forward-mode derivatives of anything.
+`InfluenceTracer(model, optimizer).parts(terms)` says what the coming step does to every token (parts.py: direction of the
+optimizer, moved weights, one forward pass). Definitions that need the gradients of layers, and `GhostProduct`, which
+scores whole responses against a given gradient, are in `factors/`, which is imported when one of them is asked for.
+`directional_derivative` gives forward-mode derivatives of anything.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradtrace.attribution.config import InfluenceConfig
     from gradtrace.attribution.errors import AttributionError
-    from gradtrace.attribution.geometry import Factored, Geometry
-    from gradtrace.attribution.ghost import GhostProduct
-    from gradtrace.attribution.objectives import (
+    from gradtrace.attribution.factors.ghost import GhostProduct
+    from gradtrace.attribution.factors.objectives import (
         Passes,
         TrainingPass,
         needs_own_backward,
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
         step_scale,
         target_scale,
     )
+    from gradtrace.attribution.factors.result import SIGN, UNIT, InfluenceTrace
+    from gradtrace.attribution.geometry import Factored, Geometry
     from gradtrace.attribution.parts import TokenParts
-    from gradtrace.attribution.result import SIGN, UNIT, InfluenceTrace
     from gradtrace.attribution.tangent import directional_derivative
     from gradtrace.attribution.tracer import InfluenceTracer
 
@@ -53,23 +55,23 @@ _MODULE_OF = {
     "Factored": "geometry",
     "Geometry": "geometry",
     "AttributionError": "errors",
-    "GhostProduct": "ghost",
+    "GhostProduct": "factors.ghost",
     "InfluenceConfig": "config",
-    "InfluenceTrace": "result",
+    "InfluenceTrace": "factors.result",
     "InfluenceTracer": "tracer",
-    "Passes": "objectives",
+    "Passes": "factors.objectives",
     "TokenParts": "parts",
-    "SIGN": "result",
-    "TrainingPass": "objectives",
-    "UNIT": "result",
+    "SIGN": "factors.result",
+    "TrainingPass": "factors.objectives",
+    "UNIT": "factors.result",
     "directional_derivative": "tangent",
-    "needs_own_backward": "objectives",
-    "objective": "objectives",
-    "objective_sign": "objectives",
-    "objective_weights": "objectives",
-    "plan_passes": "objectives",
-    "step_scale": "objectives",
-    "target_scale": "objectives",
+    "needs_own_backward": "factors.objectives",
+    "objective": "factors.objectives",
+    "objective_sign": "factors.objectives",
+    "objective_weights": "factors.objectives",
+    "plan_passes": "factors.objectives",
+    "step_scale": "factors.objectives",
+    "target_scale": "factors.objectives",
 }
 
 

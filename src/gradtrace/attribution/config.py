@@ -31,7 +31,7 @@ class InfluenceConfig:
     which also works on projected gradients. `auto`: exact where gradients are not projected."""
     output_function: str = choice("training_loss", "log_prob_advantage", "log_prob_reward", "log_prob")
     """The *step*: the objective whose gradient a token contributes. The tracer rides on whatever backward pass it is
-    shown; `gradtrace.attribution.objectives` says when that is the training pass and builds the others."""
+    shown; `gradtrace.attribution.factors.objectives` says when that is the training pass and builds the others."""
     target: str = choice("log_prob", "output_function")
     """What the step is asked about: the contrast of the responses' log-probs, or of the same function as the
     step's."""

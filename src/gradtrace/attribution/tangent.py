@@ -23,6 +23,9 @@ CAREFUL = 0.2
 """Part of the usual step that is taken where nothing is known of a function, or where its values are to sum to what is
 known, as the shares of the entropy probe and of blame: there curvature is a greater danger than rounding."""
 
+SPREAD = 0.6
+"""By which share of itself a token's term changes, about, where the contrast of log-probs changes by 1."""
+
 
 def faster_method(model: nn.Module) -> Method:
     """`finite_difference` for a large model in float32, whose passes are matrix products: forward mode costs it twice

@@ -20,27 +20,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradtrace.attribution.capture import Capture
 from gradtrace.attribution.collectives import Ranks, gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors import FactorHooks
+from gradtrace.attribution.factors.capture import Capture
+from gradtrace.attribution.factors.captured import Ledger, Role, Takes
+from gradtrace.attribution.factors.ghost import oriented
+from gradtrace.attribution.factors.hooks import FactorHooks
+from gradtrace.attribution.factors.labels import Labels
+from gradtrace.attribution.factors.layout import Layout
+from gradtrace.attribution.factors.loss_terms import LossTerms, Terms
+from gradtrace.attribution.factors.memory import MemoryEstimate, estimate_memory
+from gradtrace.attribution.factors.modules import Block, Site, select_blocks
+from gradtrace.attribution.factors.one_pass import OnePass, Receivers, turned
+from gradtrace.attribution.factors.passes import check_target, target_factors
+from gradtrace.attribution.factors.result import InfluenceTrace, assemble
+from gradtrace.attribution.factors.scopes import Scope, ScopeBatch, batches_of, build_scopes
+from gradtrace.attribution.factors.store import Store, join
+from gradtrace.attribution.factors.timing import Timing
+from gradtrace.attribution.factors.warnings import coarse_projection, fused_experts, remarks
 from gradtrace.attribution.geometry import Factored, Geometry, coming_gradients
-from gradtrace.attribution.ghost import oriented
-from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.layout import Layout
-from gradtrace.attribution.ledger import Ledger, Role, Takes
-from gradtrace.attribution.loss_terms import LossTerms, Terms
-from gradtrace.attribution.memory import MemoryEstimate, estimate_memory
-from gradtrace.attribution.modules import Block, Site, select_blocks
-from gradtrace.attribution.one_pass import OnePass, Receivers, turned
 from gradtrace.attribution.parts import OwnTerms, TokenParts, groups_in_turn, token_parts
-from gradtrace.attribution.phases import Phases
-from gradtrace.attribution.remarks import coarse_projection, fused_experts, remarks
-from gradtrace.attribution.result import InfluenceTrace, assemble
-from gradtrace.attribution.roles import check_target, target_factors
-from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of, build_scopes
-from gradtrace.attribution.store import Store, join
 from gradtrace.attribution.tangent import Method, faster_method
 
 
@@ -106,7 +106,7 @@ class InfluenceTracer:
         self._begun = False
         for block in self.blocks:
             block.scaling = block.preconditioner = None
-        self._phases = Phases(self.config.profile_timing)
+        self._timing = Timing(self.config.profile_timing)
         self._failure: Exception | None = None
 
     def close(self) -> None:
@@ -276,7 +276,7 @@ class InfluenceTracer:
             )
 
     def _one_pass(self, capture: Capture, role: Role, factors: dict[int, float], takes: Takes) -> OnePass:
-        receivers = Receivers(self._store, self._loss_terms, self._phases)
+        receivers = Receivers(self._store, self._loss_terms, self._timing)
         targets = self._ledger.targets
         return OnePass(capture, role, factors, self.config, receivers, self._labels, self._scopes, targets, takes)
 
@@ -388,7 +388,7 @@ class InfluenceTracer:
         trace.meta = {**said, "captures": self._hooks.captures()}
         with_terms = sum(len(scope.loss_term_groups) for scope in self._scopes)
         trace.metrics |= self._ledger.counters(self._batches, labels, self._skipped, with_terms)
-        trace.metrics |= self._phases.seconds | {
+        trace.metrics |= self._timing.seconds | {
             "influence_trace/debug_bytes_moved": float(self.ranks.bytes_moved),
             "influence_trace/debug_forward_captures": float(self._hooks.forward_captures.total()),
             "influence_trace/debug_backward_captures": float(self._hooks.backward_captures.total()),
@@ -420,7 +420,7 @@ class InfluenceTracer:
                     self.ranks.sum(gradients)
                 tokens = self._store.tokens[block]
                 factors = [[(tokens.get(r), n) for r, n in counts.items()] for counts in batch.tokens]
-                with self._phases("solve", gradients):
+                with self._timing("solve", gradients):
                     rows = join(factors, batch.width, like=gradients)
                     signed = turned(gradients, batch.members, labels)
                     signed = signed.unflatten(0, (1, len(batch.scopes), -1))

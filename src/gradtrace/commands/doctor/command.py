@@ -221,9 +221,9 @@ def captures(run: Run) -> list[str]:
 
 
 def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
-    from gradtrace.attribution.diagnose import check_gradient_flow
-    from gradtrace.attribution.memory import estimate_memory
-    from gradtrace.attribution.modules import select_blocks
+    from gradtrace.attribution.factors.diagnose import check_gradient_flow
+    from gradtrace.attribution.factors.memory import estimate_memory
+    from gradtrace.attribution.factors.modules import select_blocks
     from gradtrace.runs import open_run
 
     no_foreign_bars()

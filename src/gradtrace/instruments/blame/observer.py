@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.response_gradients import ResponseGradients
+from gradtrace.attribution.factors.response_gradients import ResponseGradients
 from gradtrace.instruments.blame import BlameConfig
 from gradtrace.instruments.blame.sharing import Sharing, UsualNorms
 from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows, Table

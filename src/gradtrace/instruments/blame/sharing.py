@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.loss_terms import SPREAD
+from gradtrace.attribution.tangent import SPREAD
 from gradtrace.attribution.update import parameter_updates, update_rule
 from gradtrace.instruments.contract import Host
 

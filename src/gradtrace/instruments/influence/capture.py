@@ -21,7 +21,7 @@ from gradtrace.attribution import (
     step_scale,
     target_scale,
 )
-from gradtrace.attribution.ledger import Role
+from gradtrace.attribution.factors.captured import Role
 from gradtrace.instruments.contract import Backward
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.trace.columns import GroupStatus

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from gradtrace.attribution import AttributionError, InfluenceTracer
 from gradtrace.attribution.collectives import is_sharded
-from gradtrace.attribution.ledger import Role
-from gradtrace.attribution.loss_terms import SharedTerms, Terms
+from gradtrace.attribution.factors.captured import Role
+from gradtrace.attribution.factors.loss_terms import SharedTerms, Terms
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows, StepSize, Table

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
-from gradtrace.attribution.result import InfluenceTrace
+from gradtrace.attribution.factors.result import InfluenceTrace
 from gradtrace.errors import GradtraceError
 from gradtrace.policy.policy import KeepDouble
 

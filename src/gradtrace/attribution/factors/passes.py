@@ -6,8 +6,8 @@ from torch import Tensor
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.layout import Layout
-from gradtrace.attribution.ledger import Role
+from gradtrace.attribution.factors.captured import Role
+from gradtrace.attribution.factors.layout import Layout
 
 
 def check_target(config: InfluenceConfig, role: Role, target_scale: Tensor | None, sign: Tensor | None) -> None:

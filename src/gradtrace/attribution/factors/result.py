@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.ledger import Ledger
-from gradtrace.attribution.scopes import ScopeBatch
+from gradtrace.attribution.factors.captured import Ledger
+from gradtrace.attribution.factors.labels import Labels
+from gradtrace.attribution.factors.scopes import ScopeBatch
 
 SIGN = "positive: training on this token helps the accepted responses against the rejected ones; negative: the reverse"
 UNIT = "change of the contrast of mean log-probs per unit of learning rate, when training takes this token's step"

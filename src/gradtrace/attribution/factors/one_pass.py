@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.capture import Capture, Part
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.factors import full_precision, sides
-from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.ledger import Role, Takes
-from gradtrace.attribution.loss_terms import LossTerms
-from gradtrace.attribution.memory import MAX_WAITING_ELEMENTS
-from gradtrace.attribution.modules import Block, Site, by_block
-from gradtrace.attribution.phases import Phases
-from gradtrace.attribution.scopes import Scope, ScopeBatch, batches_of
-from gradtrace.attribution.solvers import TokenRows
-from gradtrace.attribution.store import Store, padded, scaled
+from gradtrace.attribution.factors.capture import Capture, Part
+from gradtrace.attribution.factors.captured import Role, Takes
+from gradtrace.attribution.factors.hooks import full_precision, sides
+from gradtrace.attribution.factors.labels import Labels
+from gradtrace.attribution.factors.loss_terms import LossTerms
+from gradtrace.attribution.factors.memory import MAX_WAITING_ELEMENTS
+from gradtrace.attribution.factors.modules import Block, Site, by_block
+from gradtrace.attribution.factors.scopes import Scope, ScopeBatch, batches_of
+from gradtrace.attribution.factors.solvers import TokenRows
+from gradtrace.attribution.factors.store import Store, padded, scaled
+from gradtrace.attribution.factors.timing import Timing
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Receivers:
 
     store: Store
     loss_terms: LossTerms
-    phases: Phases
+    timing: Timing
 
 
 class OnePass:
@@ -118,7 +118,7 @@ class OnePass:
         """One call of a module inside the backward pass, and whether nothing more will come for it."""
         # The pass may run under autocast; factors are never rounded to half precision.
         with torch.no_grad(), full_precision(gradient.device.type):
-            with self.to.phases("project", gradient):
+            with self.to.timing("project", gradient):
                 gradient, x, positions = self.capture.wanted(site, gradient, x, block.scored)
                 self.capture.add(block, *sides(block, site, gradient, x), positions)
             if is_last:
@@ -150,28 +150,28 @@ class OnePass:
 
     def _score(self, waiting: list[Block]) -> None:
         """Modules of one kind: score the scopes that are whole, store the rest."""
-        blocks, phases = list(waiting), self.to.phases
+        blocks, timing = list(waiting), self.to.timing
         waiting.clear()
         if not blocks:
             return
         calls = self.capture.take(blocks)
         some, first = calls[0].u, blocks[0]
         for scope, weights in self._directed:
-            with phases("gradients", some):
+            with timing("gradients", some):
                 self.to.loss_terms.add(scope, blocks, self.capture.combined(calls, weights))
         for batch, positions in zip(self.whole, self._positions, strict=True):
             if not (first.scored or batch.directed):
                 continue
             if self.role == "both" and len(calls) == 1 and batch.takes_products(first, self.capture):
-                with phases("solve", some):
+                with timing("solve", some):
                     factors = [self._signed(scope.members) for scope in batch.scopes]
                     of_scopes = zip(factors, positions, strict=True)
                     batch.add_products(blocks, [self.capture.products(calls, *scope) for scope in of_scopes])
                 continue
-            with phases("gradients", some):
+            with timing("gradients", some):
                 gradients = self._gradients(blocks, calls, batch.members)
                 u, v = (side.flatten(0, 1).flatten(1, 2) for side in self.capture.tokens(calls, positions))
-            with phases("solve", some):
+            with timing("solve", some):
                 rows = TokenRows(u, v, batch.width)
                 batch.add(blocks, gradients.unflatten(1, (len(batch.scopes), -1)), rows, Ranks())
         if self._to_store:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.capture import Capture, Part
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.modules import Block, by_block
-from gradtrace.attribution.solvers import TokenRows
+from gradtrace.attribution.factors.capture import Capture, Part
+from gradtrace.attribution.factors.modules import Block, by_block
+from gradtrace.attribution.factors.solvers import TokenRows
 
 
 class Store:

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gradtrace.attribution.capture import Capture, Part
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.factors import FactorHooks, full_precision, sides
-from gradtrace.attribution.layout import Layout
-from gradtrace.attribution.modules import Block, Site, select_blocks
-from gradtrace.attribution.projection import rademacher
+from gradtrace.attribution.factors.capture import Capture, Part
+from gradtrace.attribution.factors.hooks import FactorHooks, full_precision, sides
+from gradtrace.attribution.factors.layout import Layout
+from gradtrace.attribution.factors.modules import Block, Site, select_blocks
+from gradtrace.attribution.factors.projection import rademacher
 
 LARGEST_STACK = 2**25
 """Numbers in the matrices of one layer that are formed at once."""

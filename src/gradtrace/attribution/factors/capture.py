@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.layout import Layout, chosen_rows
-from gradtrace.attribution.modules import Block, Site
+from gradtrace.attribution.factors.layout import Layout, chosen_rows
+from gradtrace.attribution.factors.modules import Block, Site
 
 LIKE_WIDTHS = 8
 """Sides whose widths round up to the same multiple of it are filled up to one width and taken together: another few

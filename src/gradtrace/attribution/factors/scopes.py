@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.capture import Capture
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.contrast import contrast
-from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.modules import Block, by_block
-from gradtrace.attribution.solvers import (
+from gradtrace.attribution.factors.capture import Capture
+from gradtrace.attribution.factors.contrast import contrast
+from gradtrace.attribution.factors.labels import Labels
+from gradtrace.attribution.factors.modules import Block, by_block
+from gradtrace.attribution.factors.solvers import (
     Curvature,
     Damping,
     Identity,

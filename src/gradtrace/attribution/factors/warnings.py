@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradtrace.attribution.collectives import Ranks
-from gradtrace.attribution.modules import Block
-from gradtrace.attribution.scopes import Scope
+from gradtrace.attribution.factors.modules import Block
+from gradtrace.attribution.factors.scopes import Scope
 
 FEW_NUMBERS = 10_000
 """With fewer numbers in a projected gradient scores predict worse: docs/validity.md has what was measured."""

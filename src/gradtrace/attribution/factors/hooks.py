@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace.attribution.modules import Block, Site
+from gradtrace.attribution.factors.modules import Block, Site
 
 Receiver = Callable[[Block, Site, Tensor, Tensor], None]
 

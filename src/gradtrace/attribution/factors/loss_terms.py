@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gradtrace.attribution.collectives import Ranks, gathered, is_sharded
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
+from gradtrace.attribution.factors.labels import Labels
+from gradtrace.attribution.factors.modules import Block, by_block
+from gradtrace.attribution.factors.scopes import Scope, ScopeBatch
+from gradtrace.attribution.factors.store import Store
 from gradtrace.attribution.geometry import Geometry, Source
-from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.modules import Block, by_block
-from gradtrace.attribution.scopes import Scope, ScopeBatch
-from gradtrace.attribution.store import Store
-from gradtrace.attribution.tangent import Method, directional_derivative
+from gradtrace.attribution.tangent import SPREAD, Method, directional_derivative
 
 Terms = Callable[[list[int]], Tensor]
 """Responses → their tokens' own terms of the step, one after the other: [N], or [2, N] with their log-probs below."""
@@ -43,8 +43,6 @@ class SharedTerms:
 
 Directions = dict[Block, Tensor]
 """Per module [m, k_out, k_in]: one direction for all tokens of a scope, or one for each of its members' tokens."""
-SPREAD = 0.6
-"""By which share of itself a token's term changes, about, where the contrast of log-probs changes by 1."""
 
 
 class LossTerms:

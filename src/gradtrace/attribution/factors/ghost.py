@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gradtrace.attribution.capture import Capture
 from gradtrace.attribution.collectives import gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors import FactorHooks, full_precision, sides
-from gradtrace.attribution.layout import Layout
-from gradtrace.attribution.modules import Block, Site, select_blocks
-from gradtrace.attribution.solvers import TokenRows
+from gradtrace.attribution.factors.capture import Capture
+from gradtrace.attribution.factors.hooks import FactorHooks, full_precision, sides
+from gradtrace.attribution.factors.layout import Layout
+from gradtrace.attribution.factors.modules import Block, Site, select_blocks
+from gradtrace.attribution.factors.solvers import TokenRows
 
 
 class GhostProduct:

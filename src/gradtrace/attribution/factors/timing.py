@@ -1,4 +1,4 @@
-"""Seconds of the phases of a capture, where they are asked for."""
+"""Seconds of the timing of a capture, where they are asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Phases:
+class Timing:
     def __init__(self, enabled: bool) -> None:
         """Timing makes a GPU wait at the end of each phase, so it is off unless `profile_timing` asks for it."""
         self.enabled = enabled

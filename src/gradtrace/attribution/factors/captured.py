@@ -12,11 +12,11 @@ from torch import Tensor
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
+from gradtrace.attribution.factors.labels import Labels
+from gradtrace.attribution.factors.layout import Layout
+from gradtrace.attribution.factors.modules import Block
+from gradtrace.attribution.factors.scopes import Scope, ScopeBatch
 from gradtrace.attribution.geometry import Geometry, Source
-from gradtrace.attribution.labels import Labels
-from gradtrace.attribution.layout import Layout
-from gradtrace.attribution.modules import Block
-from gradtrace.attribution.scopes import Scope, ScopeBatch
 
 Role = Literal["both", "step", "target"]
 """What a backward pass is of: the step that tokens contribute, the target it is asked about, or one standing for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.modules import Block
+from gradtrace.attribution.factors.modules import Block
 
 MAX_WAITING_ELEMENTS = 2**21
 """Modules of one kind wait for each other, up to this many numbers in their factors (8 MB), and are scored together:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
+from gradtrace.attribution.factors.projection import projected_dims, rademacher
 from gradtrace.attribution.geometry import Factored
-from gradtrace.attribution.projection import projected_dims, rademacher
 
 SiteKind = Literal["linear", "conv1d", "embedding"]
 
