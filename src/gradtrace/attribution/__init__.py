@@ -1,9 +1,9 @@
 """Exact, fast attribution of gradients to single tokens. Imports torch and nothing else of gradtrace.
 
-`InfluenceTracer(model, optimizer).parts(terms)` says what the coming step does to every token (parts.py: direction of the
-optimizer, moved weights, one forward pass). Definitions that need the gradients of layers, and `GhostProduct`, which
-scores whole responses against a given gradient, are in `factors/`, which is imported when one of them is asked for.
-`directional_derivative` gives forward-mode derivatives of anything.
+`InfluenceTracer(model, optimizer).parts(terms)` scores every token by what the coming optimizer step does to its own
+term of the loss (`parts.py`: the step's direction, moved weights, one forward pass). Definitions that need the
+gradients of layers, and `GhostProduct`, which scores whole responses against a given gradient, are in `factors/`, which
+is imported when one of them is asked for. `directional_derivative` gives forward-mode derivatives of anything.
 """
 
 from typing import TYPE_CHECKING, Any
