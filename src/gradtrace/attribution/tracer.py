@@ -270,7 +270,7 @@ class InfluenceTracer:
         if self.config.needs_prompts:
             raise AttributionError(
                 f"takes={takes!r} parts scores of the tail from the direction of one contrast; credit="
-                f"{self.config.credit!r}, hessian_mode={self.config.hessian_mode!r}, target={self.config.target!r} and"
+                f"{self.config.credit!r}, hessian_mode={self.config.hessian_mode!r}, target={self.config.about!r} and"
                 f" exclude_self_response={self.config.exclude_self_response} ask for more: capture a pass in which"
                 " every response has its prompt to itself"
             )

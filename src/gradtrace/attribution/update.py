@@ -63,10 +63,10 @@ Rule = Callable[[dict[str, Any], Mapping[str, Any], Tensor, Tensor], ParameterUp
 
 def update_rule(optimizer: torch.optim.Optimizer) -> Rule:
     """An error that lists the known optimizers, if this is none of them."""
-    for kind, (rule, _) in RULES.items():
-        if isinstance(optimizer, kind):
+    for known, (rule, _) in RULES.items():
+        if isinstance(optimizer, known):
             return rule
-    kind, state = type(optimizer).__name__, next(iter(optimizer.state.values()), {})
+    kind, state = type(optimizer).__name__, next(iter(optimizer.state.values()), dict[str, Any]())
     why = ""
     if "8bit" in kind.lower() or "state2" in state:
         why = (
@@ -74,8 +74,8 @@ def update_rule(optimizer: torch.optim.Optimizer) -> Rule:
         )
     elif "muon" in kind.lower():
         why = ". It makes the update of a weight orthogonal, so that no token has a part of its own in it"
-    known = ", ".join(sorted(["AdamW", *(one.__name__ for one in RULES)]))
-    raise AttributionError(f"the step of {kind} is not known; those of torch's {known} are{why}")
+    names = ", ".join(sorted(["AdamW", *(one.__name__ for one in RULES)]))
+    raise AttributionError(f"the step of {kind} is not known; those of torch's {names} are{why}")
 
 
 def second_moment_source(model: nn.Module, optimizer: torch.optim.Optimizer, gradient: Mapping[str, Tensor]) -> Source:

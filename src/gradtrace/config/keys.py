@@ -100,6 +100,8 @@ def check_fields(node: Any, prefix: str = "") -> None:
         if choices and value not in choices:
             raise GradtraceError(f"{path}={value} is not possible. Valid: {', '.join(choices)}.")
         minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
+        if value is None:
+            continue
         if minimum is not None and not value >= minimum:
             raise GradtraceError(f"{path}={value} is too small: at least {minimum:g}.")
         if maximum is not None and not value <= maximum:

@@ -159,7 +159,7 @@ class Ledger:
         exact = config.preconditioner_form != "factored" and not any(block.projected for block in self.blocks)
         found = {
             "step": config.output_function,
-            "target": config.target,
+            "target": config.about,
             "geometry": config.hessian_mode if known else "identity",
             "credit": config.credit,
             "backward_credit": "tail" if config.tail_only else "position",

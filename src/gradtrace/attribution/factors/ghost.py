@@ -42,7 +42,7 @@ class GhostProduct:
     def __init__(
         self, model: nn.Module, target: Mapping[str, Tensor], module_name_filter: tuple[str, ...] = (".*",)
     ) -> None:
-        config = InfluenceConfig(projection_dim_factor=0, module_name_filter=module_name_filter)
+        config = InfluenceConfig(credit="position", module_name_filter=module_name_filter)
         self._blocks = [block for block in select_blocks(model, config) if block.parameter_name in target]
         if not self._blocks:
             raise AttributionError(

@@ -41,7 +41,7 @@ def estimate_memory(
         tokens = min(tokens, responses * config.max_tokens_per_response)
     scored = [block for block in blocks if block.scored or config.hessian_mode == "inverse"]
     per_block = [tokens * (block.k_out + block.k_in) + responses * block.dim for block in scored] or [0]
-    streamed = whole_groups and config.accepted_rejected_scope == "per_prompt"
+    streamed = whole_groups and config.scope == "per_prompt"
     solving = 0
     if config.hessian_mode == "inverse" and config.solver == "dense":
         solving = 2 * max(block.dim for block in scored) ** 2

@@ -200,7 +200,7 @@ def _group_by_weight(model: nn.Module, layers: list[tuple[str, nn.Module]], conf
             continue
         d_out, d_in = out_in(module, kind)
         k_out, k_in = projected_dims(
-            d_out, d_in, config.projection_dim_factor, config.max_proj_vector_sum, config.max_hessian_dim
+            d_out, d_in, config.projection_dim_factor or 0, config.max_proj_vector_sum, config.max_hessian_dim
         )
         parameter_name = parameter_names.get(id(weight), f"{name}.weight")
         blocks[id(weight)] = Block(

@@ -12,7 +12,7 @@ from gradtrace.attribution.factors.layout import Layout
 
 def check_target(config: InfluenceConfig, role: Role, target_scale: Tensor | None, sign: Tensor | None) -> None:
     """Raise where a pass does not say what is needed to know the target's gradient, or says it twice."""
-    if config.target == "output_function":
+    if config.about == "output_function":
         if role != "both" or target_scale is not None:
             raise AttributionError(
                 "target='output_function' has one pass and one scale: role and target_scale belong to target='log_prob'"

@@ -31,7 +31,7 @@ class ResponseGradients:
     """
 
     def __init__(self, model: nn.Module, sketch_dim: int) -> None:
-        chosen = select_blocks(model, InfluenceConfig(projection_dim_factor=0, credit="position"))
+        chosen = select_blocks(model, InfluenceConfig(credit="position"))
         self.blocks = [block for block in chosen if len(block.sites) == 1]
         self.sketch_dim = sketch_dim
         self._hooks = FactorHooks(self.blocks, self._receive)

@@ -67,7 +67,7 @@ def build_scopes(
 
     if not mixed:
         return [], skipped
-    if config.accepted_rejected_scope == "all_selected":
+    if config.scope == "all_selected":
         return [scope(list(mixed))], skipped
     return [scope([group]) for group in mixed], skipped
 

@@ -133,7 +133,7 @@ class InfluenceCapture:
             policy_gradient_at_ratio_one=self.loss.policy_gradient_at_ratio_one and not plan.corrected,
             one_advantage_per_response=bool(plan.one_advantage[rows].all()),
         )
-        passes = plan_passes(self.config.output_function, self.config.target, training)
+        passes = plan_passes(self.config.output_function, self.config.about, training)
         own: list[Role] = [] if passes.target_rides else ["target"]
         step: Role = "both" if passes.target_rides else "step"
         return PassRoles(tuple(own), step) if passes.step_rides else PassRoles((*own, step), None)
@@ -156,7 +156,7 @@ class InfluenceCapture:
         if rides:
             step = step_scale(output_function, weight, plan.advantages[rows], plan.rewards[rows])
         target = None
-        if role == "both" and self.config.target == "log_prob" and output_function != "log_prob":
+        if role == "both" and self.config.about == "log_prob" and output_function != "log_prob":
             target = self._spread(ids, target_scale(weight, plan.advantages[rows], rides))
         with self.tracer.capture(
             response=response,
@@ -206,7 +206,7 @@ class InfluenceCapture:
         `all_selected` every group, where one has them."""
         rows = self._mini_batch.rows
         wanted = torch.isin(self._plan.group[rows], torch.tensor(self.loss_term_groups, dtype=torch.long))
-        if self.config.accepted_rejected_scope == "all_selected":
+        if self.config.scope == "all_selected":
             return rows if bool(wanted.any()) else rows[:0]
         return rows[wanted]
 
@@ -228,7 +228,7 @@ class InfluenceCapture:
             "group": plan.group[rows],
             "advantages": plan.advantages[rows],
         }
-        if self.config.target == "output_function":
+        if self.config.about == "output_function":
             sign = objective_sign(self.config.output_function, plan.advantages[rows], plan.rewards[rows])
             labels["sign"] = sign
         return labels

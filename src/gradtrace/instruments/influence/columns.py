@@ -21,7 +21,7 @@ from gradtrace.trace.columns import SCORE_OF_CREDIT, Credit, GroupStatus, Select
 OWN_MEANING = ("credit", "step")
 """Names in the tracer's description that mean something else in a file: its list of credits, the training step."""
 DESCRIBED = (
-    *("target", "hessian_mode", "hessian_source", "contrastive_agg", "accepted_rejected_scope", "scope_pass"),
+    *("hessian_mode", "hessian_source", "contrastive_agg", "scope_pass"),
     *("output_function", "exclude_self_response", "response_reduction", "projection_dim_factor"),
 )
 """Knobs that say what scores mean; `scope_pass` is one of a run's trace only."""
@@ -53,6 +53,8 @@ def describe(config: InfluenceConfig) -> dict[str, Any]:
         "credit": [backward, "loss_term"] if config.wants_loss_term else [backward],
         "pairwise_credit": backward,
         **{knob: getattr(config, knob, False) for knob in DESCRIBED},
+        "target": config.about,
+        "accepted_rejected_scope": config.scope,
         "sign": SIGN,
         "unit": UNIT,
     }

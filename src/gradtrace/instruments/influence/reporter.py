@@ -24,7 +24,7 @@ class InfluenceReporter(Reporter):
         self.run = run
         self._plan: StepPlan | None = None
         size, config = run.step_size if run is not None else None, self.config
-        in_parts = config.accepted_rejected_scope == "all_selected" and not config.scope_pass
+        in_parts = config.scope == "all_selected" and not config.scope_pass
         if size is not None and in_parts and 0 < size.mini_batch < size.prompts:
             record.report(
                 "influence trace: accepted_rejected_scope=all_selected compares the responses of one mini-batch "

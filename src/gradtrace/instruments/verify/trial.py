@@ -144,7 +144,7 @@ class Trial:
         """The product's scores of the mini-batch, from backward passes of its loss, one for each mixed group."""
         responses = self.responses
         advantages = self.advantages[responses]
-        older = config.target == "output_function"
+        older = config.about == "output_function"
         kept = {p: p.grad for p in self._steps.parameters.values()}
         self.model.zero_grad()
         with InfluenceTracer(self.model, config=config, optimizer=self.optimizer) as tracer:
