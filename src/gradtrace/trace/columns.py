@@ -174,6 +174,11 @@ def record_of(kind: str) -> InstrumentRecord:
 SIGN_STATEMENT = "positive = a step along this token's gradient helps the accepted responses against the rejected ones"
 
 
+SIGN_OF_PARTS = "positive = training on the token raised the objective"
+INFLUENCE_SCORES = ("influence", "influence_loss_term", "influence_position")
+"""Columns of influence scores. A file has the first, in nats, or one or both of the others, from captured factors."""
+
+
 class GroupStatus(enum.IntEnum):
     """Why a group was or was not scored."""
 
@@ -304,8 +309,8 @@ register_columns((
     Column("pairwise_offsets", "int64", "response", "where each response's block begins in pairwise",
            is_offsets=True),
     Column("pairwise", "float32", "pairwise",
-           "effect of token t on response m, row-major [T_r, n_r]; meta has its pairwise_credit",
-           unit="influence", ragged_by="pairwise_offsets"),
+           "effect of token t on response m, row-major [T_r, n_r], in the unit of the file's scores; for measured "
+           "groups a row adds up to the token's influence_own", ragged_by="pairwise_offsets"),
     Column("mismatch", "float32", "token", "ln of ratio: the trainer's log-prob minus the sampler's", unit="nats",
            is_signed=True, channel="Ratio", derived=log_ratio),
 ))

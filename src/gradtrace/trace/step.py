@@ -12,8 +12,7 @@ from gradtrace.segments import Segment
 from gradtrace.trace.columns import (
     COLUMNS,
     FORMAT_VERSION,
-    SCORE_OF_CREDIT,
-    Credit,
+    INFLUENCE_SCORES,
     GroupStatus,
     SchemaError,
     SegmentRole,
@@ -131,12 +130,9 @@ class Step:
         return {name: self.ragged(name, r) for name in self.columns if COLUMNS[name].level == "token"}
 
     def influence(self, r: int) -> np.ndarray | None:
-        """[T_r]: the influence scores of response r in the best credit that it has; None if this is another trace."""
-        known = [credit for credit, name in SCORE_OF_CREDIT.items() if name in self]
-        if not known:
-            return None
-        credit = Credit(self["credit"][r]) if "credit" in self else known[0]
-        return self.ragged(SCORE_OF_CREDIT[credit], r)
+        """[T_r]: the influence scores of response r; None if this is another trace."""
+        name = next((name for name in INFLUENCE_SCORES if name in self), None)
+        return None if name is None else self.ragged(name, r)
 
     def written(self, r: int) -> np.ndarray:
         """bool[T_r]: the tokens of response r that the policy wrote; the others are never scored."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,36 +16,33 @@ from gradtrace.instruments.settings import TraceConfig
 from gradtrace.trace.columns import (
     EVERY_KIND,
     EXPECTED,
+    INFLUENCE_SCORES,
     PAIRWISE,
     REWARD_PARTS,
     RUN_META,
-    SCORE_OF_CREDIT,
+    SIGN_OF_PARTS,
     SIGN_STATEMENT,
     Column,
-    Credit,
     InstrumentRecord,
 )
 
 if TYPE_CHECKING:
     from gradtrace.trace.step import Step
+    from gradtrace.trace.table import StepTable
 
 INFLUENCE_TRACE = "influence_trace"
-SCORES = tuple(SCORE_OF_CREDIT.values())
 
 
-def scored(step: Step, name: str) -> np.ndarray:
-    """bool[N]: where a column of scores means something. A token must be captured; columns of loss terms hold zeros for
-    responses without them. With credit=both the file names position for all responses, and those with loss terms are
-    the ones that have any."""
-    captured: np.ndarray = step["captured"]
-    if "credit" not in step or name in ("influence_tail", "influence_position"):
-        return captured
-    offsets = step["token_offsets"]
-    has_terms = step["credit"] == int(Credit.LOSS_TERM)
-    if "influence_loss_term" in step:
-        not_zero = np.concatenate([[0], np.cumsum(step["influence_loss_term"] != 0)])
-        has_terms = has_terms | (np.diff(not_zero[offsets]) > 0)
-    return captured & np.repeat(has_terms, np.diff(offsets))
+def captured(step: Step) -> np.ndarray:
+    """bool[N]: the tokens that have a score."""
+    found: np.ndarray = step["captured"]
+    return found
+
+
+def log_prob_change(table: StepTable) -> np.ndarray | None:
+    """[N]: what the real optimizer step did to every token's log-prob, where it was measured."""
+    before, after = table.column("log_prob_before"), table.column("log_prob_after")
+    return None if before is None or after is None else after - before
 
 
 @dataclass
@@ -104,29 +100,46 @@ def _needs(settings: InfluenceTraceConfig) -> dict[str, str]:
 
 # fmt: off
 _COLUMNS = (
-    Column("credit", "uint8", "response", "the best credit that its scores have; files without it have one credit",
-           values=Credit),
-    Column("prompt_influence", "float32", "response",
-           "sum of the position-credit scores at its prompt positions", unit="influence"),
+    Column("influence", "float32", "token",
+           "change of the token's own term of the objective by what this mini-batch's gradient contributes to the "
+           "optimizer step; " + SIGN_OF_PARTS, unit="nats", is_signed=True,
+           channel="Influence", adds_up=True, valid=captured),
+    Column("influence_own", "float32", "token",
+           "the same by what the gradient of the token's own group contributes: its influence on its own prompt; NaN "
+           "where the group was not measured", unit="nats", is_signed=True, heading="own prompt",
+           channel="Influence on own prompt", adds_up=True, valid=captured),
+    Column("log_prob_before", "float32", "token",
+           "its log-prob before the optimizer step; NaN where the group was not measured", unit="nats",
+           heading="before"),
+    Column("log_prob_after", "float32", "token", "its log-prob after the optimizer step", unit="nats",
+           heading="after"),
+    Column("log_prob_change", "float32", "token",
+           "change of its log-prob by the whole optimizer step, measured", unit="nats", is_signed=True,
+           channel="Log-prob change", adds_up=True, derived=log_prob_change),
     Column("influence_position", "float32", "token",
-           "score by position credit: all that flows through its position; " + SIGN_STATEMENT, unit="influence",
-           is_signed=True, heading="infl. (pos.)",
-           channel="Influence", adds_up=True, valid=partial(scored, name="influence_position")),
+           "score from captured factors by position credit: all that flows through its position; " + SIGN_STATEMENT,
+           unit="influence", is_signed=True, heading="infl. (pos.)",
+           channel="Influence", adds_up=True, valid=captured),
     Column("influence_loss_term", "float32", "token",
-           "score by loss-term credit: its own term of the objective only; " + SIGN_STATEMENT, unit="influence",
-           is_signed=True, heading="infl. (term)",
-           channel="Influence", adds_up=True, valid=partial(scored, name="influence_loss_term")),
-    Column("influence_tail", "float32", "token",
-           "score by its own term in the last block's weights; " + SIGN_STATEMENT, unit="influence", is_signed=True,
-           heading="infl. (tail)",
-           channel="Influence", adds_up=True, valid=partial(scored, name="influence_tail")),
-    Column("influence_likelier", "float32", "token",
-           "score of a step that makes the token likelier, whatever training does with it; " + SIGN_STATEMENT,
-           unit="influence", is_signed=True, heading="infl. (likelier)",
-           channel="Influence", adds_up=True, valid=partial(scored, name="influence_likelier")),
+           "score from captured factors by loss-term credit: its own term of the objective only; " + SIGN_STATEMENT,
+           unit="influence", is_signed=True, heading="infl. (term)",
+           channel="Influence", adds_up=True, valid=captured),
     Column("no_step", "bool", "token", "its step is zero, as that of a clipped token is: training passes over it",
            channel="Clip mask"),
-    Column("captured", "bool", "token", "its gradient was captured; where False, influence means nothing"),
+    Column("captured", "bool", "token", "it has a score; where False, influence means nothing"),
+    Column("loss_weight", "float64", "response",
+           "what the loss multiplies the response's terms by: the normaliser of the mini-batch", heading="weight"),
+    Column("prompt_influence", "float32", "response",
+           "sum of the position-credit scores at its prompt positions", unit="influence"),
+    Column("objective_change", "float32", "group",
+           "measured change of the group's objective by the optimizer step; NaN where the group was not measured",
+           unit="nats", is_signed=True),
+    Column("change_by_batch", "float32", "group", "the part of it by this mini-batch's gradient: the sum of the "
+           "influence of its tokens", unit="nats", is_signed=True),
+    Column("change_by_own", "float32", "group", "the part of that by the group's own tokens", unit="nats",
+           is_signed=True),
+    Column("change_by_momentum", "float32", "group",
+           "the part by momentum and weight decay, without this mini-batch's gradient", unit="nats", is_signed=True),
 )
 # fmt: on
 
@@ -140,16 +153,21 @@ RECORD = InstrumentRecord(
         *EXPECTED,
         *REWARD_PARTS,
         *("advantage", "prompt_influence", "first_wrong"),
-        *("entropy", "log_prob", "sampler_log_prob", "ratio", "credit", "influence_likelier", "no_step"),
-        *SCORES,
+        *("entropy", "log_prob", "sampler_log_prob", "ratio"),
         *PAIRWISE,
     ),
-    one_of=SCORES,
+    one_of=INFLUENCE_SCORES,
     brings=_COLUMNS,
     meta={
         **RUN_META,
-        "credit": "list of the credits in this file: loss_term, tail, position",
-        "pairwise_credit": "which credit the pairwise blocks hold",
+        "unit": "of the scores: nats; influence in files from captured factors",
+        "updates": "each optimizer step: optimizer_step (its number), part (change of the objective by the gradient of "
+        "its mini-batch), learning_rate, second_moment (state_with_batch, batch_gradient where Adam's state was empty, "
+        "none)",
+        "alternatives": "strongest tokens of measured groups: row, token (its index), gained (the tokens that gained "
+        "most at its place: id, probability before and after the step)",
+        "credit": "list of the credits of scores from captured factors: loss_term, position",
+        "pairwise_credit": "which credit the pairwise blocks hold, in files from captured factors",
         "target": "what the score is about: the contrast of mean log-probs, or of the output function",
         "geometry": "what lies between the two gradients: the optimizer's preconditioner, nothing, a Hessian",
         "second_moment_loss_term": "where the optimizer's second moment came from, for loss-term scores",
