@@ -107,7 +107,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
     import verl  # noqa: F401  (registers platform and engine)
     from verl.utils.distributed import initialize_global_process_group_ray
 
-    from gradtrace.instruments.influence.plan import StepPlan
+    from gradtrace.instruments.influence.plan import StepPlan, status_by_advantage
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
     from gradtrace.integrations.verl.tables import StepMessage
     from tests.integrations.verl import harness
@@ -125,7 +125,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
         nonlocal step
         step += 1
         engine.steps = made.get(loss)  # a run has one loss; making its instruments is no part of an update
-        plans = {INFLUENCE_TRACE: StepPlan.of(rollout, step), BLAME: True}
+        plans = {INFLUENCE_TRACE: StepPlan.of(rollout, step, status_by_advantage(rollout)), BLAME: True}
         plans = {name: plan for name, plan in plans.items() if name in loss.instruments}
         message = StepMessage(step, torch.zeros(len(rollout), dtype=torch.long), plans) if plans else None
         data = harness.tensordict(rollout, rows, message, sequences=len(rollout), micro_batch=MICRO_BATCH)

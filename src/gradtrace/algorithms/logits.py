@@ -113,6 +113,25 @@ def _statistics(logits: Tensor, tokens: Tensor, temperature: float, with_entropy
     return log_probs.view(tokens.shape), entropies.view(tokens.shape) if with_entropy else entropies
 
 
+@torch.no_grad()
+def precise_statistics(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return what `log_probs_and_entropies` does of logits [N, V], as float64[N]: for differences between passes.
+
+    float32 rounds log p by 1e-7, which is all that a small step does to a token with p near 1. Here differences to the
+    largest logit are taken first and summed up in float64; the logits themselves stay float32.
+    """
+    log_probs, entropies = [], []
+    for rows in _blocks(logits):
+        block = logits[rows].to(torch.promote_types(logits.dtype, torch.float32))
+        shifted = ((block - block.amax(-1, keepdim=True)) / temperature).clamp_(min=FLOOR)
+        weights = shifted.exp()
+        total = weights.sum(-1, dtype=torch.float64)
+        log_probs.append(shifted.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1).double() - total.log())
+        entropies.append(total.log() - torch.linalg.vecdot(weights, shifted).double() / total)
+    empty = torch.empty(0, dtype=torch.float64, device=logits.device)
+    return torch.cat(log_probs or [empty]), torch.cat(entropies or [empty])
+
+
 def log_probs_from_logits(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """[...] log-probs of `tokens` [...] under softmax(logits / temperature), logits [..., V]."""
     return _statistics(logits, tokens, temperature, with_entropy=False)[0]

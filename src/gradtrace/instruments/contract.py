@@ -196,8 +196,20 @@ class Host(Protocol):
         """This process's part of a batch that all processes know, with columns [R, T] beside its own. `apart`: every
         response has its own prompt in all passes; `entropies`: passes compute them."""
 
-    def values(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Tensor:
-        """Forward passes: `of` gives [..., b, T] for each pass; joined to [..., N], row after row."""
+    def values(self, rows: Rows, of: Callable[[Pass], Tensor], as_kept: bool = False) -> Tensor:
+        """Forward passes: `of` gives [..., b, T] for each pass; joined to [..., N], row after row. `as_kept`: laid out
+        like the passes of `kept_values`, so that both round alike and their difference does not."""
+
+    def keep(self, backward: Backward) -> AbstractContextManager[Any]:
+        """Around a pass of training: keep what it computes for `kept_values`, if it is as precise as `values`."""
+
+    def kept_values(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Tensor:
+        """`values` before the optimizer step, at the weights as they are, bit by bit: from what `keep` has kept of all
+        rows of the coming step, else by passes."""
+
+    def noted_probabilities(self, rows: Rows, places: Sequence[int]) -> AbstractContextManager[Tensor | None]:
+        """Inside, `values` of these rows also fills in the probabilities [k, V] of all tokens at `places` among theirs;
+        None: this host does not see them."""
 
     def gradient(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Gradient:
         """The gradient of the sum of `of` over all passes and processes. `.grad` stays as it is."""
@@ -212,8 +224,11 @@ class Host(Protocol):
         not exact, ε is `step` times the usual one. `rate`: approximate relative change of the values per unit of ε;
         if given, the passes that estimate it are skipped."""
 
-    def moved(self, direction: Gradient, scale: float) -> AbstractContextManager[Any]:
-        """Inside, the weights are at θ + scale·direction; afterwards they are what they were, bit by bit."""
+    def moved(
+        self, direction: Gradient | Iterable[tuple[str, Tensor]], scale: float = 1.0
+    ) -> AbstractContextManager[Any]:
+        """Inside, the weights are at θ + scale·direction; afterwards they are what they were, bit by bit. Pairs of name
+        and direction are asked for one by one, so that no second copy of all of them exists."""
 
     def next_gradient(self) -> NextGradient | None:
         """The gradient that the optimizer is given next, clipped; None: this host cannot tell."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradtrace.attribution import InfluenceTrace
+from gradtrace.attribution import InfluenceTrace, TokenParts
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import Truth
@@ -21,7 +21,8 @@ from gradtrace.instruments.entropy_trace.reporter import entropy_columns
 from gradtrace.instruments.influence import RECORD as INFLUENCE_RECORD
 from gradtrace.instruments.influence.capture import Scored
 from gradtrace.instruments.influence.columns import describe, influence_columns, scores_table
-from gradtrace.instruments.influence.plan import group_status
+from gradtrace.instruments.influence.file_of_parts import parts_columns, table_of_parts
+from gradtrace.instruments.influence.plan import status_by_advantage, status_by_contrast
 from gradtrace.instruments.record import Record
 from gradtrace.segments import Segment
 from gradtrace.trace.columns import InstrumentRecord
@@ -62,7 +63,7 @@ def record(
     entropies: Rows | None = None,
     advantages: Any = None,
     group: Any = None,
-    trace: InfluenceTrace | None = None,
+    trace: TokenParts | InfluenceTrace | None = None,
     loss_mask: Rows | None = None,
     segments: Sequence[Sequence[Segment]] | None = None,
     tokenizer: Any = None,
@@ -73,25 +74,25 @@ def record(
     `prompts`: token ids of each prompt. `responses`: token ids of each response; `group`: which prompt each answers
     (default: equally many for each prompt, in order). `rewards`: one number for each response. `log_probs` and
     `entropies`: one number for each token; with both there is an entropy trace. `advantages`: one number for each
-    response or for each token. `trace`: what `InfluenceTracer.score` returned for these responses, in this order; then
-    there is an influence trace. `loss_mask`: for each token whether the policy wrote it; tool results, users' turns
-    and templates (False) are shown and never scored. `segments`: who wrote which part of each response, and in which
+    response or for each token. `trace`: what `InfluenceTracer.parts` (or `score`) returned for these
+    responses, in this order; then there is an influence trace. `loss_mask`: for each token whether the policy wrote it;
+    tool results, users' turns and templates (False) are shown and never scored. `segments`: who wrote which part of each response, and in which
     turn; left out: as the mask has it. `tokenizer`: a transformers tokenizer, or the text of every token id; once is
     enough. `metrics`: further numbers of the step's line in metrics.jsonl.
     """
     batch = batch_of_lists(prompts, responses, rewards, group, loss_mask, log_probs, entropies, advantages)
     if segments is not None:
         batch = batch.replace(segments=[list(parts) for parts in segments])
-    if trace is not None and len(trace.position_scores) != len(batch):
+    tokens = [] if trace is None else trace.tokens if isinstance(trace, TokenParts) else trace.position_scores
+    if trace is not None and len(tokens) != len(batch):
         raise GradtraceError(
-            f"record: the trace has {len(trace.position_scores)} responses, here are {len(batch)}: give those that "
-            "were captured, in the same order"
+            f"record: the trace has {len(tokens)} responses, here are {len(batch)}: give those that were scored, in "
+            "the same order"
         )
-    scored = [] if trace is None else [len(scores) for scores in trace.position_scores]
-    if wrong := [r for r, n in enumerate(scored) if n and n != int(batch.written_counts[r])]:
+    if wrong := [r for r, own in enumerate(tokens) if len(own) and len(own) != int(batch.written_counts[r])]:
         raise GradtraceError(
-            f"record: the trace has {scored[wrong[0]]} tokens of response {wrong[0]}, of which the policy wrote "
-            f"{int(batch.written_counts[wrong[0]])}: give `tokens` of the capture and loss_mask the same tokens"
+            f"record: the trace has {len(tokens[wrong[0]])} tokens of response {wrong[0]}, of which the policy wrote "
+            f"{int(batch.written_counts[wrong[0]])}: give the scores and loss_mask the same tokens"
         )
     if trace is None and batch.entropies is None:
         raise GradtraceError("record: give log_probs and entropies, or a trace: there is nothing else to show")
@@ -102,14 +103,26 @@ def record(
         rows = torch.arange(len(batch))
         run.record(ENTROPY_RECORD).write(step, batch, rows, entropy_columns(batch), {})
     if trace is not None:
-        rows = torch.arange(len(batch))
-        table = scores_table([Scored(rows, torch.zeros_like(rows), trace)])
-        rows, columns, said = influence_columns(batch, table, group_status(batch, 0), trace.config, PAIRWISE_MB)
-        run.record(INFLUENCE_RECORD).write(step, batch, rows, columns, describe(trace.config) | said)
+        rows, columns, said = _influence(batch, trace)
+        run.record(INFLUENCE_RECORD).write(step, batch, rows, columns, said)
     line = {"critic/rewards/mean": float(batch.need("rewards").mean())}
     if batch.entropies is not None:
         line["actor/entropy"] = float(batch.entropies[batch.response_mask].mean())
-    run.files.log(step, line | (trace.metrics if trace is not None else {}) | dict(metrics or {}))
+    run.files.log(step, line | (trace.metrics if isinstance(trace, InfluenceTrace) else {}) | dict(metrics or {}))
+
+
+def _influence(
+    batch: RolloutBatch, trace: TokenParts | InfluenceTrace
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    """Rows, columns and meta of the influence trace."""
+    if isinstance(trace, TokenParts):
+        every = torch.zeros(len(batch.prompts), dtype=torch.long)  # without advantages nothing tells who was trained on
+        status = every if batch.advantages is None else status_by_advantage(batch)
+        return parts_columns(batch, table_of_parts(trace), status)
+    rows = torch.arange(len(batch))
+    table = scores_table([Scored(rows, torch.zeros_like(rows), trace)])
+    rows, columns, said = influence_columns(batch, table, status_by_contrast(batch, 0), trace.config, PAIRWISE_MB)
+    return rows, columns, describe(trace.config) | said
 
 
 def _open(path: Path) -> _OpenRun:

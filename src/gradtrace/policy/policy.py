@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from gradtrace.algorithms.logits import log_probs_and_entropies
+from gradtrace.algorithms.logits import log_probs_and_entropies, precise_statistics
 from gradtrace.policy.attention import is_supported, packed_attention
 from gradtrace.policy.microbatch import InputLayout, MicroBatch
 
@@ -24,16 +25,24 @@ class Policy:
     temperature: float
     """Log-probs and entropies are those of softmax(logits / temperature), the distribution that is sampled."""
     full_precision: bool = field(default=False, kw_only=True)
-    """Compute in the precision of the weights: bf16 rounds away what one update changes."""
+    """Compute in the precision of the weights: bf16 rounds away what one update changes. Passes without derivatives
+    then give float64 statistics."""
+    see_logits: Callable[[MicroBatch, Tensor], None] | None = field(default=None, kw_only=True)
+    """Called with the logits [N, V] of every pass."""
 
     def statistics(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs of the response tokens and entropies of their distributions, both float32[N], in order."""
+        """Log-probs of the response tokens and entropies of their distributions, both [N], in order."""
         micro = micro.to(self.device)
+        without_derivatives = not torch.is_grad_enabled() and forward_ad._current_level < 0
         double = self.full_precision and next(self.model.parameters()).dtype == torch.float64
         with KeepDouble() if double else contextlib.nullcontext():
             with self.autocast(), logits_only_at(self.model, micro.logit_positions):
-                output = run_model(self.model, micro)
-            return log_probs_and_entropies(output.logits[0], micro.targets, self.temperature)
+                logits = run_model(self.model, micro).logits[0]
+            if self.see_logits is not None:
+                self.see_logits(micro, logits)
+            if self.full_precision and without_derivatives:
+                return precise_statistics(logits, micro.targets, self.temperature)
+            return log_probs_and_entropies(logits, micro.targets, self.temperature)
 
     def own_pass(self) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Around a pass whose gradients nobody wants but our hooks. Gives the tensors that it is to be differentiated

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.algorithms import Denominator, advantage, policy_loss, token_weights
+from gradtrace.algorithms.logits import precise_statistics
 from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.attribution import TrainingPass
 from gradtrace.attribution.collectives import Ranks, is_sharded
@@ -135,6 +136,8 @@ class PolicyHost(WholeModel):
         self.step_size = step_size
         self.report = report
         self.source: Source | None = None
+        self._kept: list[tuple[MicroBatch, Tensor, Tensor]] = []
+        """Micro-batches of the coming optimizer step with the log-probs and entropies that training has computed."""
         self.shown: Shown = lambda items: items
         """Wraps the micro-batches of a sweep over rows, for a progress bar."""
 
@@ -161,20 +164,88 @@ class PolicyHost(WholeModel):
 
     # ------------------------------------------------------------ passes
 
-    def values(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Tensor:
+    @torch.no_grad()
+    def values(self, rows: Rows, of: Callable[[Pass], Tensor], as_kept: bool = False) -> Tensor:
         source: Source = rows.native
         ids, found = rows.ids, dict[int, Tensor]()
         idle = not len(ids) and is_sharded(self.model)
-        for micro in self._cut(rows, torch.zeros(1, dtype=torch.long) if idle else ids, "fewest"):
-            values = of(self._pass(source, micro))
-            for index, row in enumerate(micro.rows.tolist()):
-                found[row] = values[..., index, micro.mask[index].to(values.device)]
+        how: How = "training" if as_kept and self._kept_all(rows) else "fewest"
+        for micro in self._cut(rows, torch.zeros(1, dtype=torch.long) if idle else ids, how):
+            self._take(found, micro, of(self._pass(source, micro)))
         if found:
             joined = torch.cat([found[row] for row in (ids.tolist() or found)], dim=-1)
             return joined[..., :0] if idle else joined
         nothing = torch.zeros(0, rows.mask.shape[1], device=self.policy.device)
         micro = MicroBatch(ids, *[None] * 7, mask=nothing.bool(), targets=ids)  # type: ignore[arg-type, misc]
         return of(source.of_pass(micro, nothing, nothing)).flatten(-2)
+
+    @staticmethod
+    def _take(found: dict[int, Tensor], micro: MicroBatch, values: Tensor) -> None:
+        """Add the values [..., b, T] of a pass by row."""
+        for index, row in enumerate(micro.rows.tolist()):
+            found[row] = values[..., index, micro.mask[index].to(values.device)]
+
+    @contextmanager
+    def keep(self, backward: Backward) -> Iterator[None]:
+        if not self._trains_as_values():
+            yield
+            return
+        with self._seeing_logits(self._keep):
+            yield
+
+    def _trains_as_values(self) -> bool:
+        """Whether a pass of training computes what one of `values` computes, to the last bit."""
+        return False
+
+    def _keep(self, micro: MicroBatch, logits: Tensor) -> None:
+        self._kept.append((micro, *precise_statistics(logits.detach(), micro.targets, self.temperature)))
+
+    def _kept_all(self, rows: Rows) -> bool:
+        return {row for micro, _, _ in self._kept for row in micro.rows.tolist()} == set(rows.ids.tolist())
+
+    @torch.no_grad()
+    def kept_values(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Tensor:
+        if not self._kept_all(rows):
+            return self.values(rows, of)
+        found: dict[int, Tensor] = {}
+        for micro, log_probs, entropies in self._kept:
+            values = of(rows.native.of_pass(micro, micro.unflatten(log_probs), micro.unflatten(entropies)))
+            self._take(found, micro, values)
+        return torch.cat([found[row] for row in rows.ids.tolist()], dim=-1)
+
+    @contextmanager
+    def noted_probabilities(self, rows: Rows, places: Sequence[int]) -> Iterator[Tensor | None]:
+        config: Any = self.model.config
+        found = torch.zeros(len(places), config.get_text_config().vocab_size)
+        counts = rows.mask.sum(1).tolist()
+        wanted = {}
+        for index, place in enumerate(places):
+            row = 0
+            while place >= counts[row]:
+                place, row = place - counts[row], row + 1
+            wanted[int(rows.ids[row]), place] = index
+
+        def note(micro: MicroBatch, logits: Tensor) -> None:
+            first = 0
+            for row, count in zip(micro.rows.tolist(), micro.mask.sum(1).tolist(), strict=True):
+                for place in range(count):
+                    if (row, place) in wanted:
+                        found[wanted[row, place]] = self._probabilities(logits[first + place])
+                first += count
+
+        with self._seeing_logits(note):
+            yield found
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        return (logits.double() / self.temperature).softmax(-1).float().cpu()
+
+    @contextmanager
+    def _seeing_logits(self, see: Callable[[MicroBatch, Tensor], None]) -> Iterator[None]:
+        self.policy.see_logits = see
+        try:
+            yield
+        finally:
+            self.policy.see_logits = None
 
     def gradient(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Gradient:
         parameters, total = self.policy.trainable(), dict[str, Tensor]()
@@ -248,6 +319,10 @@ class EmbeddedHost(PolicyHost):
         super().__init__(policy, optimizer.adamw, traits, **more)
         self.own_optimizer = optimizer
 
+    def _trains_as_values(self) -> bool:
+        in_bf16 = self.policy.device.type == "cuda"
+        return not (in_bf16 or has_dropout(self.policy.model))
+
     @staticmethod
     def of(components: Components, report: Callable[[str], None]) -> EmbeddedHost:
         config = components.config
@@ -267,6 +342,7 @@ class EmbeddedHost(PolicyHost):
 
     def train_on(self, batch: RolloutBatch, micro_batches: MicroBatches, loss: PolicyLoss, step: OptimizerStep) -> None:
         """The passes of this optimizer step come next."""
+        self._kept = []
 
         def cut(ids: Tensor, how: How) -> Iterable[MicroBatch]:
             if how == "fewest":
@@ -285,6 +361,12 @@ class EmbeddedHost(PolicyHost):
             terms=partial(loss.terms, batch),
             policy_terms=partial(loss.policy_terms, batch),
         )
+
+
+def has_dropout(model: Any) -> bool:
+    """Whether passes of training leave out units at random."""
+    own = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    return own or getattr(model.config, "attention_dropout", 0) > 0
 
 
 def loss_traits(algorithm: AlgorithmConfig) -> TrainingPass:

@@ -39,14 +39,12 @@ class Agreement:
 
 
 def kinds() -> dict[str, InfluenceConfig]:
-    common: dict[str, Any] = {"projection_dim_factor": 0, "loss_term_prompts": 0}
-    inverse: dict[str, Any] = {"hessian_mode": "inverse", "reg_scale": 1.0}
+    contrast: dict[str, Any] = {"target": "log_prob"}
     return {
-        "optimizer, loss term": InfluenceConfig(**common),
-        "optimizer factored, loss term": InfluenceConfig(**common, preconditioner_form="factored"),
-        "optimizer, tail": InfluenceConfig(**common, credit="tail"),
-        "identity, position": InfluenceConfig(**common, credit="position", hessian_mode="identity"),
-        "inverse, loss term": InfluenceConfig(**common, **inverse),
+        "optimizer, loss term": InfluenceConfig(**contrast),
+        "optimizer factored, loss term": InfluenceConfig(**contrast, preconditioner_form="factored"),
+        "identity, position": InfluenceConfig(credit="position", hessian_mode="identity"),
+        "inverse, loss term": InfluenceConfig(hessian_mode="inverse", reg_scale=1.0),
     }
 
 
@@ -145,7 +143,7 @@ def traced(
 
 
 def traced_at_first(case: SmallCase, model: nn.Module, own: list[int]) -> dict[int, Tensor]:
-    config = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0)
+    config = InfluenceConfig(target="log_prob")
     return traced(case, model, torch.optim.AdamW(model.parameters(), lr=1e-3), config, own)
 
 

@@ -30,7 +30,7 @@ from gradtrace.instruments.entropy_trace import RECORD as ENTROPY_RECORD
 from gradtrace.instruments.entropy_trace.reporter import entropy_columns
 from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.influence import RECORD as INFLUENCE_RECORD
-from gradtrace.instruments.influence.factors import FactorsObserver
+from gradtrace.instruments.influence.observer import influence_observer
 from gradtrace.instruments.influence.reporter import InfluenceReporter
 from gradtrace.instruments.observers import Observers
 from gradtrace.instruments.own_loop import stored_batch, stored_truth
@@ -279,7 +279,7 @@ class Scorer:
         updates = self.mini_batches(batch, source.step, needed)
         micro_batches = MicroBatches(batch, self.config.actor.token_budget, "padded")
         try:
-            observer = FactorsObserver(self.host, config)
+            observer = influence_observer(self.host, config)
             observers = Watched(observer, sum(len(update.rows) for update in updates), progress)
             if self.optimizer_said == NO_STATE:
                 self.take_own_gradient(batch, micro_batches, source.step)

@@ -50,7 +50,7 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
     """The tracer's knobs, and what a run adds to them."""
 
     enable: bool = False
-    """Score every response token: did its gradient help the accepted responses against the rejected ones?"""
+    """Score every token: how much does training on it raise the objective of its mini-batch, in nats?"""
     accepted_threshold: float | None = None
     """A response is accepted if its reward is at least this; unset: if it is the best of a group with mixed rewards."""
     scope_pass: bool = False
@@ -73,6 +73,13 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
             self.check()
         except AttributionError as error:
             raise GradtraceError(f"{path.rstrip('.')}: {error}.") from None
+        if self.is_parts and (self.scope_pass or self.max_prompts_per_step):
+            key = "scope_pass" if self.scope_pass else "max_prompts_per_step"
+            raise GradtraceError(
+                f"{path}{key} belongs to scores from captured factors. The default scores every token of every "
+                "mini-batch by one forward pass, so there is nothing to limit: leave it out, or set "
+                f"{path}hessian_mode=inverse or {path}credit=position."
+            )
         if self.verify_every % self.write_every:
             raise GradtraceError(
                 f"{path}verify_every={self.verify_every}: scores are made every {self.write_every} steps "
@@ -80,21 +87,22 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
             )
 
     def check_run(self, path: str, responses: int, dropout: float) -> None:
-        if responses < 2:
+        if responses < 2 and not self.is_parts:
             raise GradtraceError(
-                "rollout.n=1 gives every prompt one response, and an influence trace compares accepted with rejected "
-                f"responses to the same prompt: it would never have a row. Set rollout.n=8, or {path}.enable=false."
+                "rollout.n=1 gives every prompt one response, and these scores compare accepted with rejected "
+                f"responses to the same prompt: there would be none. Set rollout.n=8, or {path}.enable=false."
             )
 
 
 def _needs(settings: InfluenceTraceConfig) -> dict[str, str]:
-    found = {"hooks": ""}
+    found = {"trials": "verify_every"} if settings.verify_every else {}
+    if settings.is_parts:
+        return {"terms": "", "moved": "", "next_gradient": ""} | found
+    found |= {"hooks": ""}
     if settings.wants_loss_term:
-        found["derivative"] = f"credit={settings.credit} (credit=tail has no such need)"
+        found["derivative"] = f"credit={settings.credit}"
     if settings.scope_pass:
         found["scope_pass"] = "scope_pass=true"
-    if settings.verify_every:
-        found["trials"] = "verify_every"
     return found
 
 
@@ -194,7 +202,7 @@ INSTRUMENT = register(
     Instrument(
         InfluenceTraceConfig,
         later("gradtrace.instruments.influence.reporter:InfluenceReporter"),
-        later("gradtrace.instruments.influence.factors:FactorsObserver"),
+        later("gradtrace.instruments.influence.observer:influence_observer"),
         RECORD,
         needs=_needs,
         with_traces=True,

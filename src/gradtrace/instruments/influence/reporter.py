@@ -12,7 +12,13 @@ from torch import Tensor
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.contract import Reporter, Table, TrainingRun
 from gradtrace.instruments.influence.columns import describe, influence_columns
-from gradtrace.instruments.influence.plan import StepPlan
+from gradtrace.instruments.influence.file_of_parts import parts_columns, parts_metrics
+from gradtrace.instruments.influence.plan import (
+    StepPlan,
+    groups_to_measure,
+    status_by_advantage,
+    status_by_contrast,
+)
 from gradtrace.instruments.record import Record
 from gradtrace.trace.columns import GroupStatus
 
@@ -44,28 +50,41 @@ class InfluenceReporter(Reporter):
         """Which groups of this step are to be scored, and who was accepted."""
         self._plan = None
         if self.is_due(step):
-            every = self.config.verify_every
-            self._plan = StepPlan.of(
-                batch,
-                step,
-                self.config.max_prompts_per_step,
-                self.config.accepted_threshold,
-                verify=bool(every) and step % every == 0,
-            )
-            self._leave_out_split_groups(self._plan)
+            every, threshold = self.config.verify_every, self.config.accepted_threshold
+            verify = bool(every) and step % every == 0
+            if self.config.is_parts:
+                status = status_by_advantage(batch)
+                groups = self._groups(batch, status, step)
+                self._plan = StepPlan.of(batch, step, status, threshold, verify, **groups)
+            else:
+                status = status_by_contrast(batch, self.config.max_prompts_per_step, threshold)
+                self._leave_out_split_groups(status, step)
+                self._plan = StepPlan.of(batch, step, status, threshold, verify)
         return batch, self._plan
 
-    def _leave_out_split_groups(self, plan: StepPlan) -> None:
-        """No gradient is of a whole group that is trained on in several optimizer steps."""
-        split = torch.tensor(self.run.split_groups if self.run is not None else (), dtype=torch.long)
+    def _groups(self, batch: RolloutBatch, status: Tensor, step: int) -> dict[str, Tensor]:
+        """The groups that are measured, and those that are also scored on their own prompt."""
+        whole = status.clone()
+        whole[self._split_groups()] = int(GroupStatus.NOT_CAPTURED)
+        turn = step // self.config.write_every
+        measured = groups_to_measure(batch, whole, turn, str(self.config.measure), self.config.pairwise)
+        if self.config.scope != "per_prompt":
+            return {"measured": measured, "own": measured}
+        return {"measured": measured, "own": (whole == int(GroupStatus.SCORED)).nonzero().squeeze(-1)}
+
+    def _split_groups(self) -> Tensor:
+        """Groups of the step under way that several optimizer steps train on: no gradient is of a whole one."""
+        return torch.tensor(self.run.split_groups if self.run is not None else (), dtype=torch.long)
+
+    def _leave_out_split_groups(self, status: Tensor, step: int) -> None:
+        split = self._split_groups()
         if not len(split):
             return
         self.record.report(
-            f"influence trace: {len(split)} groups of step {plan.step} have no scores: the host's batch has holes or "
+            f"influence trace: {len(split)} groups of step {step} have no scores: the host's batch has holes or "
             "padding, so that they do not lie in one mini-batch"
         )
-        lost = split[plan.status[split] == int(GroupStatus.SCORED)]
-        plan.status[lost] = int(GroupStatus.NOT_CAPTURED)
+        status[split[status[split] == int(GroupStatus.SCORED)]] = int(GroupStatus.NOT_CAPTURED)
 
     def write(self, batch: RolloutBatch, step: int, table: Table | None) -> dict[str, float]:
         plan, self._plan = self._plan, None
@@ -74,21 +93,30 @@ class InfluenceReporter(Reporter):
         if table is None or table.failure:
             self.record.failed(step, table.failure if table is not None else "no process has observed it")
             return self._metrics(plan.status, {}, {})
-        config = self.config
-        rows, columns, meta = influence_columns(batch, table, plan.status, config, config.pairwise_max_mb)
+        config, found = self.config, dict[str, float]()
+        if config.is_parts:
+            rows, columns, meta = parts_columns(
+                batch, table, plan.status, config.accepted_threshold, config.pairwise_max_mb
+            )
+            found = parts_metrics(batch, table)
+        else:
+            rows, columns, meta = influence_columns(batch, table, plan.status, config, config.pairwise_max_mb)
+            found, meta = table.facts["metrics"], describe(config) | meta
         status = torch.as_tensor(columns["group_status"])
         if not len(rows):
             cause, sentence = why_empty(batch, status)
             meta["empty"] = sentence
             self.record.say_once(cause, f"step {step} has no rows: {sentence}.")
-        for warning in table.facts["warnings"]:
+        if table.facts.get("refused"):
+            self.record.say_once("refused", f"no group is measured: {table.facts['refused']}.")
+        for warning in table.facts.get("warnings", ()):
             # Once, whatever its numbers are.
             self.record.say_once(re.split(r"\d", warning)[0], f"step {step}: {warning}")
         if table.facts.get("unverified"):
             self.record.say_once("verify_every", f"step {step} is not verified: {table.facts['unverified']}")
-        self.record.write(step, batch, rows, columns, describe(config) | meta)
+        self.record.write(step, batch, rows, columns, meta)
         counts = {"rows": rows, "groups": batch.group[rows].unique(), "captured": columns["captured"]}
-        return self._metrics(plan.status, table.facts["metrics"], counts) | table.facts.get("validity", {})
+        return self._metrics(plan.status, found, counts) | table.facts.get("validity", {})
 
     def _metrics(self, status: Tensor, found: dict[str, float], counted: dict[str, Any]) -> dict[str, float]:
         """Counts of the whole step under the names of the logs, and what the tracers counted."""

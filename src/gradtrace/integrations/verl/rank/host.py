@@ -149,7 +149,7 @@ class RankHost(WholeModel):
 
     # ------------------------------------------------------------ passes
 
-    def values(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Tensor:
+    def values(self, rows: Rows, of: Callable[[Pass], Tensor], as_kept: bool = False) -> Tensor:
         if isinstance(rows.native, SharedSequences):
             return rows.native.run(rows.ids.tolist(), lambda output, data: of(self._pass(output, data, rows)))
         given: Given = rows.native

@@ -1,0 +1,265 @@
+"""The influence trace beside the weights: what the coming optimizer step does to every token's own term of the loss.
+
+Let J be minus the loss of the mini-batch as it is trained, and d what its gradient contributes to the coming step. A
+token's influence is the change of its own term of J from θ to θ + d, in nats; `gradtrace.attribution.parts` has the two
+readings of it. One forward pass at θ + d gives the scores of all tokens; the terms at θ are those of training's passes.
+
+Two more questions are asked of some groups, by passes over one group each. *On its own prompt*: the same with d of the
+gradient of the token's own group, or of each of its responses. *Measured*: what the real step changed, what momentum
+and weight decay alone change, and which tokens became likelier where the strongest tokens stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.attribution import AttributionError
+from gradtrace.attribution.geometry import unwrapped
+from gradtrace.attribution.update import parameter_updates, second_moment_source, update_rule
+from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows
+from gradtrace.instruments.influence import InfluenceTraceConfig
+from gradtrace.instruments.influence.plan import StepPlan
+
+STRONGEST = 6
+"""Tokens of a measured group whose alternatives are looked at."""
+GAINED = 2
+"""Alternatives that are kept of each: those that gained most."""
+
+
+@dataclass(eq=False)
+class MeasuredGroup:
+    """A group of the mini-batch under way, measured before and after its optimizer step."""
+
+    group: int
+    rows: Rows
+    """This process's rows of it."""
+    before: Tensor
+    """[2, n]: every token's own term of J, and its log-prob."""
+    strongest: list[int]
+    """Places of its strongest tokens among its n."""
+    probabilities: Tensor | None
+    """[k, V] of all tokens there, before the step."""
+    books: dict[str, float] = field(default_factory=dict)
+    """By name of a column: what changed the group's objective, by how much, of this process's rows."""
+
+
+def influence_observer(host: Host, settings: InfluenceTraceConfig) -> Observer:
+    """The observer of the score that is asked for."""
+    if settings.is_parts:
+        return PartsObserver(host, settings)
+    from gradtrace.instruments.influence.factors import FactorsObserver
+
+    return FactorsObserver(host, settings)
+
+
+class PartsObserver(Observer):
+    def __init__(self, host: Host, settings: InfluenceTraceConfig) -> None:
+        update_rule(unwrapped(host.optimizer))  # raises for an optimizer whose step is not known
+        self.host = host
+        self.config = settings
+        self.measured: list[MeasuredGroup] = []
+        self.plan: StepPlan | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
+        self.plan, self.measured = plan, []
+        self.table.facts = {"updates": [], "books": [], "alternatives": [], "non_finite": [], "refused": ""}
+
+    def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
+        return self.host.keep(backward)
+
+    # ------------------------------------------------------------ before the optimizer step
+
+    def before_step(self, update: OptimizerStep) -> None:
+        assert self.plan is not None
+        coming = self.host.next_gradient()
+        if coming is None:
+            raise AttributionError(self.host.cannot.get("next_gradient", "no gradient is of the whole rollout"))
+        rows, gradient = self.host.own(update), coming.values
+        with self.host.aside():
+            before = self.host.kept_values(rows, objective if "policy_terms" in self.host.cannot else with_slope)
+            found = self._changes(rows, before[0], gradient, as_kept=True)
+            self._put(update, rows, before, found, gradient)
+            for group in self._groups(self.plan.measured, update):
+                self.measured.append(self._open(group, rows, found))
+            measured = {one.group for one in self.measured}
+            for group in self._groups(self.plan.own, update):
+                own = self._of_group(rows, group)
+                self._put_own(group, own, gradient, coming.clip_factor, pairs=group in measured)
+            self._measure_momentum(gradient)
+
+    def _groups(self, wanted: Tensor, update: OptimizerStep) -> list[int]:
+        """Those of these groups that are in the mini-batch, the same in every process."""
+        assert self.plan is not None
+        if len(wanted) and has_low_precision(self.host.model):
+            self.table.facts["refused"] = "the weights are stored in half precision, which rounds away what a step does"
+            return []
+        here = set(self.plan.group[update.rows].tolist())
+        return [group for group in wanted.tolist() if group in here]
+
+    def _of_group(self, rows: Rows, group: int) -> Rows:
+        assert self.plan is not None
+        return rows.pick(rows.ids[self.plan.group[rows.ids] == group])
+
+    def _direction(
+        self, gradient: Mapping[str, Tensor], of: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What the mini-batch's gradient, or the part `of` it, contributes to the coming step; weight by weight, so
+        that no second copy of all of them exists."""
+        part = gradient if of is None else of
+        for name, step in parameter_updates(self.host.optimizer, dict(self.host.model.named_parameters()), gradient):
+            if name in part:
+                yield name, -step.factor * part[name]
+
+    def _changes(
+        self,
+        rows: Rows,
+        before: Tensor,
+        gradient: Mapping[str, Tensor],
+        of: Mapping[str, Tensor] | None = None,
+        as_kept: bool = False,
+    ) -> Tensor:
+        """float64[n]: of each token's own term of J, along a direction of the coming step."""
+        if not learning_rate(self.host.optimizer):
+            return torch.zeros_like(before, dtype=torch.float64)
+        if has_low_precision(self.host.model):
+            direction = dict(self._direction(gradient, of))
+            return self.host.derivative(lambda: self.host.values(rows, objective)[0], direction).double()
+        with self.host.moved(self._direction(gradient, of)):
+            return self.host.values(rows, objective, as_kept)[0].double() - before.double()
+
+    def _put(
+        self, update: OptimizerStep, rows: Rows, before: Tensor, found: Tensor, gradient: Mapping[str, Tensor]
+    ) -> None:
+        self.table.put("influence", rows.split(found.float()))
+        if len(before) > 2:
+            self.table.put("no_step", rows.split(before[2] == 0))
+        self.table.put("optimizer_step", dict.fromkeys(rows.ids.tolist(), torch.tensor(update.number)))
+        self.table.put("loss_weight", dict(zip(rows.ids.tolist(), rows.weights, strict=True)))
+        self.table.facts["updates"].append(
+            {
+                "optimizer_step": update.number,
+                "part": sum(self.host.ranks.gather(float(found.sum()))),
+                "second_moment": second_moment_source(self.host.model, self.host.optimizer, gradient),
+                "learning_rate": learning_rate(self.host.optimizer),
+            }
+        )
+
+    # ------------------------------------------------------------ groups
+
+    def _open(self, group: int, rows: Rows, found: Tensor) -> MeasuredGroup:
+        own, of_rows = self._of_group(rows, group), rows.split(found)
+        mine = torch.cat([found[:0], *(of_rows[row] for row in own.ids.tolist())])
+        strongest = mine.abs().argsort(descending=True)[:STRONGEST].sort().values.tolist()
+        with self.host.noted_probabilities(own, strongest) as probabilities:
+            before = self.host.values(own, objective)
+        return MeasuredGroup(group, own, before, strongest, probabilities, {"change_by_batch": float(mine.sum())})
+
+    def _put_own(self, group: int, rows: Rows, gradient: Mapping[str, Tensor], clip_factor: float, pairs: bool) -> None:
+        """Score tokens on their own prompt: by the gradient of the group, or (`pairs`) of each of its responses."""
+        assert self.plan is not None
+        members = ((self.plan.group == group) & self.plan.kept).nonzero().squeeze(-1)
+        one = next((each for each in self.measured if each.group == group), None)
+        before = one.before if one is not None else self.host.values(rows, objective)
+        pairs = pairs and self.config.pairwise and "pairwise" not in self.host.cannot
+        by_response = []
+        for some in members.split(1) if pairs else [members]:
+            theirs = rows.pick(rows.ids[torch.isin(rows.ids, some)])
+            of_them = self.host.gradient(theirs, lambda each: -clip_factor * objective(each)[0] * each.mask)
+            by_response.append(self._changes(rows, before[0], gradient, of_them))
+        found = torch.stack(by_response).sum(0)
+        self.table.put("influence_own", rows.split(found.float()))
+        if one is not None:
+            one.books["change_by_own"] = float(found.sum())
+        if pairs:
+            self.table.put("pairs", {row: v.T for row, v in rows.split(torch.stack(by_response).float()).items()})
+            self.table.put("members", dict.fromkeys(rows.ids.tolist(), members))
+
+    def _measure_momentum(self, gradient: Mapping[str, Tensor]) -> None:
+        """What the step does to measured groups without this mini-batch's gradient: momentum and weight decay."""
+        if not self.measured:
+            return
+        parameters = dict(self.host.model.named_parameters())
+        updates = parameter_updates(self.host.optimizer, parameters, gradient)
+        rest = ((n, torch.zeros_like(gradient[n]) + (step.momentum + step.decay)) for n, step in updates)
+        with self.host.moved(rest):
+            for one in self.measured:
+                one.books["change_by_momentum"] = self._change_of(one, self.host.values(one.rows, objective))
+
+    @staticmethod
+    def _change_of(one: MeasuredGroup, now: Tensor) -> float:
+        return float((now[0] - one.before[0]).double().sum())
+
+    # ------------------------------------------------------------ after the optimizer step
+
+    def after_step(self, update: OptimizerStep, moved: bool) -> None:
+        assert self.plan is not None
+        measured, self.measured = self.measured, []
+        if not moved:  # the gradient was not finite, and scores mean nothing
+            for column in self.table.columns.values():
+                for row in update.rows.tolist():
+                    column.pop(row, None)
+            self.table.facts["non_finite"] += self.plan.group[update.rows].unique().tolist()
+            return
+        with self.host.aside():
+            for one in measured:
+                self._compare(one)
+
+    def _compare(self, one: MeasuredGroup) -> None:
+        """What the real step did to a measured group."""
+        with self.host.noted_probabilities(one.rows, one.strongest) as probabilities:
+            after = self.host.values(one.rows, objective)
+        one.books["objective_change"] = self._change_of(one, after)
+        of_ranks = self.host.ranks.gather(one.books)
+        total = {name: sum(own[name] for own in of_ranks) for name in one.books}
+        self.table.facts["books"].append({"group": one.group, **total})
+        self.table.put("log_prob_before", one.rows.split(one.before[1].float()))
+        self.table.put("log_prob_after", one.rows.split(after[1].float()))
+        found = [] if probabilities is None else list(gained(one, probabilities))
+        self.table.facts["alternatives"] += [each for own in self.host.ranks.gather(found) for each in own]
+
+    def drop(self) -> None:
+        self.measured = []
+
+
+def gained(one: MeasuredGroup, after: Tensor) -> Iterator[dict[str, Any]]:
+    """For each of the strongest tokens the alternatives that gained most by the step."""
+    assert one.probabilities is not None
+    counts = one.rows.mask.sum(1)
+    row_of = one.rows.ids.repeat_interleave(counts)
+    place_of = torch.cat([torch.arange(int(count)) for count in counts])
+    for place, before, now in zip(one.strongest, one.probabilities, after, strict=True):
+        best = (now - before).topk(min(GAINED, len(now))).indices.tolist()
+        alternatives = [[token, float(before[token]), float(now[token])] for token in best]
+        yield {"row": int(row_of[place]), "token": int(place_of[place]), "gained": alternatives}
+
+
+def objective(one: Pass) -> Tensor:
+    """[2, b, T]: every token's own term of J, which is minus the loss, and its log-prob."""
+    terms = one.terms().double()
+    return torch.stack([-terms * one.weights[:, None].to(terms), one.log_probs.double()])
+
+
+def with_slope(one: Pass) -> Tensor:
+    """[3, b, T]: `objective`, and the derivative of the token's policy loss by its log-prob: 0 where it is clipped."""
+    with torch.enable_grad():
+        log_probs, old = one.log_probs.detach().clone().requires_grad_(), one.column("old_log_probs")
+        terms = one.policy_terms(log_probs, one.log_probs.detach() if old is None else old)
+        (slope,) = torch.autograd.grad(terms.sum(), log_probs)
+    return torch.cat([objective(one), slope.double()[None]])
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The largest of its groups; 0 in a warm-up's first step: no weight moves."""
+    return max(float(group["lr"]) for group in unwrapped(optimizer).param_groups)
+
+
+def has_low_precision(model: torch.nn.Module) -> bool:
+    """Whether weights are coarser than the steps that move them."""
+    return any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters() if p.requires_grad)

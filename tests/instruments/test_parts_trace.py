@@ -1,0 +1,277 @@
+"""The default scores of a run, held against real steps in float64; training does not notice them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gradtrace import open_run
+from gradtrace.instruments.contract import Observer, OptimizerStep
+from gradtrace.policy.microbatch import MicroBatches
+from gradtrace.training.host import open_instruments
+from gradtrace.training.run import train
+from tests.training import small
+
+INFLUENCE = ("trainer.influence_trace.enable=true", "trainer.influence_trace.on_error=raise")
+SHORT = ("trainer.total_steps=3", "trainer.validation.every=0", *INFLUENCE)
+
+
+def run(folder: Path, *more: str) -> Any:
+    return open_run(train(small.config(folder, *SHORT, *more)).run_dir)
+
+
+def of_rows(step: Any, name: str) -> dict[int, np.ndarray]:
+    """Row → its numbers [t] of a token column."""
+    offsets = step["token_offsets"]
+    rows = step["row"].tolist()
+    return {row: step[name][offsets[i] : offsets[i + 1]] for i, row in enumerate(rows)}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of three steps, all of whose groups are measured."""
+    return run(tmp_path_factory.mktemp("measured"), "trainer.influence_trace.measure=all")
+
+
+class ByHand(Observer):
+    """Takes mini-batches' real steps in a float64 copy of the model: with a gradient, and with a gradient of zero."""
+
+    def __init__(self) -> None:
+        self.host: Any = None
+        self.found: dict[int, dict[str, Any]] = {}
+
+    def before_step(self, update: OptimizerStep) -> None:
+        if update.step == 1:
+            return
+        host = self.host
+        own = copy.deepcopy(host.policy.model).double()
+        policy = copy.copy(host.policy)
+        policy.model, policy.full_precision = own, True
+        names = [name for name, p in own.named_parameters()]
+        adamw = host.optimizer
+        places = {id(p): name for name, p in host.policy.model.named_parameters()}
+        groups = [
+            {
+                **{k: v for k, v in g.items() if k not in ("params", "fused", "foreach")},
+                "params": [dict(own.named_parameters())[places[id(p)]] for p in g["params"]],
+            }
+            for g in adamw.param_groups
+        ]
+        double = torch.optim.AdamW(groups)
+        for p, state in adamw.state.items():
+            target = dict(own.named_parameters())[places[id(p)]]
+            double.state[target] = {k: v.double() if v.dim() else v.clone() for k, v in state.items()}
+        source = host.training
+
+        def terms() -> dict[int, Tensor]:
+            """Row → every token's own term of J, in float64."""
+            found = {}
+            for micro in MicroBatches(source.batch, 4096, "padded")(update.rows):
+                log_probs, entropies = (micro.unflatten(v) for v in policy.statistics(micro))
+                weights = source.weights[micro.rows][:, None]
+                values = -weights * source.terms(micro, log_probs, entropies).double()
+                for i, row in enumerate(micro.rows.tolist()):
+                    found[row] = values[i, micro.mask[i]]
+            return found
+
+        def after(scale: float) -> dict[int, Tensor]:
+            kept, state = copy.deepcopy(own.state_dict()), copy.deepcopy(double.state_dict())
+            beta = double.param_groups[0]["betas"][1]
+            for name, p in own.named_parameters():
+                gradient = dict(host.policy.model.named_parameters())[name].grad
+                if gradient is None:
+                    continue
+                p.grad = scale * gradient.double()
+                if not scale:  # the second moment will be that of the real step
+                    double.state[p]["exp_avg_sq"] += (1 - beta) / beta * gradient.double().square()
+            double.step()
+            with torch.no_grad():
+                found = terms()
+            own.load_state_dict(kept)
+            double.load_state_dict(state)
+            return found
+
+        with torch.no_grad():
+            before = terms()
+        with_gradient, without = after(1.0), after(0.0)
+        assert names
+        for row in before:
+            self.found[row] = {
+                "by_batch": (with_gradient[row] - without[row]).numpy(),
+                "whole": float((with_gradient[row] - before[row]).sum()),
+                "momentum": float((without[row] - before[row]).sum()),
+            }
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[int, dict[str, Any]]]:
+    """The second step of a run with small learning rate, and what its real steps did."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    options = ("trainer.total_steps=2", "actor.optim.lr=3e-4", "trainer.influence_trace.measure=all")
+    trainer = small.trainer(folder, *SHORT, *options)
+    trainer.steps = open_instruments(trainer.components, trainer.files, print)
+    trainer.steps.add("by_hand", observer=(watcher := ByHand()))
+    trainer.steps.reporters["by_hand"] = small.Observed()
+    watcher.host = trainer.steps.host
+    trainer.fit()
+    trainer.steps.close()
+    return open_run(folder / "run").step("influence_trace", 2), watcher.found
+
+
+def test_scores_are_what_the_batch_s_gradient_does_to_each_token(by_hand: Any) -> None:
+    step, found = by_hand
+    scores = of_rows(step, "influence")
+    assert scores
+    predicted = np.concatenate([scores[row] for row in scores])
+    measured = np.concatenate([found[row]["by_batch"] for row in scores])
+    assert np.corrcoef(predicted, measured)[0, 1] > 0.999
+    assert np.polyfit(measured, predicted, 1)[0] == pytest.approx(1.0, abs=0.03)
+
+
+def test_the_books_hold_what_a_real_step_does_to_a_group(by_hand: Any) -> None:
+    step, found = by_hand
+    groups = step["group"]
+    for g in np.unique(groups):
+        rows = step["row"][groups == g].tolist()
+        for name, key in (("objective_change", "whole"), ("change_by_momentum", "momentum")):
+            assert step[name][g] == pytest.approx(sum(found[row][key] for row in rows), rel=2e-2, abs=1e-6), name
+
+
+def test_scores_of_a_group_add_up_to_its_change_by_the_batch(measured: Any) -> None:
+    for number in measured.steps("influence_trace"):
+        step = measured.step("influence_trace", number)
+        owner = np.repeat(step["group"], step["length"])
+        for name, total in (("influence", "change_by_batch"), ("influence_own", "change_by_own")):
+            sums = np.bincount(owner, weights=step[name], minlength=len(step["group_id"]))
+            there = np.isfinite(step[total])
+            assert there.any()
+            np.testing.assert_allclose(sums[there], step[total][there], rtol=1e-4, atol=1e-9)
+
+
+def test_effects_by_responses_add_up_to_the_score_on_the_own_prompt(measured: Any) -> None:
+    step = measured.step("influence_trace", 2)
+    own = of_rows(step, "influence_own")
+    for r, row in enumerate(step["row"].tolist()):
+        pairs = step.pairwise(r)
+        assert pairs is not None
+        assert set(pairs.members) == set(np.flatnonzero(step["group"] == step["group"][r]))
+        np.testing.assert_allclose(pairs.scores.sum(1), own[row], rtol=2e-3, atol=1e-8)
+
+
+def test_directions_of_groups_add_up_to_that_of_the_mini_batch(tmp_path: Path) -> None:
+    """With one group in a mini-batch, its own prompt is all that it is about."""
+    more = ("actor.mini_batch_size=1", "actor.optim.lr=1e-4", "trainer.influence_trace.measure=all")
+    step = run(tmp_path, *more).step("influence_trace", 2)
+    np.testing.assert_allclose(step["influence_own"], step["influence"], rtol=5e-3, atol=1e-8)
+
+
+def test_measured_groups_take_turns_and_others_have_gaps(tmp_path: Path) -> None:
+    found = run(tmp_path, "trainer.influence_trace.measure=1")
+    chosen = []
+    for number in found.steps("influence_trace"):
+        step = found.step("influence_trace", number)
+        (group,) = np.flatnonzero(np.isfinite(step["objective_change"]))
+        chosen.append(int(group))
+        owner = np.repeat(step["group"], step["length"])
+        assert (np.isfinite(step["influence_own"]) == (owner == group)).all()
+        assert (np.isfinite(step["log_prob_after"]) == (owner == group)).all()
+        assert np.isfinite(step["influence"]).all()
+    assert len(set(chosen)) == len(chosen)
+
+
+def test_strongest_tokens_name_what_became_likelier(measured: Any) -> None:
+    step = measured.step("influence_trace", 3)
+    found = step.meta["alternatives"]
+    before, after = of_rows(step, "log_prob_before"), of_rows(step, "log_prob_after")
+    ids = of_rows(step, "token_id")
+    own = 0
+    for one in found:
+        assert all(now > then for _, then, now in one["gained"])
+        for token, then, now in one["gained"]:
+            if token == ids[one["row"]][one["token"]]:
+                own += 1
+                assert then == pytest.approx(np.exp(before[one["row"]][one["token"]]), rel=1e-3)
+                assert now == pytest.approx(np.exp(after[one["row"]][one["token"]]), rel=1e-3)
+    assert own
+
+
+@pytest.mark.parametrize("layout", ["actor.share_prompts=never", "actor.token_budget=40", "rollout.n=1"])
+def test_scores_do_not_depend_on_how_passes_are_cut(tmp_path: Path, layout: str) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    base = ("algorithm.advantage=reinforce_plus_plus",) if layout == "rollout.n=1" else ()
+    more = ("actor.token_budget=40",) if layout == "rollout.n=1" else (layout,)
+    n = ("rollout.n=1",) if layout == "rollout.n=1" else ()
+    one, other = (run(folder, *base, *n, *own) for folder, own in zip(folders, ((), more), strict=True))
+    first, second = (found.step("influence_trace", 1) for found in (one, other))
+    np.testing.assert_array_equal(first["row"], second["row"])
+    np.testing.assert_allclose(first["influence"], second["influence"], rtol=2e-3, atol=2e-7)
+
+
+def test_training_is_bit_identical_with_and_without(tmp_path: Path) -> None:
+    found = []
+    for name, more in (
+        ("with", ("trainer.influence_trace.measure=all",)),
+        ("without", ("trainer.influence_trace.enable=false",)),
+    ):
+        (tmp_path / name).mkdir()
+        found.append(load_file(run(tmp_path / name, *more).path / "policy" / "model.safetensors"))
+    first, second = found
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_per_prompt_scores_every_group_on_its_own_prompt(tmp_path: Path) -> None:
+    step = run(
+        tmp_path, "trainer.influence_trace.accepted_rejected_scope=per_prompt", "trainer.influence_trace.measure=0"
+    ).step("influence_trace", 2)
+    assert np.isfinite(step["influence_own"]).all()
+    assert "objective_change" not in step
+
+
+def test_a_learning_rate_of_zero_moves_nothing(tmp_path: Path) -> None:
+    step = run(tmp_path, "actor.optim.lr=0", "trainer.influence_trace.measure=all").step("influence_trace", 1)
+    assert not step["influence"].any()
+    assert all(update["learning_rate"] == 0 for update in step.meta["updates"])
+
+
+def test_the_first_step_says_that_adam_s_state_was_empty(measured: Any) -> None:
+    first = measured.step("influence_trace", 1).meta["updates"]
+    assert [update["second_moment"] for update in first] == ["batch_gradient", "state_with_batch"]
+    later = measured.step("influence_trace", 2).meta["updates"]
+    assert {update["second_moment"] for update in later} == {"state_with_batch"}
+
+
+def test_the_base_of_the_difference_is_training_s_own_pass_bit_by_bit(tmp_path: Path) -> None:
+    """Which saves a forward pass: log-probs that were kept are those of a pass of its own at the same weights."""
+
+    class Compare(Observer):
+        def __init__(self) -> None:
+            self.host: Any = None
+            self.equal: list[bool] = []
+
+        def around_backward(self, backward: Any) -> Any:
+            return self.host.keep(backward)
+
+        def before_step(self, update: OptimizerStep) -> None:
+            rows = self.host.own(update)
+            with self.host.aside():
+                kept = self.host.kept_values(rows, lambda one: one.log_probs)
+                self.host._kept, before = [], self.host._kept
+                assert before
+                own = self.host.values(rows, lambda one: one.log_probs)
+                self.host._kept = before
+            self.equal.append(torch.equal(kept, own))
+
+    watcher = Compare()
+    trainer = small.trainer(tmp_path, "trainer.total_steps=2", "trainer.validation.every=0", observer=watcher)
+    watcher.host = trainer.steps.host
+    trainer.fit()
+    assert watcher.equal and all(watcher.equal)
