@@ -74,11 +74,11 @@ def record(
     `prompts`: token ids of each prompt. `responses`: token ids of each response; `group`: which prompt each answers
     (default: equally many for each prompt, in order). `rewards`: one number for each response. `log_probs` and
     `entropies`: one number for each token; with both there is an entropy trace. `advantages`: one number for each
-    response or for each token. `trace`: what `InfluenceTracer.parts` (or `score`) returned for these
-    responses, in this order; then there is an influence trace. `loss_mask`: for each token whether the policy wrote it;
-    tool results, users' turns and templates (False) are shown and never scored. `segments`: who wrote which part of each response, and in which
-    turn; left out: as the mask has it. `tokenizer`: a transformers tokenizer, or the text of every token id; once is
-    enough. `metrics`: further numbers of the step's line in metrics.jsonl.
+    response or for each token. `trace`: what `InfluenceTracer.parts` (or `score`) returned for these responses, in
+    this order; then there is an influence trace. `loss_mask`: for each token whether the policy wrote it; tool results,
+    users' turns and templates (False) are shown and never scored. `segments`: who wrote which part of each response,
+    and in which turn; left out: as the mask has it. `tokenizer`: a transformers tokenizer, or the text of every token
+    id; once is enough. `metrics`: further numbers of the step's line in metrics.jsonl.
     """
     batch = batch_of_lists(prompts, responses, rewards, group, loss_mask, log_probs, entropies, advantages)
     if segments is not None:
