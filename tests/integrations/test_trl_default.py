@@ -1,4 +1,4 @@
-"""The default score inside TRL: a token's own step in the geometry of TRL's optimizer, held against autograd."""
+"""The default score inside TRL: what the coming step of its optimizer does to each token, held against autograd."""
 
 from __future__ import annotations
 
@@ -12,79 +12,94 @@ from torch import Tensor
 
 import gradtrace
 from gradtrace.attribution import InfluenceConfig
+from gradtrace.errors import GradtraceError
 from gradtrace.integrations.trl import attach
-from gradtrace.trace.columns import Credit
+from gradtrace.policy.policy import KeepDouble
 from tests.integrations.trl_runs import grpo_trainer
 
 STEPS = 2
 
 
-class BeforeLastStep:
-    """Keeps what the last optimizer step was given: weights, gradients after clipping, and Adam's second moments."""
+class AroundLastStep:
+    """Keeps what the last optimizer step was given: weights, gradients after clipping, and Adam's state; and the
+    weights that it led to."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.calls = 0
 
-    def hook(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.calls += 1
-        if self.calls < STEPS:
-            return
         group = optimizer.param_groups[0]
-        self.beta, self.epsilon = group["betas"][1], group["eps"]
+        self.rate, self.betas, self.epsilon = group["lr"], group["betas"], group["eps"]
         named = {n: p for n, p in self.trainer.model.named_parameters() if p.grad is not None}
         self.weights = {n: p.detach().clone() for n, p in self.trainer.model.named_parameters()}
         self.gradients = {n: p.grad.detach().clone() for n, p in named.items()}
-        self.moments = {n: optimizer.state[p]["exp_avg_sq"].clone() for n, p in named.items()}
-        self.count = float(optimizer.state[next(iter(named.values()))]["step"]) + 1
+        self.moments = {n: optimizer.state[p]["exp_avg_sq"].clone() for n, p in named.items() if optimizer.state[p]}
+        self.count = self.calls
 
-    def scale(self, name: str) -> Tensor:
-        moment = self.beta * self.moments[name] + (1 - self.beta) * self.gradients[name] ** 2
-        return 1 / ((moment / (1 - self.beta**self.count)).sqrt() + self.epsilon)
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.reached = {n: p.detach().clone() for n, p in self.trainer.model.named_parameters()}
+
+    def direction(self) -> dict[str, Tensor]:
+        """What this gradient contributes to the step of AdamW."""
+        first, second = self.betas
+        found = {}
+        for name, gradient in self.gradients.items():
+            moment = second * self.moments[name] + (1 - second) * gradient**2
+            denominator = (moment / (1 - second**self.count)).sqrt() + self.epsilon
+            found[name] = -self.rate * (1 - first) / (1 - first**self.count) * gradient / denominator
+        return found
 
 
 @pytest.mark.parametrize("max_grad_norm", [1e9, 1e-3])
 def test_default_scores_are_those_of_autograd(tmp_path: Path, max_grad_norm: float) -> None:
     trainer = grpo_trainer(
-        tmp_path, dtype=torch.float64, learning_rate=1e-3, max_steps=STEPS, max_grad_norm=max_grad_norm
+        tmp_path, dtype=torch.float64, learning_rate=1e-4, max_steps=STEPS, max_grad_norm=max_grad_norm
     )
-    config = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0)
-    attach(trainer, tmp_path / "run", influence=config, on_error="raise")
+    attach(trainer, tmp_path / "run", on_error="raise", influence=InfluenceConfig(measure="all"))
     trainer.create_optimizer()
-    before = BeforeLastStep(trainer)
-    trainer.optimizer.register_step_pre_hook(before.hook)
+    seen = AroundLastStep(trainer)
+    trainer.optimizer.register_step_pre_hook(seen.before)
+    trainer.optimizer.register_step_post_hook(seen.after)
     trainer.train()
     model = trainer.model.eval()
-    model.load_state_dict(before.weights, strict=False)
     step = gradtrace.open_run(tmp_path / "run").step("influence_trace", STEPS)
-    assert (step["credit"] == Credit.LOSS_TERM).all() and step["optimizer_step"].max() == 0
-    layers = {
-        f"{name}.weight": module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
-    }
+    prompts = [
+        step["prompt_ids"][a:b] for a, b in zip(step["prompt_offsets"], step["prompt_offsets"][1:], strict=False)
+    ]
 
-    def log_probs(r: int) -> Tensor:
-        g = step["group"][r]
-        prompt = step["prompt_ids"][step["prompt_offsets"][g] : step["prompt_offsets"][g + 1]]
+    def log_probs(weights: dict[str, Tensor], r: int) -> np.ndarray:
+        prompt = prompts[step["group"][r]]
         ids = torch.tensor(np.concatenate([prompt, step.tokens(r)["token_id"]])).long()[None]
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / trainer.temperature
-        return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        with torch.no_grad(), KeepDouble():
+            logits = torch.func.functional_call(model, weights, kwargs={"input_ids": ids}).logits
+        logits = logits[0, len(prompt) - 1 : -1].double() / trainer.temperature
+        return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).numpy()
 
-    def gradient(value: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(value, list(layers.values()), retain_graph=True))
+    direction = seen.direction()
+    moved = {n: w + direction[n] if n in direction else w for n, w in seen.weights.items()}
+    scores, changes = [], []
+    for r in range(step.n_responses):
+        factor = step["loss_weight"][r] * step["advantage"][r]
+        own = step.tokens(r)
+        change = factor * (log_probs(moved, r) - log_probs(seen.weights, r))
+        np.testing.assert_allclose(own["influence"], change, rtol=2e-3, atol=1e-3 * np.abs(change).max())
+        np.testing.assert_allclose(own["log_prob_after"], log_probs(seen.reached, r), rtol=1e-4, atol=1e-6)
+        scores.append(own["influence"].sum())
+        changes.append(factor * (log_probs(seen.reached, r) - log_probs(seen.weights, r)).sum())
+    # All of them add up to the slope of the loss that TRL has trained on, whose normaliser is in no file.
+    slope = -sum(float((g * direction[n]).sum()) for n, g in seen.gradients.items())
+    if max_grad_norm > 1:
+        assert sum(scores) == pytest.approx(slope, rel=2e-2)
+    owner = step["group"]
+    for g in np.unique(owner):
+        expected = sum(change for change, own in zip(changes, owner, strict=True) if own == g)
+        assert step["objective_change"][g] == pytest.approx(expected, rel=1e-3, abs=1e-9)
 
-    group = step["group"] == step["group"][0]
-    good = step["accepted"] & group
-    bad = ~step["accepted"] & group
-    contrast = sum(log_probs(r).mean() / good.sum() for r in good.nonzero()[0])
-    contrast = contrast - sum(log_probs(r).mean() / bad.sum() for r in bad.nonzero()[0])
-    direction = [g * before.scale(name) for name, g in zip(layers, gradient(contrast), strict=True)]
-    for r in group.nonzero()[0][:3]:
-        values = log_probs(r)
-        likelier = [
-            float(sum((a * b).sum() for a, b in zip(gradient(value), direction, strict=True))) for value in values
-        ]
-        expected = float(step["advantage"][r]) * np.array(likelier)
-        tolerance = 1e-4 * np.abs(expected).max()
-        np.testing.assert_allclose(step.influence(r), expected, rtol=1e-3, atol=tolerance)
+
+def test_rollouts_of_several_optimizer_steps_are_refused_with_the_setting(tmp_path: Path) -> None:
+    trainer = grpo_trainer(tmp_path, steps_per_generation=4)
+    attach(trainer, tmp_path / "run", on_error="raise")
+    with pytest.raises(GradtraceError, match="set steps_per_generation to gradient_accumulation_steps"):
+        trainer.train()

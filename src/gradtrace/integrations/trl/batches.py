@@ -75,6 +75,8 @@ class Rollout:
     slices_left: int
     has_statistics: bool
     """TRL took log-probs (and we entropies) of the sampling weights when it generated."""
+    is_scored: bool = False
+    """Observers have seen its gradient."""
     statistics: dict[str, Tensor] = field(init=False)
     """float[R, C] each: old_log_probs and entropies."""
     token_weight: Tensor = field(init=False)

@@ -26,7 +26,7 @@ from gradtrace.integrations.trl.batches import LeftPadded, Rollout, left_padded
 from gradtrace.integrations.trl.losses import AGGREGATION, clipped_loss, token_weights, training_pass
 from gradtrace.integrations.trl.settings import keyword
 from gradtrace.policy.loss import policy_terms
-from gradtrace.policy.microbatch import MicroBatch, MicroBatches, Sequences
+from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
 from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout import Sampler, SamplingParams
@@ -165,7 +165,7 @@ class TrlHost(PolicyHost):
 
     def _laid_out(self, batch: RolloutBatch, ids: Tensor, how: How) -> Iterable[MicroBatch]:
         if how == "fewest":
-            return [Sequences.of(batch).micro_batch(ids, self.policy.best_layout())]
+            return MicroBatches(batch, self.token_budget, self.policy.best_layout())(ids)
         if self.slice is not None and bool(torch.isin(ids, self.slice.rows).all()):
             return [self.slice.only(ids)]
         return MicroBatches(batch, self.token_budget)(ids)
@@ -193,7 +193,8 @@ def what_it_cannot(trainer: Any, sharded: bool) -> dict[str, str]:
         "its optimizer steps, and more completions do not fit. Put the trusted prompts into train_dataset as well; "
         "train_on_validation=False.",
         "scope_pass": "this host cannot run the whole batch at the first weights",
-        "fresh_samples": "TRL makes the optimizer step by itself, so that nothing can be measured behind it",
+        "fresh_samples": "TRL samples by itself, and the probe needs responses of its own at the weights of the step: "
+        "run `gradtrace probe` on a checkpoint",
     }
     if args.steps_per_generation != args.gradient_accumulation_steps:
         found["next_gradient"] = (

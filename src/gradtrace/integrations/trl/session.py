@@ -254,6 +254,11 @@ class TraceSession:
         self._host.slice = None
         rollout.slices_left -= 1
         if rollout.slices_left == 0:
+            self._score()
+
+    def see_optimizer_step(self) -> None:
+        """The weights have moved."""
+        if (rollout := self._rollout) is not None and rollout.slices_left == 0:
             self._finish()
 
     def enter_slice(self, inputs: dict[str, Any]) -> None:
@@ -267,15 +272,28 @@ class TraceSession:
             observers.before_passes(dataclasses.replace(rollout.update, number=self._host.steps_taken), rows)
             self._around_slice.enter_context(observers.around_backward(self._host.pass_of_slice()))
 
+    def _score(self) -> None:
+        """The first pass over the rollout is complete: observers look at its gradient. The optimizer step comes next."""
+        if self._steps is None or (rollout := self._still_traced()) is None:
+            return
+        rollout.batch = rollout.complete(self.ranks)
+        with self._guarded():
+            self._steps.observers.before_step(rollout.update)
+        rollout.is_scored = True
+        if self._host.next_gradient() is None:
+            self._finish()
+
     def _finish(self) -> None:
-        """The first pass over the rollout is complete (or training ends): score and write."""
+        """The optimizer step is over (or training ends): write."""
         steps = self._steps
         if steps is None or (rollout := self._still_traced()) is None:
             return
-        batch = rollout.complete(self.ranks)
+        if not rollout.is_scored:
+            self._score()
+            if self._rollout is None:
+                return
+        batch = rollout.batch
         with self._guarded():
-            # Scores are made before the optimizer step, which TRL makes by itself.
-            steps.observers.before_step(rollout.update)
             steps.observers.after_step(rollout.update, moved=True)
             metrics = steps.finish(batch, self.step)
             entropies = batch.need("entropies")[batch.response_mask]

@@ -65,6 +65,9 @@ class _Events(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.session.open()
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.session.see_optimizer_step()
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         self.session.see_logs(logs or {})
 
