@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.influence.plan import StepPlan
+
 PLAN = [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
 """Mini-batch of each of the 16 responses; groups of four."""
 
-EXACT = {"enable": True, "projection_dim_factor": 0, "on_error": "raise", "loss_term_prompts": 0}
+EXACT = {"enable": True, "on_error": "raise"}
 OLDER = {
     "hessian_mode": "inverse",
     "reg_rule": "per_dimension",
     "credit": "position",
     "target": "output_function",
 }
-"""The form of earlier versions: one function as step and target, H⁻¹ between them."""
+"""The original's definition: one function as step and target, H⁻¹ between them."""
+CONTRAST = {"target": "log_prob", "preconditioner_form": "factored"}
+"""Own terms in the optimizer's geometry, about the contrast of log-probs."""
 
 
 def ranks_of(world: int) -> list[list[int]]:
@@ -66,49 +73,54 @@ KNOBS = {
 # Adapters start from random numbers of their own, so there is nothing to compare scores with.
 LORA = {"lora": Case({"lora_rank": 4}, knobs=_GLOBAL, check_gradients=True)}
 FIRST_ONLY = {"first_only": Case(first_only=True)}
-DEFAULT = {
-    "default": Case(knobs={"preconditioner_form": "factored"}),
-    "default_padded": Case({"packed": False}, {"packed": False}, knobs={"preconditioner_form": "factored"}),
-    "tail": Case(knobs={"credit": "tail", "preconditioner_form": "factored"}),
-    "two_tiers": Case(layout={"dynamic": True}, knobs={"loss_term_prompts": 1, "projection_dim_factor": 2}),
+FACTORED = {
+    "contrast": Case(knobs=CONTRAST),
+    "contrast_padded": Case({"packed": False}, {"packed": False}, knobs=CONTRAST),
 }
-"""The form of today: a token's own step in the optimizer's geometry, the contrast of log-probs as its target."""
 HALF_PRECISION = {
     "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     "half_precision_attention": True,
 }
 """Of an engine that computes in bf16, with an attention that has nothing else, as flash attention."""
-BF16 = {
-    "default_bf16": Case(
-        HALF_PRECISION,
-        knobs={"preconditioner_form": "factored"},
-    )
+PARTS = {
+    "parts": Case(knobs={"measure": "all"}),
+    "parts_padded": Case({"packed": False}, {"packed": False}, knobs={"measure": "all", "pairwise": False}),
+    "parts_dynamic": Case(layout={"dynamic": True}, knobs={"accepted_rejected_scope": "per_prompt", "measure": 0}),
+    "parts_sequence_mean": Case({"checkpointing": True}, actor={"loss_agg_mode": "seq-mean-token-mean"}),
+    "parts_turns": Case(knobs={"measure": "all"}, turns=True),
+    "parts_corrected": Case(layout={"corrected": True}, knobs={"measure": "all"}),
+    "parts_bf16": Case(HALF_PRECISION, knobs={"measure": "all"}),
 }
-"""The same in a run that computes in bf16: loss terms are taken in float32 all the same."""
+"""The default score. A run that computes in bf16 has it from passes in float32 all the same."""
 TURNS = {
     "turns": Case(knobs={"credit": "both"}, turns=True),
     "turns_padded": Case({"packed": False}, {"packed": False}, {"loss_agg_mode": "seq-mean-token-mean"}, turns=True),
 }
 CORRECTED = {
     "corrected": Case(layout={"corrected": True}, knobs={"credit": "both"}),
-    "corrected_default": Case(layout={"corrected": True}, knobs={"preconditioner_form": "factored"}),
 }
 """Tokens are weighed by verl's rollout correction."""
-CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | DEFAULT | BF16 | TURNS | CORRECTED
+CASES = LAYOUTS | KNOBS | LORA | FIRST_ONLY | FACTORED | PARTS | TURNS | CORRECTED
 
 
 def knobs_of(name: str) -> dict[str, Any]:
     """The influence knobs of a case."""
-    return {
-        **EXACT,
-        **({} if name in DEFAULT | BF16 or name == "corrected_default" else OLDER),
-        **CASES[name].knobs,
-    }
+    older = {} if name in FACTORED | PARTS else OLDER
+    return {**EXACT, **older, **CASES[name].knobs}
+
+
+def plan_of(name: str, batch: RolloutBatch) -> StepPlan:
+    """What the reporter would plan, with all groups scored."""
+    every = torch.arange(len(batch.prompts))
+    none, knobs = every[:0], knobs_of(name)
+    measured = every if knobs.get("measure") == "all" else none
+    own = every if knobs.get("accepted_rejected_scope") == "per_prompt" else measured
+    return StepPlan.of(batch, 1, torch.zeros(len(every), dtype=torch.long), own=own, measured=measured)
 
 
 def names(world: int, *kinds: dict[str, Case]) -> list[str]:
     """The cases of these kinds that are run on so many ranks: all on two, some of them on one (time)."""
-    on_one = ("packed", "padded", "dynamic", "per_prompt")
+    on_one = ("packed", "padded", "dynamic", "per_prompt", "parts")
     return [name for kind in kinds for name in kind if world == 2 or name in on_one]
 
 

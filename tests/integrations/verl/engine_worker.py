@@ -42,7 +42,6 @@ def weight_gradient_error(engine: Any, weights: dict[int, float]) -> dict[str, f
 
 
 def run_case(name: str, folder: Path) -> Any:
-    from gradtrace.instruments.influence.plan import StepPlan
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
     from gradtrace.integrations.verl.tables import StepMessage
     from gradtrace.trace.columns import GroupStatus
@@ -54,7 +53,7 @@ def run_case(name: str, folder: Path) -> Any:
     plan = torch.tensor(cases.PLAN)
     selected = plan == 0 if case.first_only else torch.ones(len(batch), dtype=torch.bool)
     weights = harness.correction(batch) if case.layout.get("corrected") else None
-    step_plan = StepPlan.of(batch.replace(loss_weights=weights), 1, 0)
+    step_plan = cases.plan_of(name, batch.replace(loss_weights=weights))
     step_plan.status[batch.group[~selected]] = int(GroupStatus.OVER_PROMPT_CAP)
     message = StepMessage(1, plan, {INFLUENCE_TRACE: step_plan})
     engine = harness.make_engine(str(folder / "model"), **case.engine)

@@ -97,7 +97,7 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
 def _needs(settings: InfluenceTraceConfig) -> dict[str, str]:
     found = {"trials": "verify_every"} if settings.verify_every else {}
     if settings.is_parts:
-        return {"terms": "", "moved": "", "next_gradient": ""} | found
+        return {"terms": "", "derivative": "", "next_gradient": ""} | found
     found |= {"hooks": ""}
     if settings.wants_loss_term:
         found["derivative"] = f"credit={settings.credit}"

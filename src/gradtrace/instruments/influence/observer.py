@@ -33,12 +33,14 @@ GAINED = 2
 
 
 @dataclass(eq=False)
-class MeasuredGroup:
-    """A group of the mini-batch under way, measured before and after its optimizer step."""
+class ObservedGroup:
+    """A group of the mini-batch under way that passes of its own are made over."""
 
     group: int
     rows: Rows
     """This process's rows of it."""
+    passes: Rows
+    """What passes run over: the same, or the whole group where processes share the work."""
     before: Tensor
     """[2, n]: every token's own term of J, and its log-prob."""
     strongest: list[int]
@@ -63,7 +65,7 @@ class PartsObserver(Observer):
         update_rule(unwrapped(host.optimizer))  # raises for an optimizer whose step is not known
         self.host = host
         self.config = settings
-        self.measured: list[MeasuredGroup] = []
+        self.measured: list[ObservedGroup] = []
         self.plan: StepPlan | None = None
 
     def begin(self, plan: StepPlan) -> None:
@@ -86,12 +88,12 @@ class PartsObserver(Observer):
             before = self.host.kept_values(rows, objective if "policy_terms" in self.host.cannot else with_slope)
             found = self._changes(rows, before[0], gradient, as_kept=True)
             self._put(update, rows, before, found, gradient)
-            for group in self._groups(self.plan.measured, update):
-                self.measured.append(self._open(group, rows, found))
-            measured = {one.group for one in self.measured}
-            for group in self._groups(self.plan.own, update):
-                own = self._of_group(rows, group)
-                self._put_own(group, own, gradient, coming.clip_factor, pairs=group in measured)
+            measured = self._groups(self.plan.measured, update)
+            for group in sorted({*measured, *self._groups(self.plan.own, update)}):
+                one = self._open(group, update, rows, found)
+                if "gradient" not in self.host.cannot:
+                    self._put_own(one, gradient, coming.clip_factor, pairs=group in measured)
+                self.measured += [one] if group in measured else []
             self._measure_momentum(gradient)
 
     def _groups(self, wanted: Tensor, update: OptimizerStep) -> list[int]:
@@ -102,10 +104,6 @@ class PartsObserver(Observer):
             return []
         here = set(self.plan.group[update.rows].tolist())
         return [group for group in wanted.tolist() if group in here]
-
-    def _of_group(self, rows: Rows, group: int) -> Rows:
-        assert self.plan is not None
-        return rows.pick(rows.ids[self.plan.group[rows.ids] == group])
 
     def _direction(
         self, gradient: Mapping[str, Tensor], of: Mapping[str, Tensor] | None = None
@@ -153,33 +151,35 @@ class PartsObserver(Observer):
 
     # ------------------------------------------------------------ groups
 
-    def _open(self, group: int, rows: Rows, found: Tensor) -> MeasuredGroup:
-        own, of_rows = self._of_group(rows, group), rows.split(found)
+    def _open(self, group: int, update: OptimizerStep, rows: Rows, found: Tensor) -> ObservedGroup:
+        assert self.plan is not None
+        own, of_rows = rows.pick(rows.ids[self.plan.group[rows.ids] == group]), rows.split(found)
+        whole = self.host.shared(update, update.rows[self.plan.group[update.rows] == group].sort().values)
+        passes = whole if whole.is_shared else own
         mine = torch.cat([found[:0], *(of_rows[row] for row in own.ids.tolist())])
         strongest = mine.abs().argsort(descending=True)[:STRONGEST].sort().values.tolist()
         with self.host.noted_probabilities(own, strongest) as probabilities:
-            before = self.host.values(own, objective)
-        return MeasuredGroup(group, own, before, strongest, probabilities, {"change_by_batch": float(mine.sum())})
+            before = self.host.values(passes, objective)
+        books = {"change_by_batch": float(mine.sum())}
+        return ObservedGroup(group, own, passes, before, strongest, probabilities, books)
 
-    def _put_own(self, group: int, rows: Rows, gradient: Mapping[str, Tensor], clip_factor: float, pairs: bool) -> None:
+    def _put_own(self, one: ObservedGroup, gradient: Mapping[str, Tensor], clip_factor: float, pairs: bool) -> None:
         """Score tokens on their own prompt: by the gradient of the group, or (`pairs`) of each of its responses."""
         assert self.plan is not None
-        members = ((self.plan.group == group) & self.plan.kept).nonzero().squeeze(-1)
-        one = next((each for each in self.measured if each.group == group), None)
-        before = one.before if one is not None else self.host.values(rows, objective)
-        pairs = pairs and self.config.pairwise and "pairwise" not in self.host.cannot
+        members = ((self.plan.group == one.group) & self.plan.kept).nonzero().squeeze(-1)
+        pairs = pairs and self.config.pairwise
         by_response = []
         for some in members.split(1) if pairs else [members]:
-            theirs = rows.pick(rows.ids[torch.isin(rows.ids, some)])
+            theirs = one.passes.pick(one.passes.ids[torch.isin(one.passes.ids, some)])
             of_them = self.host.gradient(theirs, lambda each: -clip_factor * objective(each)[0] * each.mask)
-            by_response.append(self._changes(rows, before[0], gradient, of_them))
+            by_response.append(self._changes(one.passes, one.before[0], gradient, of_them))
         found = torch.stack(by_response).sum(0)
-        self.table.put("influence_own", rows.split(found.float()))
-        if one is not None:
-            one.books["change_by_own"] = float(found.sum())
+        self.table.put("influence_own", one.rows.split(found.float()))
+        one.books["change_by_own"] = float(found.sum())
         if pairs:
-            self.table.put("pairs", {row: v.T for row, v in rows.split(torch.stack(by_response).float()).items()})
-            self.table.put("members", dict.fromkeys(rows.ids.tolist(), members))
+            effects = torch.stack(by_response).float()
+            self.table.put("pairs", {row: values.T for row, values in one.rows.split(effects).items()})
+            self.table.put("members", dict.fromkeys(one.rows.ids.tolist(), members))
 
     def _measure_momentum(self, gradient: Mapping[str, Tensor]) -> None:
         """What the step does to measured groups without this mini-batch's gradient: momentum and weight decay."""
@@ -190,10 +190,10 @@ class PartsObserver(Observer):
         rest = ((n, torch.zeros_like(gradient[n]) + (step.momentum + step.decay)) for n, step in updates)
         with self.host.moved(rest):
             for one in self.measured:
-                one.books["change_by_momentum"] = self._change_of(one, self.host.values(one.rows, objective))
+                one.books["change_by_momentum"] = self._change_of(one, self.host.values(one.passes, objective))
 
     @staticmethod
-    def _change_of(one: MeasuredGroup, now: Tensor) -> float:
+    def _change_of(one: ObservedGroup, now: Tensor) -> float:
         return float((now[0] - one.before[0]).double().sum())
 
     # ------------------------------------------------------------ after the optimizer step
@@ -211,10 +211,10 @@ class PartsObserver(Observer):
             for one in measured:
                 self._compare(one)
 
-    def _compare(self, one: MeasuredGroup) -> None:
+    def _compare(self, one: ObservedGroup) -> None:
         """What the real step did to a measured group."""
         with self.host.noted_probabilities(one.rows, one.strongest) as probabilities:
-            after = self.host.values(one.rows, objective)
+            after = self.host.values(one.passes, objective)
         one.books["objective_change"] = self._change_of(one, after)
         of_ranks = self.host.ranks.gather(one.books)
         total = {name: sum(own[name] for own in of_ranks) for name in one.books}
@@ -228,7 +228,7 @@ class PartsObserver(Observer):
         self.measured = []
 
 
-def gained(one: MeasuredGroup, after: Tensor) -> Iterator[dict[str, Any]]:
+def gained(one: ObservedGroup, after: Tensor) -> Iterator[dict[str, Any]]:
     """For each of the strongest tokens the alternatives that gained most by the step."""
     assert one.probabilities is not None
     counts = one.rows.mask.sum(1)

@@ -215,7 +215,7 @@ def what_it_cannot(trainer: Any, sharded: bool) -> dict[str, str]:
         found["token_terms"] = (
             "its forward-mode pass needs whole weights, and here they are sharded; train without FSDP for it"
         )
-        found["policy_terms"] = "its gradients need whole weights, and FSDP shards them"
+        found["policy_terms"] = found["gradient"] = "its gradients need whole weights, and FSDP shards them"
         found["samples"] = (
             "it needs whole weights on every process, and FSDP shards them: leave `selection` out, train without FSDP, "
             "or use gradtrace's verl integration."

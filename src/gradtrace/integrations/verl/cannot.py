@@ -67,14 +67,15 @@ def job_cannot(config: Any, knows_token_terms: bool, asynchronous: bool = False)
     actor, found = config.actor_rollout_ref.actor, dict(ALWAYS)
     if actor.strategy != "fsdp2":
         strategy = f"it needs actor.strategy=fsdp2, not {actor.strategy}: the hooks are in verl's FSDP2 engine"
-        found |= dict.fromkeys(("hooks", "derivative", "next_gradient", "policy_terms", "token_terms"), strategy)
+        needs = ("hooks", "derivative", "next_gradient", "policy_terms", "terms", "token_terms")
+        found |= dict.fromkeys(needs, strategy)
     elif not knows_token_terms:
         mode = actor.policy_loss.get("loss_mode", "vanilla")
         unknown = (
             f"the token terms of actor.policy_loss.loss_mode={mode} are not known; use vanilla or one of gradtrace's "
             "losses"
         )
-        found |= {"token_terms": unknown, "policy_terms": unknown}
+        found |= dict.fromkeys(("terms", "token_terms", "policy_terms"), unknown)
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     if agent != SINGLE_TURN:
         found["fresh_samples"] = (

@@ -98,10 +98,12 @@ class RankHost(WholeModel):
         return self._rows(sorted(rows), Given(self._data, trained=True))
 
     def shared(self, update: OptimizerStep, ids: Tensor) -> Rows:
-        rows = ids.tolist()
-        native = SharedSequences(self.engine, self._data, rows, self.ranks)
-        masks = [native.sequences[row]["response_mask"].bool() for row in rows]
-        return Rows(ids, padded(masks), torch.zeros(len(rows), dtype=torch.float64), lambda name: None, native, True)
+        native, own = SharedSequences(self.engine, self._data, ids.tolist(), self.ranks), self.own(update)
+        masks = [native.sequences[row]["response_mask"].bool() for row in ids.tolist()]
+        held = dict(zip(own.ids.tolist(), own.weights.tolist(), strict=True))
+        weight = {row: value for part in self.ranks.gather(held) for row, value in part.items()}
+        weights = torch.tensor([weight[row] for row in ids.tolist()], dtype=torch.float64)
+        return Rows(ids, padded(masks), weights, lambda name: None, native, True)
 
     def dealt(self, batch: RolloutBatch, apart: bool = False, entropies: bool = False, **columns: Tensor) -> Rows:
         settings = self._pass_settings()
@@ -183,8 +185,10 @@ class RankHost(WholeModel):
         try:
             for p in parameters:
                 p.grad = None
+            native = rows.native
+            data = native.data(rows.ids.tolist()) if isinstance(native, SharedSequences) else native.data
             with self._recomputing(), self.engine.around_micro_batches(around):
-                self.engine.plain_passes(rows.native.data, objective, forward_only=False)
+                self.engine.plain_passes(data, objective, forward_only=False)
             yield
         finally:
             for p, gradient in zip(parameters, kept, strict=True):
@@ -209,9 +213,8 @@ class RankHost(WholeModel):
         entropies = model_output.get("entropy", None)
         if entropies is not None:
             entropies = torch.where(mask, no_padding_2_padding(entropies, data), 0.0)
-        weights = torch.zeros(len(ids), dtype=torch.float64)
-        if isinstance(rows.native, Given) and rows.native.trained:
-            weights = micro_batch_weights(data, self.loss.actor).double() / self.ranks.size
+        weight = dict(zip(rows.ids.tolist(), rows.weights.tolist(), strict=True))
+        weights = torch.tensor([weight.get(row, 0.0) for row in ids.tolist()], dtype=torch.float64)
 
         def column(name: str) -> Tensor | None:
             field = field_of(data, name)

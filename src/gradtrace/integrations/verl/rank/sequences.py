@@ -159,6 +159,14 @@ class SharedSequences:
     def run(self, rows: Sequence[int], values_of: Values) -> Tensor:
         """float64[..., N]: one forward pass over these sequences, the same on all ranks; the values of the tokens of
         those that this rank holds, one sequence after the other. Collective."""
+        found = token_values(self.engine, self.data(rows), values_of)
+        everything = {row: values for part in self.ranks.gather(found) for row, values in part.items()}
+        nothing = next(iter(everything.values()))[..., :0]
+        return torch.cat([nothing, *(everything[row] for row in rows if row in self.held)], dim=-1)
+
+    def data(self, rows: Sequence[int]) -> Any:
+        """The part of this rank of a pass over these sequences, as verl's trainer hands it to a rank. What only fills
+        up has the row −1."""
         lengths = [len(self.sequences[row]["input_ids"]) for row in rows]
         whole, settings = -(-len(rows) // self.ranks.size), dict(self._settings)
         multiple = 1
@@ -167,13 +175,6 @@ class SharedSequences:
         places = deal(lengths, self.ranks.size, multiple)[self.ranks.place]
         shortest = rows[lengths.index(min(lengths))]
         chosen = [(PADDING, shortest) if place == PADDING else (rows[place], rows[place]) for place in places]
-        found = token_values(self.engine, self._data(chosen, settings), values_of)
-        everything = {row: values for part in self.ranks.gather(found) for row, values in part.items()}
-        nothing = next(iter(everything.values()))[..., :0]
-        return torch.cat([nothing, *(everything[row] for row in rows if row in self.held)], dim=-1)
-
-    def _data(self, chosen: list[tuple[int, int]], settings: dict[str, Any]) -> Any:
-        """Sequences as verl's trainer hands them to a rank: (row that stands for it, row that it is) of each."""
         fields: dict[str, Tensor | list[Any]] = {}
         for key in self.sequences[chosen[0][1]]:
             values = [self.sequences[row][key] for _, row in chosen]
