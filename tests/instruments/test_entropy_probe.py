@@ -405,8 +405,8 @@ def test_bf16_model_is_refused() -> None:
 
 def test_unknown_optimizer_is_refused() -> None:
     policy = small.policy()
-    probe = EntropyProbe(policy.model, torch.optim.RMSprop(policy.model.parameters()))
-    with pytest.raises(GradtraceError, match="not of RMSprop"):
+    probe = EntropyProbe(policy.model, torch.optim.Rprop(policy.model.parameters()))
+    with pytest.raises(GradtraceError, match="the step of Rprop is not known"):
         probe.update(updates(policy, sampled(policy, 2, 2, 0)))
 
 
