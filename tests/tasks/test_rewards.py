@@ -17,7 +17,7 @@ from gradtrace.tasks.rewards import (
     load_user_reward,
     named_reward,
     register_reward,
-    reward_names,
+    rewards,
 )
 from gradtrace.tasks.rewards.simple import gsm8k, last_number
 from gradtrace.training.components import build_reward
@@ -152,7 +152,7 @@ def test_decorated_function_is_a_reward_by_name_with_options(tmp_path: Path) -> 
     for name in ("test_short", "test_shorts"):
         reward = build_reward(load_config([*overrides, f"reward.name={name}"]).reward)
         assert reward is not None and reward(["ab", "abc"], ITEMS) == [1.0, 0.0]
-        assert name in reward_names() and named_reward(name)(["abc", "abcd"], ITEMS) == [1.0, 0.0]
+        assert name in rewards.names() and named_reward(name)(["abc", "abcd"], ITEMS) == [1.0, 0.0]
     file.write_text(source.replace("<=", ">"))  # loaded again, it replaces what it registered
     reward = build_reward(load_config([*overrides, "reward.name=test_short"]).reward)
     assert reward is not None and reward(["ab", "abc"], ITEMS) == [0.0, 1.0]

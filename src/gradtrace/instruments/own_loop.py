@@ -32,7 +32,7 @@ from gradtrace.trace.token_text import Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter
 
 PAIRWISE_MB = 64.0
-Rows = Tensor | Sequence[Any]
+TokenLists = Tensor | Sequence[Any]
 """One row of numbers for each response: lists or tensors of its tokens, or a padded tensor [R, T]."""
 
 
@@ -57,14 +57,14 @@ def record(
     step: int,
     *,
     prompts: Sequence[Any],
-    responses: Rows,
+    responses: TokenLists,
     rewards: Any,
-    log_probs: Rows | None = None,
-    entropies: Rows | None = None,
+    log_probs: TokenLists | None = None,
+    entropies: TokenLists | None = None,
     advantages: Any = None,
     group: Any = None,
     trace: TokenParts | InfluenceTrace | None = None,
-    loss_mask: Rows | None = None,
+    loss_mask: TokenLists | None = None,
     segments: Sequence[Sequence[Segment]] | None = None,
     tokenizer: Any = None,
     metrics: Mapping[str, Any] | None = None,
@@ -134,12 +134,12 @@ def _open(path: Path) -> _OpenRun:
 
 def batch_of_lists(
     prompts: Sequence[Any],
-    responses: Rows,
+    responses: TokenLists,
     rewards: Any,
     group: Any = None,
-    loss_mask: Rows | None = None,
-    log_probs: Rows | None = None,
-    entropies: Rows | None = None,
+    loss_mask: TokenLists | None = None,
+    log_probs: TokenLists | None = None,
+    entropies: TokenLists | None = None,
     advantages: Any = None,
 ) -> RolloutBatch:
     """A batch from the arguments of `record`, each checked against the responses."""
@@ -149,7 +149,7 @@ def batch_of_lists(
         raise GradtraceError(f"record: {len(ids)} responses, the shortest of {min(map(len, ids), default=0)} tokens")
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
 
-    def table(name: str, rows: Rows | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def table(name: str, rows: TokenLists | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
         if rows is None:
             return None
         found, own = torch.zeros(mask.shape, dtype=dtype), [_numbers(row, dtype) for row in rows]

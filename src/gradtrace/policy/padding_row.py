@@ -47,13 +47,13 @@ def padding_row_stays(model: nn.Module, rows: list[Tensor]) -> AbstractContextMa
 def _padding_replaced(model: nn.Module, by: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Inside, each embedding gives the padding token what its function makes of the embedding's output."""
 
-    def hook_for(made: Callable[[Tensor], Tensor]) -> Any:
+    def hook_for(replacement: Callable[[Tensor], Tensor]) -> Any:
         def hook(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            return torch.where((inputs[0] == module.padding_idx)[..., None], made(output), output)
+            return torch.where((inputs[0] == module.padding_idx)[..., None], replacement(output), output)
 
         return hook
 
     with ExitStack() as stack:
-        for module, made in zip(padded_embeddings(model), by, strict=True):
-            stack.callback(module.register_forward_hook(hook_for(made)).remove)
+        for module, replacement in zip(padded_embeddings(model), by, strict=True):
+            stack.callback(module.register_forward_hook(hook_for(replacement)).remove)
         yield

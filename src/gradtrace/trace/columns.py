@@ -374,8 +374,8 @@ def conform(kind: str, columns: Mapping[str, object]) -> dict[str, np.ndarray]:
         arrays[name] = _cast(COLUMNS[name], value)
     for target, source in _MADE_FROM.items():
         if target not in arrays and source in arrays:
-            made = offsets_of(arrays[source]) if target == "token_offsets" else np.diff(arrays[source])
-            arrays[target] = made.astype(COLUMNS[target].dtype)
+            values = offsets_of(arrays[source]) if target == "token_offsets" else np.diff(arrays[source])
+            arrays[target] = values.astype(COLUMNS[target].dtype)
     lengths = {name: len(array) for name, array in arrays.items()}
     check_layout(kind, lengths)
     check_values(lengths, arrays)

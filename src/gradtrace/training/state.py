@@ -233,21 +233,21 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """The optimizer that takes the next step: the checkpoint's with its state, or a new `adamw` or `sgd`."""
     step = (checkpoint.step or 0) + 1
-    made: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     if kind == "sgd":
-        made = torch.optim.SGD(policy.trainable().values(), lr=settings.actor.optim.lr)
+        optimizer = torch.optim.SGD(policy.trainable().values(), lr=settings.actor.optim.lr)
     else:
         ours = Optimizer(policy.trainable(), settings.actor.optim, settings.trainer.total_steps)
         if kind == "checkpoint":
             load_optimizer(ours, policy.model, checkpoint)
         if checkpoint.made_by == "embedded":
             ours.begin_step(step)
-        made = ours.adamw
-    for group in made.param_groups:
+        optimizer = ours.adamw
+    for group in optimizer.param_groups:
         group["lr"] = lr or group["lr"]
-    if not all(float(group["lr"]) > 0 for group in made.param_groups):
+    if not all(float(group["lr"]) > 0 for group in optimizer.param_groups):
         raise GradtraceError(f"the learning rate of step {step} is 0, and with it the update: give one, e.g. lr=1e-5")
-    return made
+    return optimizer
 
 
 def chosen_dtype(model: Any, precision: str) -> torch.dtype:

@@ -63,7 +63,7 @@ def examine(run: RunReader) -> list[HealthNote]:
     findings = [
         *_metrics_findings(rows),
         *_instrument_findings(run, rows),
-        *_told(run),
+        *_from_detectors(run),
     ]
     traced = any(run.steps(kind) for kind in run.kinds())
     if not rows and not traced and not is_held(run.path) and not (run.path / "ablation.json").exists():
@@ -72,17 +72,16 @@ def examine(run: RunReader) -> list[HealthNote]:
     return sorted([*damaged, *findings], key=lambda note: not note.is_problem)
 
 
-def _told(run: RunReader) -> Iterator[HealthNote]:
+def _from_detectors(run: RunReader) -> Iterator[HealthNote]:
     """What the detectors said while it ran, each detector's surest finding."""
     surest: dict[str, dict[str, Any]] = {}
-    for told in run.findings():
-        name, known = str(told.get("detector")), surest.get(str(told.get("detector")))
-        if known is None or float(told.get("confidence", 0)) > float(known.get("confidence", 0)):
-            surest[name] = told
-    for name, told in surest.items():
-        yield notable(
-            f"step {told.get('step')}, {name} ({float(told.get('confidence', 0)):.0%} sure): {told.get('sentence')}",
-        )
+    for finding in run.findings():
+        name, known = str(finding.get("detector")), surest.get(str(finding.get("detector")))
+        if known is None or float(finding.get("confidence", 0)) > float(known.get("confidence", 0)):
+            surest[name] = finding
+    for name, finding in surest.items():
+        sure = float(finding.get("confidence", 0))
+        yield notable(f"step {finding.get('step')}, {name} ({sure:.0%} sure): {finding.get('sentence')}")
 
 
 class _Series:

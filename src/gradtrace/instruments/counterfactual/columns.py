@@ -68,8 +68,8 @@ def from_step(step: Step) -> list[MeasuredGroup]:
     """Inverse of `to_columns`. Samples that do not fit the responses, in a file from elsewhere, are left out."""
     about = step.meta.get("measured")
     about = about if isinstance(about, list) else []
-    told = {str(entry.get("group_id")): entry for entry in about if isinstance(entry, dict)}
-    return [_group(step, g, told.get(str(step["group_id"][g]), {})) for g in range(step.n_groups)]
+    entries = {str(entry.get("group_id")): entry for entry in about if isinstance(entry, dict)}
+    return [_group(step, g, entries.get(str(step["group_id"][g]), {})) for g in range(step.n_groups)]
 
 
 def _group(step: Step, g: int, about: dict[str, Any]) -> MeasuredGroup:
@@ -128,6 +128,6 @@ def stored_groups(run_dir: Path, step: int) -> list[MeasuredGroup]:
 def write_groups(writer: TraceWriter, step: int, groups: list[MeasuredGroup], meta: dict[str, Any]) -> None:
     """Replace what is stored of a training step; it is on disk when this returns."""
     groups = sorted(groups, key=lambda group: group.group_id)
-    told = [{**group.about, "group_id": group.group_id} for group in groups]
-    writer.write(step, to_columns(groups), {**meta, "measured": told})
+    entries = [{**group.about, "group_id": group.group_id} for group in groups]
+    writer.write(step, to_columns(groups), {**meta, "measured": entries})
     writer.flush()

@@ -39,12 +39,12 @@ class ProbeObserver(Observer):
         if update.number or coming is None or rows is None:
             return
         with self.host.aside():
-            made = self.probe.update_of(coming.values, coming.clip_factor)
+            coming_update = self.probe.update_of(coming.values, coming.clip_factor)
             self._batch = batch = self._token_batch(rows)
-            prediction = self.probe.predict(batch, made)
-            made.direction.clear()  # its memory is needed
+            prediction = self.probe.predict(batch, coming_update)
+            coming_update.direction.clear()  # its memory is needed
             own = self.host.own(update)
-            shares = self.probe.shares(prediction, batch, made, self._loss_terms(own))
+            shares = self.probe.shares(prediction, batch, coming_update, self._loss_terms(own))
         self.table.put("base", rows.split(pair(prediction.base)))
         self.table.put("derivative", rows.split(torch.stack([prediction.d_log_probs, prediction.d_entropies])))
         self.table.put("shares", own.split(shares.tokens))

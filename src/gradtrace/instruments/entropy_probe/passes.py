@@ -19,9 +19,7 @@ from gradtrace.instruments.contract import Gradient
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
-
-Progress = Callable[[int, int], None]
-"""(sequences done, sequences in all)."""
+from gradtrace.terminal import Progress
 
 
 @dataclass(frozen=True, eq=False)

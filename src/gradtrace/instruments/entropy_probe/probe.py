@@ -28,10 +28,11 @@ from gradtrace.attribution.collectives import local
 from gradtrace.attribution.update import ParameterUpdate, parameter_updates
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.entropy_probe.estimates import Measured, Prediction, Tokens
-from gradtrace.instruments.entropy_probe.passes import Progress, TokenBatch, gradient_of
+from gradtrace.instruments.entropy_probe.passes import TokenBatch, gradient_of
 from gradtrace.instruments.steps import asked_by
 from gradtrace.instruments.whole_model import WholeModel
 from gradtrace.policy.padding_row import padding_row_counts
+from gradtrace.terminal import Progress
 
 if TYPE_CHECKING:
     from gradtrace.instruments.contract import Host

@@ -78,8 +78,8 @@ class Findings:
         self._file.keep(lambda record: int(record.get("step", 0)) <= last_step)
         run = read_run(self.run_dir)
         self.history = [row for row in run.metrics()[0] if int(row.get("step", 0)) <= last_step]
-        for told in run.findings():
-            name = str(told.get("detector"))
+        for finding in run.findings():
+            name = str(finding.get("detector"))
             self._counts[name] = self._counts.get(name, 0) + 1
         for row in self.history:
             for name in DETECTORS:

@@ -149,7 +149,6 @@ rewards: Registry[Any, Any] = Registry(
 
 register_reward = rewards.register
 """Makes a function (response, item, *, options…) -> number available as `reward.name=NAME`."""
-reward_names = rewards.names
 
 
 def named_reward(name: str, options: dict[str, Any] | None = None) -> RewardFunction:

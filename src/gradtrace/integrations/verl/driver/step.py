@@ -103,7 +103,6 @@ class VerlRun(TrainingRun):
 
 class DriverSteps(Reporters):
     def __init__(self, run: TrainingRun, settings: VerlSettings, ranks: int, temperature: float) -> None:
-        self.settings_of_run = settings
         self.files = RunFiles(settings.run_dir, role=DRIVER_LOCK)
         self.files.place_traces(settings.trace_dir)
         run.report = self.files.messages.telling(run.report)
