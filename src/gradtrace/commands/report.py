@@ -32,7 +32,7 @@ from gradtrace.viewer.catalog import RunCatalog, ServedRun, chosen_runs, is_run,
 from gradtrace.viewer.counterfactual import counterfactual_payload, measured_group
 from gradtrace.viewer.group import group_tokens, json_bytes, miniatures, pairwise_block, points, points_payload
 from gradtrace.viewer.pages import ablation_payload, instrument_page, navigation, response_payload
-from gradtrace.viewer.scores import ScoredStep
+from gradtrace.viewer.scores import SCORES, ScoredStep
 from gradtrace.viewer.server import told_group, told_run, told_step, traced_groups
 
 DEFAULT_GROUPS = 6
@@ -246,13 +246,13 @@ class _Report:
         base = f"runs/{served.id}/steps/{step}"
         table = told_step(view, served)
         self.json[base] = table
-        credits = view.scores or ["position"]
-        for credit in credits:
-            floats = points(view, credit, served.vocabulary)
+        scores = view.scores or [SCORES[0]]
+        for score in scores:
+            floats = points(view, score, served.vocabulary)
             if len(floats) <= POINTS_BUDGET:
-                self._add_floats(f"{base}/points?credit={credit}", floats)
-            self._add_floats(f"{base}/miniatures?credit={credit}", miniatures(view, credit))
-        if f"{base}/points?credit={credits[0]}" in self.floats:
+                self._add_floats(f"{base}/points?score={score}", floats)
+            self._add_floats(f"{base}/miniatures?score={score}", miniatures(view, score))
+        if f"{base}/points?score={scores[0]}" in self.floats:
             self.json[f"{base}/tokens"] = points_payload(view, served.vocabulary)
         else:
             self.remarks.append(f"step {step}: its tokens page is left out, it would be too large")
@@ -297,7 +297,7 @@ def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
     """Groups by the sum of their |influence|; unscored ones only if there is no other."""
 
     def strength(group: dict[str, Any]) -> float:
-        sums = group.get(f"influence_{group['credit']}") or {}
+        sums = next((group[name] for name in table["scores"] if group.get(name)), {})
         return float(sums.get("positive", 0.0) + sums.get("negative", 0.0))
 
     ranked = sorted(table["groups"], key=lambda group: -strength(group))

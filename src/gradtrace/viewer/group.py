@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.instruments.influence.books import remarks
 from gradtrace.trace.columns import COLUMNS, KINDS, Selection
-from gradtrace.viewer.scores import LIKELIER, ScoredStep
+from gradtrace.viewer.scores import NATS, ScoredStep
 from gradtrace.viewer.vocabulary import Vocabulary
 
 MINIATURE_COLUMNS = 180
@@ -24,6 +25,8 @@ MOST_POINTS = 1 << 18
 """Points of the tokens page; a larger step is sampled regularly, and the page says so."""
 LOSS_MASK = "loss_mask"
 """0 where the policy did not write the token."""
+FURTHER_CHANNELS = (LOSS_MASK, "log_prob_before", "log_prob_after")
+"""Token columns that the group page gets beside its colours."""
 LONGEST_PROMPT_PREVIEW = 400
 """Characters of a prompt in the table of groups."""
 
@@ -55,7 +58,8 @@ def _about(table: ScoredStep) -> dict[str, Any]:
         "step": table.step,
         "has_entropy": table.column("entropy") is not None,
         "has_influence": INFLUENCE_TRACE in table.parts,
-        "meta": table.meta,
+        "meta": {key: value for key, value in table.meta.items() if key != "alternatives"},
+        "unit": table.unit,
         "problems": table.problems,
     }
 
@@ -66,9 +70,9 @@ def step_payload(table: ScoredStep, vocabulary: Vocabulary) -> dict[str, Any]:
         **_about(table),
         "groups": [_group_row(table, g, vocabulary) for g in range(table.n_groups)],
         "responses": table.n_responses,
-        "credits": table.scores,
-        "common_credit": table.common_credit,
+        "scores": table.scores,
         "scales": table.scales,
+        "remarks": remarks(table.updates()),
     }
 
 
@@ -86,8 +90,10 @@ def _group_row(table: ScoredStep, g: int, vocabulary: Vocabulary) -> dict[str, A
         "status": table.status_name(g),
         "length": float(lengths.mean()) if len(lengths) else None,
         "columns": miniature_columns(table, g),
-        "credit": next(iter(table.group_scores(g)), None),
     }
+    books = table.books(g)
+    if books is not None and books.is_measured:
+        row["change"] = books.change
     tokens = _group_tokens(table, g)
     for name in table.scales:
         mine = table.need(name)[tokens]
@@ -105,10 +111,10 @@ def miniature_columns(table: ScoredStep, g: int) -> int:
     return min(MINIATURE_COLUMNS, int(table.lengths[table.members(g)].max(initial=0)))
 
 
-def miniatures(table: ScoredStep, credit: str) -> bytes:
+def miniatures(table: ScoredStep, score: str) -> bytes:
     """For every group in order: float32[responses, columns], the strongest influence in each piece of a
     response, accepted responses first."""
-    values = table.score(credit)
+    values = table.column(score)
     if values is None:
         values = np.full(table.n_tokens, np.nan, np.float32)
     lines = []
@@ -140,18 +146,21 @@ def group_payload(table: ScoredStep, g: int, vocabulary: Vocabulary) -> dict[str
         "expected": np.searchsorted(ids, table.expected(g)).tolist(),
         "vocabulary": vocabulary.entries(ids.tolist()),
         "responses": [_response(table, r) for r in table.members(g)],
-        "channels": ["token", *_channels(table)],
+        "channels": ["token", *_channels(table, g)],
         "colours": _colours(),
-        "credits": table.group_credits(g),
-        "likelier": LIKELIER in table.group_scores(g),
+        "scores": table.group_scores(g),
         "scales": table.scales,
         "pairwise": _pairwise_members(table, g),
+        "alternatives": _alternatives(table, g, ids),
+        "remarks": remarks(table.updates(g)),
     }
 
 
-def _channels(table: ScoredStep) -> list[str]:
-    """What the group page gets for every token: all its colours, and who wrote it where not all is the policy's."""
-    return [*table.channels(), *([LOSS_MASK] if table.column(LOSS_MASK) is not None else [])]
+def _channels(table: ScoredStep, g: int) -> list[str]:
+    """What the group page gets for every token: those of its colours that the group has any number of, and others."""
+    rows = _group_tokens(table, g)
+    names = [*table.channels(), *(name for name in FURTHER_CHANNELS if table.column(name) is not None)]
+    return [name for name in names if np.isfinite(table.need(name)[rows]).any()]
 
 
 def _colours() -> dict[str, dict[str, Any]]:
@@ -173,7 +182,22 @@ def _colours() -> dict[str, dict[str, Any]]:
 
 def _group_ids(table: ScoredStep, g: int) -> np.ndarray:
     """The token ids of a group in order: an index into its vocabulary is a place in this list."""
-    return np.unique(np.concatenate([table.prompt(g), table.expected(g), table.token_id[_group_tokens(table, g)]]))
+    gained = [token for each in table.alternatives(g) for token, _, _ in each.gained]
+    own = table.token_id[_group_tokens(table, g)]
+    return np.unique(np.concatenate([table.prompt(g), table.expected(g), own, np.array(gained, own.dtype)]))
+
+
+def _alternatives(table: ScoredStep, g: int, ids: np.ndarray) -> list[dict[str, Any]]:
+    """Which tokens gained most in the places of the group's strongest: [index into the vocabulary, probability before
+    the step, and after it]."""
+    return [
+        {
+            "response": each.response,
+            "position": each.position,
+            "gained": [[int(np.searchsorted(ids, token)), *change] for token, *change in each.gained],
+        }
+        for each in table.alternatives(g)
+    ]
 
 
 def _group_tokens(table: ScoredStep, g: int) -> np.ndarray:
@@ -208,7 +232,7 @@ def group_tokens(table: ScoredStep, g: int, vocabulary: Vocabulary) -> bytes:
     indices into the payload's vocabulary."""
     rows = _group_tokens(table, g)
     indices = np.searchsorted(_group_ids(table, g), table.token_id[rows])
-    return float_bytes([indices, *(table.need(name)[rows] for name in _channels(table))])
+    return float_bytes([indices, *(table.need(name)[rows] for name in _channels(table, g))])
 
 
 def _pairwise_members(table: ScoredStep, g: int) -> dict[str, Any] | None:
@@ -219,7 +243,10 @@ def _pairwise_members(table: ScoredStep, g: int) -> dict[str, Any] | None:
         {"response": local.get(r), "accepted": bool(table.accepted[r]), "advantage": table.value("advantage", r)}
         for r in columns
     ]
-    return {"credit": table.meta.get("pairwise_credit"), "members": members} if members else None
+    if not members:
+        return None
+    score = "influence_own" if table.unit == NATS else f"influence_{table.meta.get('pairwise_credit')}"
+    return {"score": score, "members": members}
 
 
 def _pairwise_columns(table: ScoredStep, g: int) -> list[int]:
@@ -268,8 +295,7 @@ def points_payload(table: ScoredStep, vocabulary: Vocabulary) -> dict[str, Any]:
             for g, index, r in responses
         ],
         "vocabulary": vocabulary.entries(np.unique(table.token_id[rows]).tolist()),
-        "credits": table.scores if (table.responses_in(INFLUENCE_TRACE) >= 0).any() else [],
-        "common_credit": table.common_credit,
+        "scores": table.scores,
     }
 
 
@@ -290,10 +316,10 @@ def _stride(rows: np.ndarray) -> int:
     return max(1, math.ceil(len(rows) / MOST_POINTS))
 
 
-def points(table: ScoredStep, credit: str, vocabulary: Vocabulary) -> bytes:
+def points(table: ScoredStep, score: str, vocabulary: Vocabulary) -> bytes:
     """float32[3, points]: vocabulary index, entropy, influence of every `stride`-th token."""
     rows = _point_tokens(table)
     ids, shown = np.unique(table.token_id[rows]), rows[:: _stride(rows)]
-    columns = [table.column("entropy"), table.score(credit)]
+    columns = [table.column("entropy"), table.column(score)]
     numbers = [np.full(len(shown), np.nan) if each is None else each[shown] for each in columns]
     return float_bytes([np.searchsorted(ids, table.token_id[shown]), *numbers])

@@ -1,25 +1,35 @@
-"""The influence scores of a step: which credits it has, which groups can be compared, where colour scales end."""
+"""The influence scores of a step: which it has, which groups were measured, where colour scales end."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from gradtrace.instruments.influence import INFLUENCE_TRACE
-from gradtrace.trace.columns import KINDS, GroupStatus
+from gradtrace.instruments.influence.books import Books
+from gradtrace.trace.columns import INFLUENCE_SCORES, KINDS, GroupStatus
 from gradtrace.trace.reader import RunReader, StepUnreadableError
 from gradtrace.trace.table import StepTable
 
 TOP_QUANTILE = 0.99
 """Colour scales end here, so that one extreme token cannot wash out the rest."""
 
-CREDITS = ("loss_term", "tail", "position")
-"""What a score counts, the most telling first."""
-LIKELIER = "likelier"
-"""The score of a step that makes a token likelier, instead of the step that training takes on it."""
-SCORES = (*CREDITS, LIKELIER)
+SCORES = (*INFLUENCE_SCORES, "influence_own")
+NATS = "nats"
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """The tokens that an optimizer step made likelier in the place of a strong one."""
+
+    response: int
+    """Its index in the group."""
+    position: int
+    gained: list[tuple[int, float, float]]
+    """Token id, probability before the step and after it."""
 
 
 class ScoredStep(StepTable):
@@ -29,45 +39,72 @@ class ScoredStep(StepTable):
     def meta(self) -> dict[str, Any]:
         return self.parts[INFLUENCE_TRACE].meta if INFLUENCE_TRACE in self.parts else {}
 
-    def score(self, name: str) -> np.ndarray | None:
-        """[N]: the scores of this name, one of `SCORES`."""
-        return self.column(f"influence_{name}")
+    @cached_property
+    def _has_score(self) -> dict[str, np.ndarray]:
+        """bool[G] for every score that the step has: the group has any."""
+        owner = np.repeat(self.group, self.lengths)
+        found = {name: values for name in SCORES if (values := self.column(name)) is not None}
+        counts = {name: np.bincount(owner[np.isfinite(each)], minlength=self.n_groups) for name, each in found.items()}
+        return {name: each > 0 for name, each in counts.items() if each.any()}
 
     @cached_property
     def scores(self) -> list[str]:
-        """Scores that the step has, those by credit first."""
-        return [name for name in SCORES if self.score(name) is not None]
+        """Scores that every scored group of the step has, so that groups can be compared; the default first."""
+        is_scored = np.any(list(self._has_score.values()), axis=0) if self._has_score else np.zeros(0, bool)
+        return [name for name, has in self._has_score.items() if has[is_scored].all()]
 
     @property
-    def credits(self) -> list[str]:
-        return [name for name in self.scores if name != LIKELIER]
+    def score(self) -> str | None:
+        """The score that pages show first."""
+        return next(iter(self.scores), None)
 
-    @cached_property
-    def _has_score(self) -> dict[str, np.ndarray]:
-        """bool[G] for every score: the group has any."""
-        owner = np.repeat(self.group, self.lengths)
-        scored = {name: owner[np.isfinite(self.need(f"influence_{name}"))] for name in self.scores}
-        return {name: np.bincount(found, minlength=self.n_groups) > 0 for name, found in scored.items()}
+    @property
+    def unit(self) -> str:
+        """Of its scores: nats, or influence where they were made of captured factors."""
+        return NATS if "influence" in self._has_score else "influence"
 
     def group_scores(self, g: int) -> list[str]:
-        """Scores that a group has; the first is the most telling one."""
-        return [name for name, has in self._has_score.items() if has[g]]
-
-    def group_credits(self, g: int) -> list[str]:
-        """Those of its scores that are of a step which training takes."""
-        return [name for name in self.group_scores(g) if name != LIKELIER]
-
-    @cached_property
-    def common_credit(self) -> str | None:
-        """The most telling credit that every scored group has: only then can groups be compared."""
-        scored = [scores for g in range(self.n_groups) if (scores := self.group_scores(g))]
-        shared = [credit for credit in self.credits if all(credit in scores for scores in scored)]
-        return next(iter([*shared, *self.credits]), None)
+        """Scores of all kinds that a group has, by which its tokens can be coloured; the default first."""
+        return [name for name in INFLUENCE_SCORES if name in self._has_score and self._has_score[name][g]]
 
     @property
-    def common_scores(self) -> np.ndarray | None:
-        """[N]: the scores by which all groups of the step can be compared."""
-        return self.score(self.common_credit) if self.common_credit else None
+    def main_scores(self) -> np.ndarray | None:
+        """[N]: the scores that pages show first."""
+        return self.need(self.score) if self.score else None
+
+    def books(self, g: int) -> Books | None:
+        """What the optimizer step did to the objective of a group; None where scores are not in nats."""
+        if self.group_scores(g)[:1] != ["influence"]:
+            return None
+        tokens = self.need("influence")[self.tokens_of(self.members(g))]
+        names = ("objective_change", "change_by_batch", "change_by_own", "change_by_momentum")
+        stored = [self.column(name) for name in names]
+        if any(values is None or not np.isfinite(values[g]) for values in stored):
+            return Books(np.nan, float(np.nansum(tokens)))
+        return Books(*(float(values[g]) for values in stored if values is not None))
+
+    def alternatives(self, g: int) -> list[Alternatives]:
+        """Those that the trace holds of a group; entries that it cannot mean are left out."""
+        members, found = self.members(g).tolist(), []
+        index_of = {int(self.row[r]): index for index, r in enumerate(members)}
+        for each in self.meta.get("alternatives") or []:
+            try:
+                index, position = index_of.get(int(each["row"])), int(each["token"])
+                gained = [(int(token), float(before), float(after)) for token, before, after in each["gained"]]
+            except (TypeError, KeyError, ValueError):
+                continue
+            if index is not None and 0 <= position < self.lengths[members[index]]:
+                found.append(Alternatives(index, position, gained))
+        return found
+
+    def updates(self, g: int | None = None) -> list[dict[str, Any]]:
+        """The optimizer steps that the trace describes; those of a group alone."""
+        known = [each for each in self.meta.get("updates") or [] if isinstance(each, dict)]
+        numbers = self.column("optimizer_step", INFLUENCE_TRACE)
+        if g is None or numbers is None:
+            return known
+        own = set(numbers[self.members(g)].tolist())
+        return [each for each in known if each.get("optimizer_step") in own]
 
     @cached_property
     def accepted(self) -> np.ndarray:

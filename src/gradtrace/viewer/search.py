@@ -106,9 +106,9 @@ def _place(table: ScoredStep, g: int, index: int, r: int, position: int) -> Hit:
 
 
 def _score_hits(table: ScoredStep, rows: np.ndarray, vocabulary: Vocabulary) -> list[Hit]:
-    """Tokens by their place in the step, with their score by the credit that all scored groups of the step have."""
-    hits = _token_hits(table, rows, vocabulary, table.common_scores)
-    return [{**hit, "credit": table.common_credit} for hit in hits]
+    """Tokens by their place in the step, with the score that all scored groups of the step have."""
+    hits = _token_hits(table, rows, vocabulary, table.main_scores)
+    return [{**hit, "by": table.score} for hit in hits]
 
 
 def _token_hits(table: ScoredStep, rows: np.ndarray, vocabulary: Vocabulary, scores: np.ndarray | None) -> list[Hit]:
@@ -138,7 +138,7 @@ def _tokens(table: ScoredStep, query: Query, vocabulary: Vocabulary) -> tuple[li
     else:
         same = [int(i) for i in np.unique(ids) if vocabulary.text([int(i)]).strip() == query.text.strip()]
         rows = np.flatnonzero(np.isin(ids, same))
-    scores = table.common_scores
+    scores = table.main_scores
     if scores is not None:
         rows = rows[np.argsort(-np.abs(np.nan_to_num(scores[rows])), kind="stable")]
     return _score_hits(table, rows[:MOST_A_STEP], vocabulary), max(0, len(rows) - MOST_A_STEP)
@@ -146,7 +146,7 @@ def _tokens(table: ScoredStep, query: Query, vocabulary: Vocabulary) -> tuple[li
 
 def _harmful(table: ScoredStep, query: Query, vocabulary: Vocabulary) -> tuple[list[Hit], int]:
     """The tokens on which training's step hurts the accepted answers most: the lowest scores."""
-    scores = table.common_scores
+    scores = table.main_scores
     if scores is None:
         return [], 0
     negative = np.flatnonzero(scores < 0)

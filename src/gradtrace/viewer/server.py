@@ -53,7 +53,7 @@ from gradtrace.viewer.pages import (
 from gradtrace.viewer.scores import SCORES, ScoredStep
 from gradtrace.viewer.search import LOOKS, Query, prompt_key, search
 from gradtrace.viewer.security import Access, Gate
-from gradtrace.viewer.story import group_story, run_story, step_story
+from gradtrace.viewer.story import books_story, group_story, run_story, step_story
 
 LONGEST_QUERY = 200
 SMALLEST_COMPRESSED = 1400
@@ -166,11 +166,11 @@ class Question:
         return float(text or 0)
 
     @property
-    def credit(self) -> str:
-        credit = self.query.get("credit", "position")
-        if credit not in SCORES:
-            raise HTTPException(400, f"credit is one of {', '.join(SCORES)}")
-        return credit
+    def score(self) -> str:
+        score = self.query.get("score", SCORES[0])
+        if score not in SCORES:
+            raise HTTPException(400, f"score is one of {', '.join(SCORES)}")
+        return score
 
     @cached_property
     def served(self) -> ServedRun:
@@ -268,9 +268,11 @@ def told_step(view: ScoredStep, served: ServedRun) -> dict[str, Any]:
 
 
 def told_group(view: ScoredStep, g: int, served: ServedRun, measured: MeasuredGroup | None) -> dict[str, Any]:
-    """A group's structure, and the sentence that it begins with."""
+    """A group's structure, and the sentences that it begins with."""
     story = group_story(view, g, served.vocabulary, measured).as_json()
-    return {**group_payload(view, g, served.vocabulary), "story": story}
+    books = books_story(view, g, served.vocabulary)
+    told = {"story": story, "books": None if books is None else books.as_json()}
+    return {**group_payload(view, g, served.vocabulary), **told}
 
 
 def find(question: Question) -> Answer:
@@ -358,9 +360,9 @@ API: dict[str, Handler] = {
     "runs/{run:int}/findings": lambda q: as_json({"findings": q.served.run.findings()}),
     "runs/{run:int}/story": lambda q: as_json({"sentence": told_run(q.served)}),
     STEP: lambda q: as_json(told_step(q.view, q.served)),
-    f"{STEP}/miniatures": lambda q: as_floats(miniatures(q.view, q.credit)),
+    f"{STEP}/miniatures": lambda q: as_floats(miniatures(q.view, q.score)),
     f"{STEP}/tokens": lambda q: as_json(points_payload(q.view, q.served.vocabulary)),
-    f"{STEP}/points": lambda q: as_floats(points(q.view, q.credit, q.served.vocabulary)),
+    f"{STEP}/points": lambda q: as_floats(points(q.view, q.score, q.served.vocabulary)),
     GROUP: lambda q: as_json(told_group(q.view, q.group, q.served, q.measured)),
     f"{GROUP}/tokens": lambda q: as_floats(group_tokens(q.view, q.group, q.served.vocabulary)),
     f"{GROUP}/pairwise/{{response:int}}": lambda q: as_floats(pairwise_block(q.view, q.group, q.response)),

@@ -1,8 +1,8 @@
 """What a group, a step and a run say, in a sentence each, from the numbers that the files hold and no others.
 
-A score of a token is a first-order estimate of what training's step on it does to the accepted responses against the
-rejected ones. In a rejected response training lowers its tokens: that the score of a wrong token is positive therefore
-means that lowering it helps. The sentences say so in these words, and name the credit that the estimate is by.
+The influence of a token is what training on it did for the objective, in nats. In a rejected response training lowers
+the probability of its tokens: that a wrong token has a positive score therefore means that lowering it helped. Scores
+from captured factors are estimates per unit of step; sentences about them name the credit that they are by.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import numpy as np
 
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup
 from gradtrace.instruments.counterfactual.measure import Counterfactual, results
+from gradtrace.instruments.influence.books import Nats, more_than_half, remarks
 from gradtrace.viewer.scores import ScoredStep
 from gradtrace.viewer.vocabulary import Vocabulary
 
-CREDIT_WORDS = {"loss_term": "loss-term credit", "tail": "tail credit", "position": "position credit"}
+CREDIT_WORDS = {"loss_term": "loss-term credit", "position": "position credit"}
+INFLUENCE = "influence"
 SURE = 2.0
 """Standard errors from zero that a difference needs before a sentence speaks of it."""
 LEAST_VALUE = 0.05
@@ -93,8 +95,8 @@ def _key_token(
         lost += [(float(own.delta_v[t]), index, t) for t in places]
     if lost:
         return KeyToken(*min(lost)[1:], "value")
-    credit = next(iter(table.group_credits(g)), None)
-    scores = np.zeros(table.n_tokens) if credit is None else np.nan_to_num(np.abs(table.need(f"influence_{credit}")))
+    score = next(iter(table.group_scores(g)), None)
+    scores = np.zeros(table.n_tokens) if score is None else np.nan_to_num(np.abs(table.need(score)))
     sizes = [scores[table.tokens(r)] for r in table.members(g)]
     wrong = []
     for index in rejected:
@@ -126,22 +128,34 @@ def _head(table: ScoredStep, g: int, at: KeyToken, accepted: Sequence[bool], voc
 
 def _effect(table: ScoredStep, g: int, at: KeyToken, accepted: Sequence[bool]) -> str:
     """What training's step on the token does, by its stored score; empty where it has none."""
-    credit, r = next(iter(table.group_credits(g)), None), int(table.members(g)[at.response])
-    if credit is None:
+    name, r = next(iter(table.group_scores(g)), None), int(table.members(g)[at.response])
+    if name is None:
         return "no influence was stored for it"
-    values, clipped = table.need(f"influence_{credit}"), table.column("no_step")
+    values, clipped = table.need(name), table.column("no_step")
     if clipped is not None and clipped[table.tokens(r)][at.position]:
         return "training takes no step on it, because it was clipped"
     score = float(values[table.tokens(r)][at.position])
     if not np.isfinite(score):
         return "its influence was not captured"
+    if name == INFLUENCE:
+        return _change(table, g, r, score)
     does = "hurts" if score < 0 else "helps"
     text = f"{_step_words(table, r)} {does} the accepted answers against the rejected ones"
+    credit, by = name.removeprefix("influence_"), str(table.meta.get("pairwise_credit"))
     counted, named = _counted(table, g, at, accepted), CREDIT_WORDS[credit]
-    by = str(table.meta.get("pairwise_credit"))
     if counted and by != credit:
         named = f"{named}, single answers by {CREDIT_WORDS.get(by, by)}"
     return f"{text}{counted} ({named})"
+
+
+def _change(table: ScoredStep, g: int, r: int, score: float) -> str:
+    """An influence in nats, in words. With an empty Adam state it says what the step did to the token."""
+    nats = Nats([score])
+    does = "raised" if score >= 0 else "lowered"
+    amount = f"by {nats.plain(abs(score))} {nats.unit}"
+    if score == 0 or remarks(table.updates(g)):
+        return f"the step {does} its own term of the objective {amount}" if score else "the step did not change it"
+    return f"{_step_words(table, r)} {does} the objective {amount}"
 
 
 def _step_words(table: ScoredStep, r: int) -> str:
@@ -149,7 +163,7 @@ def _step_words(table: ScoredStep, r: int) -> str:
     function, advantage = table.meta.get("output_function"), table.value("advantage", r)
     if function == "log_prob":
         return "making it likelier"
-    if function in ("training_loss", "log_prob_advantage") and advantage:
+    if function in (None, "training_loss", "log_prob_advantage") and advantage:
         return f"training {'lowers' if advantage < 0 else 'raises'} it, which"
     return "a step along its gradient"
 
@@ -191,6 +205,37 @@ def quoted(vocabulary: Vocabulary, token_id: int) -> str:
     return f"“{text[:LONGEST_TOKEN]}{'…' if len(text) > LONGEST_TOKEN else ''}”"
 
 
+def books_story(table: ScoredStep, g: int, vocabulary: Vocabulary) -> Story | None:
+    """What the step did to the group's objective and by whom; None where no scores are in nats."""
+    books = table.books(g)
+    if books is None:
+        return None
+    parts, at = [books.sentence()], None
+    members = table.members(g).tolist()
+    own = table.column("influence_own") if books.is_measured else None
+    rows = table.tokens_of(members)
+    best = None if own is None else more_than_half(own[rows], books.by_own)
+    if best is not None:
+        index = int(np.searchsorted(np.cumsum(table.lengths[members]), best, side="right"))
+        position = int(rows[best] - table.offsets[members[index]])
+        token = quoted(vocabulary, int(table.token_id[rows[best]]))
+        parts.append(f"More than half of the first is token {position} of r{index}, {token}.")
+        at = KeyToken(index, position, "score")
+    return Story(" ".join([*parts, *_less_likely(table, members)]), at)
+
+
+def _less_likely(table: ScoredStep, members: Sequence[int]) -> list[str]:
+    """A sentence where accepted responses lost probability by the step (likelihood displacement)."""
+    change = table.column("log_prob_change")
+    good = [r for r in members if table.accepted[r]]
+    sums = [] if change is None else [float(np.nansum(change[table.tokens(r)])) for r in good]
+    fallen = sum(each < 0 for each in sums)
+    if not fallen:
+        return []
+    which = "the accepted answer" if len(good) == 1 else f"{fallen} of {len(good)} accepted answers"
+    return [f"It made {which} less likely."]
+
+
 def step_story(table: ScoredStep, vocabulary: Vocabulary, found: Sequence[dict[str, Any]] = ()) -> str:
     """`found`: the findings of this step."""
     stored = [(g, each) for g in range(table.n_groups) if (each := table.rewards(g))]
@@ -210,8 +255,8 @@ def step_story(table: ScoredStep, vocabulary: Vocabulary, found: Sequence[dict[s
 
 
 def _strongest(table: ScoredStep, groups: Sequence[int]) -> int | None:
-    """The group with most influence among those whose scores can be compared: by the credit that all of them have."""
-    values = table.common_scores
+    """The group with most influence, by the score that all scored groups have."""
+    values = table.main_scores
     if values is None:
         return None
     sizes = {g: sum(float(np.nansum(np.abs(values[table.tokens(r)]))) for r in table.members(g)) for g in groups}

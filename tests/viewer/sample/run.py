@@ -1,7 +1,8 @@
 """A sample run on disk: drawn numbers, made to agree with one another as those of a real trace do.
 
-A token's score is the contrast of its effects on the responses, and position scores plus the prompt's part sum to
-the loss-term scores.
+In a measured group the effects of a token on the responses add up to its influence on its own prompt, and the books of
+the group balance but for a little curvature. With `factors` scores are those of captured factors: a token's score is
+the contrast of its effects, and position scores plus the prompt's part sum to the loss-term scores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gradtrace.instruments.entropy_probe import ENTROPY_PROBE
 from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
 from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.tracin import TRACIN
-from gradtrace.trace.columns import SIGN_STATEMENT, GroupStatus, Selection, ragged
+from gradtrace.trace.columns import SIGN_OF_PARTS, SIGN_STATEMENT, GroupStatus, Selection, ragged
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes
 from gradtrace.trace.writer import TraceWriter
@@ -48,9 +49,12 @@ trainer:
   entropy_trace: {{enable: true}}
   tracin: {{enable: {tracin}}}
   entropy_probe: {{every: {probe}}}
-  influence_trace: {{enable: {influence}, credit: both, hessian_mode: inverse, hessian_source: response,
-    accepted_rejected_scope: per_prompt, contrastive_agg: mean}}
+  influence_trace: {{enable: {influence}{knobs}}}
 """
+FACTOR_KNOBS = """, credit: both, hessian_mode: inverse, hessian_source: response,
+    accepted_rejected_scope: per_prompt, contrastive_agg: mean"""
+NATS = 0.02
+"""Nats per unit of the drawn scores."""
 
 
 def influence_of(group: SampleGroup, rng: np.random.Generator) -> dict[str, Any]:
@@ -130,6 +134,7 @@ class SampleRun:
     def __init__(
         self, path: Path, task: str = "arithmetic", *, seed: int = 0, groups: int = 32, responses: int = 8,
         total_steps: int = 40, influence: bool = True, tracin: bool = True, probe: bool = True, at_least: int = 0,
+        factors: bool = False, measured: int = 1, learning_rate: float = 2e-4, early: bool = False,
     ) -> None:  # fmt: skip
         self.path = path
         self.task = task
@@ -141,6 +146,12 @@ class SampleRun:
         self.tracin = tracin
         self.probe = probe
         self.at_least = at_least
+        self.factors = factors
+        """Scores of captured factors, in their old unit, instead of nats."""
+        self.measured = measured
+        self.learning_rate = learning_rate
+        self.early = early
+        """Every optimizer step starts from an empty Adam state."""
         self.vocabulary = full_prose_vocabulary()
         self.files = RunFiles(path)
         self.files.write_config(
@@ -150,6 +161,7 @@ class SampleRun:
                 responses=responses,
                 steps=total_steps,
                 influence=str(influence).lower(),
+                knobs=FACTOR_KNOBS if factors else "",
                 tracin=str(tracin).lower(),
                 probe=int(probe),
             )
@@ -194,7 +206,8 @@ class SampleRun:
         self.entropy_writer.write(step, layout_columns(groups, rows), meta)
         self.entropy_writer.flush()
         if self.influence_writer is not None:
-            self.influence_writer.write(step, influence_columns(groups, rng), {**meta, **INFLUENCE_META})
+            columns, more = self.influence_of_step(groups, rng)
+            self.influence_writer.write(step, columns, {**meta, **more})
             self.influence_writer.flush()
         metrics = self.metrics(groups, rng)
         if self.tracin_writer is not None:
@@ -202,6 +215,22 @@ class SampleRun:
         if self.probe_writer is not None:
             self._write_probe(step, groups, meta, metrics, rng)
         self.files.log(step, metrics)
+
+    def influence_of_step(
+        self, groups: list[SampleGroup], rng: np.random.Generator
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Columns of the influence trace and what it says about them."""
+        if self.factors:
+            return factor_columns(groups, rng), FACTOR_META
+        columns, alternatives = parts_columns(groups, rng, self.measured)
+        update = {
+            "optimizer_step": 0,
+            "part": float(np.nansum(columns["influence"])),
+            "second_moment": "batch_gradient" if self.early else "state_with_batch",
+            "learning_rate": self.learning_rate,
+        }
+        more = {"unit": "nats", "updates": [update], "alternatives": alternatives, "sign": SIGN_OF_PARTS}
+        return columns, more
 
     def _write_tracin(
         self, step: int, groups: list[SampleGroup], meta: dict[str, Any], rng: np.random.Generator
@@ -276,6 +305,8 @@ class SampleRun:
                 "influence_trace/uid_constant": len(groups) - len(mixed),
                 "influence_trace/rows_emitted": sum(len(r.ids) for group in mixed for r in group.responses),
             }
+            if not self.factors and self.measured:
+                numbers["influence_trace/predicted_over_measured"] = 1 + 0.02 * float(rng.normal())
         return numbers
 
     def finish(self) -> None:
@@ -290,7 +321,8 @@ class SampleRun:
                 writer.close()
 
 
-INFLUENCE_META = {
+FACTOR_META = {
+    "unit": "influence",
     "credit": ["position", "loss_term"],
     "pairwise_credit": "position",
     "hessian_mode": "inverse",
@@ -303,32 +335,106 @@ INFLUENCE_META = {
 }
 
 
-def influence_columns(groups: list[SampleGroup], rng: np.random.Generator) -> dict[str, Any]:
-    """The influence trace of a step: responses of mixed groups only, all groups with their status."""
+def traced_columns(groups: list[SampleGroup]) -> tuple[list[int], dict[str, Any]]:
+    """The groups that are scored, and what every influence trace of a step holds: responses of mixed groups only, all
+    groups with their status."""
     traced = [g for g, group in enumerate(groups) if group.mixed]
     firsts = np.cumsum([0, *(len(group.responses) for group in groups)])
     rows = [int(firsts[g]) + i for g in traced for i in range(len(groups[g].responses))]
     kept = [group if group.mixed else SampleGroup(group.prompt, [], group.expected) for group in groups]
     columns = layout_columns(kept, rows)
+    return traced, columns | {
+        "group_status": np.array([GroupStatus.SCORED if g.mixed else GroupStatus.CONSTANT_REWARD for g in groups]),
+        "selection": np.full(len(rows), int(Selection.SELECTED)),
+        "captured": np.ones(len(columns["token_id"]), bool),
+    }
+
+
+def pairwise_columns(blocks: list[np.ndarray], members: list[np.ndarray]) -> dict[str, Any]:
+    """Of every response: its effects [T, n] on these members; an empty list where none are stored."""
+    member_list, member_offsets = ragged(members)
+    flat, offsets = ragged([block.reshape(-1) for block in blocks], dtype="float32")
+    return {
+        "pairwise_member": member_list, "pairwise_member_offsets": member_offsets,
+        "pairwise": flat, "pairwise_offsets": offsets,
+    }  # fmt: skip
+
+
+def parts_columns(
+    groups: list[SampleGroup], rng: np.random.Generator, measured: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Scores in nats, with books and effects of the first `measured` groups that are scored; and the alternatives of
+    the strongest token of each of these."""
+    traced, columns = traced_columns(groups)
+    books = {name: np.full(len(groups), np.nan, np.float32) for name in BOOKS}
+    tokens: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("influence", "influence_own", "log_prob_before", "log_prob_after")
+    }
+    blocks, members, alternatives, start = [], [], [], 0
+    for place, g in enumerate(traced):
+        group, n = groups[g], len(groups[g].responses)
+        is_measured = place < measured
+        of_group: dict[str, list[np.ndarray]] = {name: [] for name in tokens}
+        for response in group.responses:
+            length = len(response.own)
+            own = NATS * response.own
+            gap = np.full(length, np.nan)
+            effects = _shared(own, n, rng) if is_measured else np.empty((length, 0), np.float32)
+            blocks.append(effects)
+            members.append(np.arange(start, start + n) if is_measured else np.empty(0, np.int64))
+            of_group["influence"].append(own + 0.3 * NATS * rng.normal(size=length) * np.abs(response.own).mean())
+            of_group["influence_own"].append(effects.sum(1) if is_measured else gap)
+            of_group["log_prob_before"].append(response.log_prob if is_measured else gap)
+            after = np.minimum(response.log_prob + 2 * own, -1e-6)
+            of_group["log_prob_after"].append(after if is_measured else gap)
+        sums = {name: float(np.concatenate(values).sum()) for name, values in of_group.items()}
+        books["change_by_batch"][g] = sums["influence"]
+        if is_measured:
+            books["change_by_own"][g] = sums["influence_own"]
+            books["change_by_momentum"][g] = 0.15 * sums["influence"]
+            books["objective_change"][g] = 1.18 * sums["influence"]
+            index = int(np.argmax([np.abs(values).max() for values in of_group["influence"]]))
+            position = int(np.abs(of_group["influence"][index]).argmax())
+            other = int(group.responses[index - 1].ids[0])
+            row = int(columns["row"][start + index])
+            alternatives.append({"row": row, "token": position, "gained": [[other, 0.55, 0.63]]})
+        for name, values in of_group.items():
+            tokens[name] += values
+        start += n
+    flat = {name: np.concatenate(values or [np.empty(0)]) for name, values in tokens.items()}
+    stored = pairwise_columns(blocks, members) if measured and traced else {}
+    weights = np.full(len(columns["row"]), 1 / max(1, len(columns["token_id"])))
+    return columns | books | flat | stored | {"loss_weight": weights}, alternatives
+
+
+BOOKS = ("objective_change", "change_by_batch", "change_by_own", "change_by_momentum")
+
+
+def _shared(total: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+    """float32[T, n]: effects that add up to `total`."""
+    noise = rng.normal(size=(len(total), n)) * np.abs(total)[:, None]
+    return (total[:, None] / n + noise - noise.mean(1, keepdims=True)).astype(np.float32)
+
+
+def factor_columns(groups: list[SampleGroup], rng: np.random.Generator) -> dict[str, Any]:
+    """Scores of captured factors, by both credits, with the effects of every token on every response of its group."""
+    traced, columns = traced_columns(groups)
     scores = [influence_of(groups[g], rng) for g in traced]
     blocks = [block for score in scores for block in score["pairwise"]]
     starts = np.cumsum([0, *(len(groups[g].responses) for g in traced)])
     members = [
         np.arange(starts[k], starts[k + 1]) for k, g in enumerate(traced) for _ in range(len(groups[g].responses))
     ]
-    member_list, member_offsets = ragged(members)
-    flat, offsets = ragged([block.reshape(-1) for block in blocks], dtype="float32")
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([v for score in scores for v in score[name]] or [np.empty(0)])
 
-    return columns | {
-        "group_status": np.array([GroupStatus.SCORED if g.mixed else GroupStatus.CONSTANT_REWARD for g in groups]),
-        "selection": np.full(len(rows), int(Selection.SELECTED)),
-        "prompt_influence": np.array([p for score in scores for p in score["prompt"]]),
-        "captured": np.ones(len(columns["token_id"]), bool),
-        "influence_position": joined("position"),
-        "influence_loss_term": joined("loss_term"),
-        "pairwise_member": member_list, "pairwise_member_offsets": member_offsets,
-        "pairwise": flat, "pairwise_offsets": offsets,
-    }  # fmt: skip
+    return (
+        columns
+        | pairwise_columns(blocks, members)
+        | {
+            "prompt_influence": np.array([p for score in scores for p in score["prompt"]]),
+            "influence_position": joined("position"),
+            "influence_loss_term": joined("loss_term"),
+        }
+    )

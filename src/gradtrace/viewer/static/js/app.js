@@ -27,7 +27,7 @@ const PAGES = {
   probe: openProbePage,
 };
 /** Choices that follow the reader from page to page; the rest (selection, search, sorting) belongs to one page. */
-const CARRIED = "run with step group view left right scale credit asks order spaces smooth chart".split(" ");
+const CARRIED = "run with step group view left right scale score order spaces smooth chart".split(" ");
 /** "with=" nothing: otherwise the runs of the command line would come back. */
 const NO_OVERLAY = " ";
 const LIVE_POLL = 2000;

@@ -1,15 +1,28 @@
 // The things a heat map can show, and what to say about each.
 
-export const CREDIT_NAMES = { loss_term: "loss term", tail: "tail", position: "position", likelier: "likelier" };
-/** {credit: its name} of these. */
-export function creditNames(credits) {
-  return Object.fromEntries(credits.map((each) => [each, CREDIT_NAMES[each]]));
+/** Columns of influence scores: one of them is shown as "Influence". */
+export const SCORE_NAMES = {
+  influence: "influence",
+  influence_own: "on own prompt",
+  influence_loss_term: "loss term",
+  influence_position: "position",
+};
+/** {score: its name} of these. */
+export function scoreNames(scores) {
+  return Object.fromEntries(scores.map((each) => [each, SCORE_NAMES[each]]));
 }
-export const CREDIT_HINT =
-  "loss term: this token's own term of the objective only. tail: the same, in the last block's weights. position: everything that flows through this token's position, later tokens' losses included. likelier: a step that makes the token likelier, whatever training does with it.";
+const SCORE_HINTS = {
+  influence: "influence: by the gradient of the whole mini-batch.",
+  influence_own: "on own prompt: by the gradient of the token’s own group.",
+  influence_loss_term: "loss term: this token’s own term of the objective only.",
+  influence_position: "position: everything that flows through this token’s position, later tokens’ losses included.",
+};
+export function scoreHint(scores) {
+  return scores.map((each) => SCORE_HINTS[each]).join(" ");
+}
 
 /**
- * What the page adds to the columns of the step table: its own colours (influence by the chosen credit, ΔV, which comes
+ * What the page adds to the columns of the step table: its own colours (influence by the chosen score, ΔV, which comes
  * while one watches, and the advantage of a response), and better words. meaning: what the colours mean; signs: what
  * positive and negative say; missing: why a group may lack it.
  */
@@ -23,8 +36,18 @@ const WORDS = {
     title: "Influence",
     signed: true,
     adds_up: true,
-    unit: "influence",
+    unit: "nats",
     missing: "No influence was stored for this group; above stands why.",
+  },
+  influence_own: {
+    signs: ["by the gradient of its own group, training on this token raised the group’s objective.", "it lowered it."],
+    meaning: "",
+    missing: "Stored for measured groups only: trainer.influence_trace.measure=all measures every group.",
+  },
+  log_prob_change: {
+    signs: ["the optimizer step made the token likelier.", "less likely. Measured, momentum included."],
+    meaning: "",
+    missing: "Stored for measured groups only: trainer.influence_trace.measure=all measures every group.",
   },
   delta_v: {
     title: "ΔV",
@@ -87,7 +110,7 @@ export const CHANNELS = { ...WORDS };
 /** Take in the columns that the server calls colours; one that this page has no words for explains itself. */
 export function learnChannels(colours) {
   for (const [name, { meaning, written_by, ...colour }] of Object.entries(colours)) {
-    if (name.startsWith("influence_")) continue; // one colour, by the chosen credit
+    if (name in SCORE_NAMES && name !== "influence_own") continue; // one colour, by the chosen score
     const signs = colour.signed ? " Positive: bar above. Negative: bar below." : "";
     const by = written_by ? `: ${written_by} writes it` : "";
     const own = { meaning: `${capitalised(meaning)}.${signs}`, missing: `This step’s files do not hold it${by}.` };

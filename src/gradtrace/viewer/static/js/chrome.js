@@ -4,9 +4,9 @@ import { append, button, element, linkTo, svgElement } from "./dom.js";
 import { ago } from "./format.js";
 
 const READING = [
-  "Influence is signed and centred at 0. Positive: training on this token helps the accepted responses against the rejected ones. Strong values also carry a bar, above for positive and below for negative; a dotted underline marks tokens that training passes over because they were clipped.",
+  "Influence is signed and centred at 0. Positive: training on this token raised the objective. It is in nats: what this mini-batch’s gradient contributed to the optimizer step changed the token’s own term by so much, and the influence of all tokens adds up. Strong values also carry a bar, above for positive and below for negative; a dotted underline marks tokens that training passes over because they were clipped.",
   "Colours stop at the 99th percentile of the response, the group or the step, so one extreme token cannot wash out the rest. A token struck through was not captured by the trace.",
-  "Loss-term credit holds the token’s own term only; tail credit is the same in the last block’s weights, and costs nothing. Position credit holds everything that flows through a token’s position, later tokens’ losses included. Sums by loss term and by position agree once the prompt’s positions are counted.",
+  "Measured groups also show what the whole step did: the log-prob of each token before and after it, the part of each token in its own prompt’s objective, and its effect on each response. Scores from captured factors (credit=position, hessian_mode=inverse) have no natural unit and say how they are defined.",
 ];
 
 export class Chrome {

@@ -1,6 +1,6 @@
 // Controls that several pages share: segmented controls, search boxes, and tables whose heads sort them.
 
-import { CREDIT_HINT, creditNames } from "./channels.js";
+import { scoreHint, scoreNames } from "./channels.js";
 import { button, element, setAttributes } from "./dom.js";
 
 let nextId = 0;
@@ -47,10 +47,10 @@ export function segmentedControl({ label, options, value, onChange, hint = "", d
   return Object.assign(element("div", "control", { title: hint || null }, name, group), { choose, select });
 }
 
-/** Which credit is shown, of those that the trace holds; null where there is nothing to choose. */
-export function creditControl(value, credits, onChange) {
-  if (credits.length < 2) return null;
-  return segmentedControl({ label: "Credit", value, hint: CREDIT_HINT, options: creditNames(credits), onChange });
+/** Which score is shown, of those that the trace holds; null where there is nothing to choose. */
+export function scoreControl(value, scores, onChange) {
+  if (scores.length < 2) return null;
+  return segmentedControl({ label: "Score", value, hint: scoreHint(scores), options: scoreNames(scores), onChange });
 }
 
 /** The value after `current` in a list, for keys that cycle through a control. */

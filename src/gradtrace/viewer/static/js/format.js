@@ -17,7 +17,7 @@ export function signed(value, decimals = 2) {
   return (Number(text) === 0 ? "" : value < 0 ? MINUS : "+") + text;
 }
 
-/** Influence has no natural size: the decimals follow the largest value in view, and tiny or huge scales use exponents. */
+/** Numbers without a natural size: the decimals follow the largest value in view, and tiny or huge scales use exponents. */
 export function numberStyle(top, digits = 3) {
   const size = Math.abs(top);
   const exponential = size > 0 && (size < 1e-3 || size >= 1e6);
@@ -27,6 +27,36 @@ export function numberStyle(top, digits = 3) {
     return value === 0 ? "0" : (value < 0 ? MINUS : plus) + exponent(Math.abs(value), digits - 1);
   };
   return { plain: shown(fixed, ""), signed: shown(signed, "+") };
+}
+
+/** Units of nats, the first that gives the largest value in view a readable number. @type {[number, string][]} */
+const NATS = [
+  [1, "nats"],
+  [1e-3, "m-nats"],
+  [1e-6, "µ-nats"],
+  [1e-9, "n-nats"],
+];
+
+/** Numbers in nats by the largest in view: {plain, signed, unit}; as in gradtrace/instruments/influence/books.py. */
+export function natsStyle(top, digits = 3) {
+  const size = Number.isFinite(top) ? Math.abs(top) : 0;
+  const [scale, unit] = NATS.find(([each]) => size >= 0.01 * each) ?? NATS.at(size > 0 ? -1 : 0);
+  const decimals = size > 0 ? Math.max(0, Math.min(6, digits - 1 - Math.floor(Math.log10(size / scale)))) : 2;
+  return {
+    plain: (value) => fixed(value / scale, decimals),
+    signed: (value) => signed(value / scale, decimals),
+    unit,
+  };
+}
+
+/** Numbers of a score: nats, or the scores of captured factors, which have no natural size. */
+export function scoreStyle(unit, top, digits = 3) {
+  return unit === "nats" ? natsStyle(top, digits) : { ...numberStyle(top, digits), unit: "" };
+}
+
+/** A number with its unit, if it has one. */
+export function withUnit(text, { unit }) {
+  return unit && text !== MISSING ? `${text} ${unit}` : text;
 }
 
 function exponent(value, decimals = 2) {
@@ -73,8 +103,6 @@ export function sharedStart(texts) {
   return length >= SHORTEST_SHARED_START ? length : 0;
 }
 
-export const LIKELIER = "likelier";
-
 const STEPS = {
   training_loss: "its own term of the training loss",
   log_prob_advantage: "its log-prob weighted by the advantage",
@@ -82,10 +110,8 @@ const STEPS = {
   log_prob: "its log-prob",
 };
 const CREDITS = {
-  loss_term: "by the token’s own loss term",
-  tail: "by the token’s own loss term, in the last block’s weights",
-  position: "by everything that flows through the token’s position",
-  likelier: "by the token’s own log-prob",
+  influence_loss_term: "by the token’s own loss term",
+  influence_position: "by everything that flows through the token’s position",
 };
 const CONTRASTS = {
   mean: "mean of the accepted responses minus mean of the rejected ones",
@@ -104,33 +130,46 @@ function geometryWords(meta) {
   return words[mode] ?? (mode ? `in ${mode} geometry` : "");
 }
 
-/** Is the step of this trace already the one that makes a token likelier? */
-export function stepIsLikelier(meta) {
-  return meta.output_function === "log_prob";
+/** Did every optimizer step start from an empty Adam state? Then scores say what the step did to a token. */
+function isEarly({ updates = [] }) {
+  return updates.length > 0 && updates.every((each) => each.second_moment === "batch_gradient");
 }
 
-/** What is asked of a token: what training on it does, or what making it likelier would do. */
-export function question(meta, score) {
-  const makes = score === LIKELIER || stepIsLikelier(meta);
-  return makes ? "what making a token likelier would do" : "what training on a token does";
+/** What is asked of a token. */
+export function question(meta) {
+  if (meta.unit === "nats" && isEarly(meta)) return "what the step did to a token";
+  return meta.output_function === "log_prob"
+    ? "what making a token likelier would do"
+    : "what training on a token does";
 }
 
 /** What a positive score says. */
 export function signWords(meta, score) {
-  const makes = score === LIKELIER || stepIsLikelier(meta);
+  if (meta.unit === "nats") {
+    const whose = score === "influence_own" ? "its own prompt’s objective" : "the objective";
+    return isEarly(meta)
+      ? "the step raised this token’s term of the objective"
+      : `training on this token raised ${whose}`;
+  }
   const training = meta.target === "log_prob" ? "training on this token" : "a step along this token’s gradient";
+  const makes = meta.output_function === "log_prob";
   return `${makes ? "making this token likelier" : training} helps the accepted responses against the rejected ones`;
 }
 
 /** Which quantity changes by the score, and per what. */
 export function unitWords(meta) {
+  if (meta.unit === "nats") return "change of the objective by this optimizer step";
   if (meta.target === "log_prob") return "change in the log-prob contrast per unit of learning rate";
   return "change in objective per unit step";
 }
 
 /** The whole sentence. */
 export function scoreSentence(meta, score) {
-  const step = score === LIKELIER ? STEPS.log_prob : (STEPS[meta.output_function] ?? meta.output_function);
+  if (meta.unit === "nats") {
+    const gradient = score === "influence_own" ? "the gradient of the token’s own group" : "this mini-batch’s gradient";
+    return `Influence: change of the token’s own term of the objective, in nats, by what ${gradient} contributes to the optimizer step.`;
+  }
+  const step = STEPS[meta.output_function] ?? meta.output_function;
   const contrast = CONTRASTS[meta.contrastive_agg];
   const scope =
     meta.accepted_rejected_scope === "all_selected"
@@ -142,5 +181,5 @@ export function scoreSentence(meta, score) {
     geometryWords(meta),
     CREDITS[score] ?? "",
   ];
-  return `Score: ${parts.filter(Boolean).join(", ")}.`;
+  return `Score from captured factors: ${parts.filter(Boolean).join(", ")}.`;
 }

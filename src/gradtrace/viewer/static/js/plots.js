@@ -3,7 +3,7 @@
 import { AsinhScale, Frame, LinearScale, LogScale, roundStep, ticksInside } from "./charts.js";
 import { SIGNED, levelOf } from "./colours.js";
 import { append, axisText, cssColours, element, fitCanvas, svgDot, svgElement, svgLine } from "./dom.js";
-import { numberStyle, plural } from "./format.js";
+import { numberStyle, plural, scoreStyle } from "./format.js";
 import { extent, largestSize, quantile } from "./statistics.js";
 
 const SCATTER_MARGIN = { left: 52, right: 62, top: 46, bottom: 36 };
@@ -20,9 +20,11 @@ const WIDE = 8;
 
 /** Entropy × influence, one mark per token, on two canvases: the points, and the brush that moves over them. */
 export class Scatter {
-  /** points: {entropy, influence: float32, accepted(index)}; brush: {entropy: [low, high], influence: [low, high]} or null. */
-  constructor(points, onBrush) {
+  /** points: {entropy, influence: float32, accepted(index)}; unit: of influence; brush: {entropy: [low, high],
+   * influence: [low, high]} or null. */
+  constructor(points, unit, onBrush) {
     this.points = points;
+    this.unit = unit;
     this.onBrush = onBrush;
     this.brush = null;
     const words = "Scatter of entropy against influence, one mark per token. The fields below select a range.";
@@ -32,8 +34,8 @@ export class Scatter {
     const top = (values, q) => quantile(values.map(Math.abs), q) || 1;
     this.top = top(points.influence, 0.99);
     const reach = Math.max(top(points.influence, 0.999) * 1.1, 1e-12);
-    const unit = Math.max(top(points.entropy, 0.9) / 4, 1e-6);
-    this.horizontal = new AsinhScale(0, top(points.entropy, 0.999) * 1.05, unit);
+    const step = Math.max(top(points.entropy, 0.9) / 4, 1e-6);
+    this.horizontal = new AsinhScale(0, top(points.entropy, 0.999) * 1.05, step);
     this.vertical = new AsinhScale(-reach, reach, reach / 12);
     this.listen();
   }
@@ -83,7 +85,7 @@ export class Scatter {
       context.textAlign = align;
       context.fillText(text, x, y);
     };
-    const style = numberStyle(this.vertical.high, 2);
+    const style = scoreStyle(this.unit, this.vertical.high, 2);
     for (const tick of this.horizontal.ticks) {
       line(this.x(tick), top, this.x(tick), bottom, colours.line);
       note(String(Number(tick.toPrecision(2))), this.x(tick), bottom + 15, "center");
@@ -93,7 +95,7 @@ export class Scatter {
       note(tick === 0 ? "0" : style.signed(tick), left - 7, this.y(tick) + 3.5, "right");
     }
     note("entropy, nats (asinh scale)", right, this.height - 4, "right");
-    note("influence (asinh scale)", left, 10, "left");
+    note(`influence${style.unit ? `, ${style.unit}` : ""} (asinh scale)`, left, 10, "left");
     const key = "filled: in an accepted response   ring: in a rejected one";
     if (this.width > 460) note(key, left, this.height - 4, "left");
   }

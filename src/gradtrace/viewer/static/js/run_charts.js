@@ -149,6 +149,18 @@ const VALIDITY_CHART = {
       : run.whyNone("influence_trace"),
 };
 
+/** Whether the influence of measured groups adds up to what the optimizer step changed; of runs that measure groups. */
+const BOOKS_CHART = {
+  key: "influence-books",
+  title: "Influence: predicted over measured",
+  unit: "ratio, measured groups",
+  includesZero: true,
+  format: (value) => fixed(value, 2),
+  lines: [line("influence_trace/predicted_over_measured")],
+  note: "1: the influence of a group’s tokens is what the step changed, less momentum",
+  why: notLogged("influence_trace/predicted_over_measured"),
+};
+
 /** What part of the update exists because the sampler's log-probs are not the trainer's; of runs where they differ. */
 const MISMATCH_CHART = {
   key: "mismatch",
@@ -161,7 +173,7 @@ const MISMATCH_CHART = {
 };
 
 /** Charts of runs that have measured it. */
-export const MEASURED_CHARTS = [VALIDITY_CHART, MISMATCH_CHART];
+export const MEASURED_CHARTS = [BOOKS_CHART, VALIDITY_CHART, MISMATCH_CHART];
 
 /** A chart of any metric, by its name. */
 export function metricChart(name) {

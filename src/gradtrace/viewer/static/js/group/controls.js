@@ -1,9 +1,9 @@
 // The controls above a group: how it is laid out, scaled and ordered, the search box, and two responses compared.
 
-import { CREDIT_HINT, CREDIT_NAMES, creditNames } from "../channels.js";
+import { scoreHint, scoreNames } from "../channels.js";
 import { searchBox } from "../controls.js";
 import { button, element, menuOf } from "../dom.js";
-import { plural, stepIsLikelier } from "../format.js";
+import { plural } from "../format.js";
 import { placeOf, startsOf } from "../statistics.js";
 import { visibleText } from "../text.js";
 import { ORDERS, fitsSideBySide } from "./sheet.js";
@@ -22,13 +22,7 @@ export const SMALL = 720;
 
 /** @returns {Record<string, Choice>} */
 export function choicesOf(group) {
-  const { credits, structure, meta, hasTurns } = group;
-  const shown = ["loss_term", credits.includes("tail") ? "tail" : "position"]; // one of the two comes with backward
-  const missing = shown.filter((credit) => !credits.includes(credit));
-  const why = (credit) =>
-    `this group has no ${CREDIT_NAMES[credit]} credit (trainer.influence_trace.credit, .loss_term_prompts)`;
-  /** Two questions about a token: what its step does in training, and what a step that makes it likelier would do. */
-  const asks = { training: "training on a token does", likelier: "making it likelier would do" };
+  const { scores, hasTurns } = group;
   return {
     view: {
       label: "View",
@@ -50,29 +44,21 @@ export function choicesOf(group) {
       key: "b",
       hint: "Influence and ΔV of a sentence, a line or a turn are the sums over its tokens; entropy and log-prob are the means.",
     },
-    credit: {
-      label: "Credit",
-      options: creditNames(shown),
-      otherwise: credits[0] ?? "position",
-      key: "c",
-      hint: CREDIT_HINT,
-      disabled: Object.fromEntries(missing.map((each) => [each, why(each)])),
-      hidden: !credits.length,
-    },
-    asks: {
-      label: "What",
-      options: structure.likelier ? asks : { training: asks.training },
-      otherwise: "training",
+    score: {
+      label: "Score",
+      options: scoreNames(scores),
+      otherwise: scores[0] ?? "",
       unwritten: true,
-      key: "x",
-      hidden: !structure.likelier || stepIsLikelier(meta),
+      key: "c",
+      hint: scoreHint(scores),
+      hidden: scores.length < 2,
     },
     order: {
       label: "Order",
       options: named(ORDERS),
       otherwise: ORDERS[0],
       key: "o",
-      disabled: credits.length ? {} : { influence: "" },
+      disabled: scores.length ? {} : { influence: "" },
     },
   };
 }
@@ -88,7 +74,7 @@ export function valuesOf({ options, disabled = {} }) {
 
 /** Side by side, unless columns would be too narrow; without influence there is nothing to put beside entropy. */
 export function defaultView(group) {
-  if (!group.credits.length || innerWidth <= SMALL) return "one";
+  if (!group.scores.length || innerWidth <= SMALL) return "one";
   return innerWidth < NARROW || !fitsSideBySide(group, innerWidth) ? "stack" : "side";
 }
 

@@ -1,8 +1,8 @@
 // The numbers of a token: in the line under the pointer and, once selected, in the dock at the bottom.
 
-import { CHANNELS, CREDIT_NAMES, furtherChannels } from "../channels.js";
+import { CHANNELS, SCORE_NAMES, furtherChannels } from "../channels.js";
 import { acceptedMark, button, element, readoutItem } from "../dom.js";
-import { LIKELIER, fixed, numberStyle, signed } from "../format.js";
+import { fixed, numberStyle, scoreStyle, signed, withUnit } from "../format.js";
 import { extent, largestSize } from "../statistics.js";
 import { hexOf, tokenChip, visibleText } from "../text.js";
 
@@ -12,7 +12,7 @@ const BAR_TOP = 34;
 /**
  * A token and what the page knows about it: its response, its place there, the tops of the small bars, the score shown,
  * and further lines about its unit and about its effect on one response.
- * @typedef {{token: number, response: any, position: number, tops: Record<string, number>, credit: string,
+ * @typedef {{token: number, response: any, position: number, tops: Record<string, number>, score: string,
  *   more: {name: string, text: string}[]}} TokenContext
  */
 
@@ -45,11 +45,11 @@ export class Dock {
     this.node.hidden = true;
   }
 
-  barsPart({ members, values, creditName, shownName }, { response }, order) {
+  barsPart({ members, values, unit, scoreName, shownName }, { response }, order) {
     const [low, high] = extent([0, ...values]);
     const range = high - low || 1;
     const largest = Math.max(high, -low);
-    const style = numberStyle(largest, largest >= 1 ? 3 : 2);
+    const style = scoreStyle(unit, largest, largest >= 1 ? 3 : 2);
     const zero = BAR_TOP + BAR_AREA * (high / range);
     const columnOf = new Map(members.map((member, column) => [member.response, column]));
     const sides = [true, false].map((accepted) => {
@@ -65,7 +65,8 @@ export class Dock {
     const note = outside
       ? element("p", "say", `${outside} responses of other prompts are part of the score and not drawn.`)
       : null;
-    const title = `Influence of this token on each response${shownName ? ` (${creditName} credit)` : ""}`;
+    const of = style.unit ? `, ${style.unit}` : shownName ? ` (${scoreName} credit)` : "";
+    const title = `Influence of this token on each response${of}`;
     return element("div", "", element("h3", "", title), element("div", "bars", ...sides), note);
   }
 
@@ -100,22 +101,29 @@ function tokenPart(group, context) {
   return element("div", "", element("div", "who", chip, names), element("dl", "", ...lines));
 }
 
-function sumPart({ sum, score, creditName, shownName, sign, excludesSelf }) {
+function sumPart({ sum, score, unit, scoreName, shownName, sign, excludesSelf }) {
+  const inNats = unit === "nats";
   const top = largestSize(sum.lines.map((line) => line.value));
-  const style = numberStyle(Math.max(top, Math.abs(sum.total)));
+  const style = scoreStyle(unit, Math.max(top, Math.abs(sum.total)));
   const lines = sum.lines.flatMap(({ label, value }) => [
     element("dt", "", label),
     element("dd", "", style.signed(value)),
   ]);
-  const total = [element("dt", "total", "= influence of this token"), element("dd", "total", style.signed(sum.total))];
+  const name = inNats ? "= its influence on its own prompt" : "= influence of this token";
+  const total = [element("dt", "total", name), element("dd", "total", withUnit(style.signed(sum.total), style))];
   const meaning = sum.total > 0 ? `Positive: ${sign}.` : `Negative: the reverse of “${sign}”.`;
-  const other = shownName ? ` The effects were stored by ${creditName} credit; the tokens show ${shownName}.` : "";
-  const tolerance = 1e-3 * Math.max(top, Math.abs(score)) + 1e-12;
-  const stored = `The stored score is ${style.signed(score)}: responses outside this trace took part in it.`;
+  const other = inNats
+    ? " Its influence above is by the whole mini-batch’s gradient, other prompts included."
+    : shownName
+      ? ` The effects were stored by ${scoreName} credit; the tokens show ${shownName}.`
+      : "";
+  const tolerance = (inNats ? 0.02 : 1e-3) * Math.max(top, Math.abs(score)) + 1e-12;
+  const why = inNats ? "the rest is curvature" : "responses outside this trace took part in it";
+  const stored = `The stored score is ${withUnit(style.signed(score), style)}: ${why}.`;
   return element(
     "div",
     "",
-    element("h3", "", `How the score adds up (${creditName} credit)`),
+    element("h3", "", inNats ? "How it adds up" : `How the score adds up (${scoreName} credit)`),
     element("dl", "sum-table", ...lines, ...total),
     element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "") + other),
     Math.abs(score - sum.total) > tolerance ? element("p", "say", stored) : null,
@@ -141,7 +149,7 @@ export function readoutParts(group, context) {
  * [{name, text, share, tone}]: share 0…1 and tone (a colour variable) make a small bar.
  * @param {any} group @param {TokenContext} context
  */
-function tokenMetrics(group, { token, response, tops, credit: shown }) {
+function tokenMetrics(group, { token, response, position, tops, score: shown }) {
   const lines = [];
   const here = (channel) => group.values(channel)?.[token];
   /** A line where there is a value; `top`: it has a bar, and a sign if no `tone` is given. */
@@ -150,19 +158,25 @@ function tokenMetrics(group, { token, response, tops, credit: shown }) {
     lines.push({ name, text: text(value), ...(top === null ? {} : { share: Math.abs(value) / top, tone }) });
   };
   add("entropy", here("entropy"), (value) => `${fixed(value, 3)} nats`, tops.entropy, "e4");
-  add("log-prob", here("log_prob"), (value) => {
-    const probability = Math.exp(value);
-    return `${fixed(value, 3)} (p ${probability >= 0.01 ? fixed(probability, 2) : probability.toExponential(0)})`;
-  });
+  add("log-prob", here("log_prob"), (value) => `${fixed(value, 3)} (p ${probability(Math.exp(value))})`);
   if (Math.abs(here("mismatch")) >= 5e-4)
     add("trainer/sampler", here("mismatch"), (value) => `ratio ${fixed(Math.exp(value), 3)}`);
-  for (const credit of group.scores.toSorted((a) => (a === shown ? -1 : 1))) {
-    const value = group.values("influence", credit)[token];
-    const name = credit === shown ? "influence" : credit === LIKELIER ? "if likelier" : `by ${CREDIT_NAMES[credit]}`;
-    const top = tops[`influence_${credit}`];
-    add(name, value, numberStyle(top).signed, top);
-    if (!Number.isFinite(value) && credit === shown) lines.push({ name, text: "not captured" });
+  const score = (name, channel, values, top) => {
+    const style = group.styleOf(channel, values?.[token]);
+    add(name, values?.[token], (value) => withUnit(style.signed(value), style), top);
+  };
+  for (const each of group.scores.toSorted((a) => (a === shown ? -1 : 1))) {
+    const values = group.values("influence", each);
+    score(each === shown ? "influence" : `by ${SCORE_NAMES[each]}`, "influence", values, tops[each]);
+    if (!Number.isFinite(values[token]) && each === shown) lines.push({ name: "influence", text: "not captured" });
   }
+  score("on own prompt", "influence_own", group.values("influence_own"), tops.influence_own);
+  const [before, after] = [here("log_prob_before"), here("log_prob_after")].map(Math.exp);
+  add("by the step", after, () => `p ${probability(before)} → ${probability(after)}`);
+  const gained = group.gainedBeside(response, position).map(({ entry, before: from, after: to }) => {
+    return `${visibleText(entry)} ${probability(from)} → ${probability(to)}`;
+  });
+  if (gained.length) lines.push({ name: "gained most", text: gained.join(", ") });
   const error = () => fixed(group.channels.get("delta_v_stderr")[token], 3);
   add("ΔV", here("delta_v"), (value) => `${signed(value, 3)} ± ${error()}`, tops.delta_v);
   const itself = (value) => numberStyle(Math.abs(value)).signed(value);
@@ -172,6 +186,10 @@ function tokenMetrics(group, { token, response, tops, credit: shown }) {
   if (group.isPassedOver(token)) lines.push({ name: "clipped", text: "training takes no step on it" });
   if (response.advantage !== null) lines.push({ name: "advantage", text: signed(response.advantage, 2) });
   return lines;
+}
+
+function probability(value) {
+  return value >= 0.01 || value === 0 ? fixed(value, value > 0.995 && value < 1 ? 4 : 2) : value.toExponential(0);
 }
 
 function tokenBytes(group, token) {

@@ -1,7 +1,7 @@
 // The head of the group page: the prompt, the facts, and why something is missing.
 
 import { append, button, element, emptyState, factList, linkTo, passDots } from "../dom.js";
-import { fixed, numberStyle, plural } from "../format.js";
+import { fixed, plural } from "../format.js";
 import { meanOf } from "../statistics.js";
 import { appendTokens, messagesOf, rawText, richText } from "../text.js";
 import { sumOver } from "./model.js";
@@ -16,31 +16,44 @@ export function storyLine(group, onShow) {
   return node;
 }
 
+/** What the optimizer step did to the group's objective, and what a reader of its scores must know; null where nothing
+ * is to be said. */
+export function booksLines(group, onShow) {
+  const { books, remarks } = group.structure;
+  const line = books && element("p", "books", books.sentence, " ");
+  if (books?.at) {
+    const [response, position] = books.at;
+    line.append(button("link-button", "show it", () => onShow(group.responses[response].start + position)));
+  }
+  return [line, ...remarks.map((remark) => element("p", "strip notice", remark))].filter(Boolean);
+}
+
 /** historyHref: where this prompt is followed over time; null where that cannot be asked. */
-export function promptSection(group, credit, historyHref) {
+export function promptSection(group, score, historyHref) {
   const { step, group: index } = group.structure;
   const { shown, links } = promptBody(group);
   const history = historyHref ? linkTo(historyHref, "link-button", "this prompt over time") : null;
   const caption = element("h1", "caption", `Prompt, group ${index} of step ${step}`);
   const left = element("div", "", caption, ...shown, element("p", "prompt-links", ...links, history));
-  return element("section", "prompt", left, factsOf(group, credit));
+  return element("section", "prompt", left, factsOf(group, score));
 }
 
-function factsOf(group, credit) {
+function factsOf(group, score) {
   const { responses } = group;
   const accepted = responses.filter((response) => response.accepted).length;
   const passed = element("span", "", `${accepted}/${responses.length}\u2002`, passDots(accepted, responses.length));
   const answer = rawText(group.expected.filter((entry) => !entry.special));
   const isShown = answer && answer.length <= LONGEST_ANSWER && !group.isChain;
   const entropy = group.values("entropy");
-  const size = sumOver(group.values("influence", credit)?.map(Math.abs) ?? [], { start: 0, end: group.size });
+  const sum = sumOver(group.values("influence", score) ?? [], { start: 0, end: group.size });
+  const style = group.styleOf("influence", sum);
   const length = fixed(meanOf(responses.map((response) => response.length)), 1).replace(/\.0$/, "");
   return factList(
     group.mixed ? [passed, "accepted"] : null,
     group.mixed || !responses.length ? null : [fixed(responses[0].reward, 2), `reward of all ${responses.length}`],
     isShown ? [element("span", "mono", answer), "expected answer"] : null,
     entropy ? [fixed(meanOf(entropy), 3), "mean entropy, nats"] : null,
-    group.credits.length ? [numberStyle(size).plain(size), "Σ |influence|, response tokens"] : null,
+    group.scores.length ? [style.signed(sum), `Σ influence${style.unit ? `, ${style.unit}` : ""}`] : null,
     [length, "mean length"],
   );
 }
@@ -54,7 +67,7 @@ const WHY_NOT_SCORED = {
 /** Why this group has no influence, in words; null if it has. */
 export function whyNoInfluence(group) {
   const { status, group: index, has_influence: traced, has_entropy: hasEntropy } = group.structure;
-  if (group.credits.length) return null;
+  if (group.scores.length) return null;
   const rest = hasEntropy ? " Entropy and log-probs are still shown." : "";
   const count = group.responses.length;
   const why = () => {

@@ -1,7 +1,7 @@
 // A prompt group, decoded: structure from JSON, one float32 channel after the other from a single binary answer.
 
-import { learnChannels } from "../channels.js";
-import { LIKELIER } from "../format.js";
+import { CHANNELS, learnChannels } from "../channels.js";
+import { scoreStyle } from "../format.js";
 import { startsOf } from "../statistics.js";
 import { piecesOf, rawText, readVocabulary } from "../text.js";
 
@@ -72,24 +72,36 @@ export class Group {
   }
 
   /** float32 of every token, or null if this group has no such channel. */
-  values(channel, credit) {
+  values(channel, score) {
     if (channel === "advantage")
       return this.responses.some((response) => response.advantage !== null) ? this.advantages : null;
-    return this.channels.get(channel === "influence" ? `influence_${credit}` : channel) ?? null;
+    return this.channels.get(channel === "influence" ? score : channel) ?? null;
   }
 
-  stepTop(channel, credit) {
-    return this.structure.scales[channel === "influence" ? `influence_${credit}` : channel] ?? null;
+  stepTop(channel, score) {
+    return this.structure.scales[channel === "influence" ? score : channel] ?? null;
   }
 
-  /** Credits that this group has, the most telling first. */
-  get credits() {
-    return this.structure.credits;
+  /** How the numbers of a channel are written where `top` is the largest in view: changes of log-probs in nats. */
+  styleOf(channel, top, digits = 3) {
+    const { unit, adds_up: addsUp } = CHANNELS[channel];
+    return scoreStyle(channel === "influence" ? this.meta.unit : addsUp ? unit : "", top, digits);
   }
 
-  /** Its scores: one for every credit, and that of making a token likelier where the file holds it. */
+  /** Its scores by what they count: one in nats, or those of captured factors. */
   get scores() {
-    return this.structure.likelier ? [...this.credits, LIKELIER] : this.credits;
+    return this.structure.scores;
+  }
+
+  /** Was it measured what the optimizer step did to this group? */
+  get isMeasured() {
+    return this.channels.has("log_prob_change");
+  }
+
+  /** The tokens that gained most in the place of this one: [{entry, before, after}]; empty where none are stored. */
+  gainedBeside({ index }, position) {
+    const found = this.structure.alternatives.find((each) => each.response === index && each.position === position);
+    return (found?.gained ?? []).map(([at, before, after]) => ({ entry: this.vocabulary[at], before, after }));
   }
 
   /** Training takes no step on this token: it was clipped. */

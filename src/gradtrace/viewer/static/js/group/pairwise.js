@@ -31,14 +31,17 @@ export class PairwiseInfluence {
     return this.group.pairwise !== null;
   }
 
-  /** The credit of the effects, which may be another one than that of the scores on the page. */
-  get credit() {
-    return this.group.pairwise?.credit ?? this.group.credits.at(-1);
+  /** The score that the effects add up to, which may be another one than the page shows. */
+  get score() {
+    return this.group.pairwise?.score ?? this.group.scores.at(-1);
   }
 
   /** Why there are no effects on single responses to show. */
   get whyNot() {
-    if (!this.group.credits.length) return "This group was not scored, so there is no influence to show.";
+    const { scores, meta, isMeasured } = this.group;
+    if (!scores.length) return "This group was not scored, so there is no influence to show.";
+    if (meta.unit === "nats" && !isMeasured)
+      return "Effects on single responses are stored for measured groups only: trainer.influence_trace.measure=all.";
     return "The effects on single responses were not stored here: the step's file would have exceeded trainer.influence_trace.pairwise_max_mb.";
   }
 
@@ -75,6 +78,8 @@ export class PairwiseInfluence {
   }
 }
 
+/** Effects in nats are changes of each response's own part of the objective. */
+const TOTAL = { side: "Σ on the ", isSum: true, value: (side) => sumOf(side, () => 1) };
 /** How the sides of a contrast are made and named, by the way the trace was made; `isSum`: they are added. */
 const CONTRASTS = {
   advantage: {
@@ -95,7 +100,11 @@ export function contrast(members, effects, meta, ownResponse) {
   const isCounted = ({ effect, response }) =>
     Number.isFinite(effect) && !(meta.exclude_self_response && response === ownResponse);
   const counted = members.map((member, index) => ({ ...member, effect: effects[index] })).filter(isCounted);
-  const { side, value, isSum = false } = CONTRASTS[meta.contrastive_agg] ?? CONTRASTS.mean;
+  const {
+    side,
+    value,
+    isSum = false,
+  } = meta.unit === "nats" ? TOTAL : (CONTRASTS[meta.contrastive_agg] ?? CONTRASTS.mean);
   const accepted = value(counted.filter((member) => member.accepted));
   const rejected = value(counted.filter((member) => !member.accepted));
   const lines = [

@@ -4,7 +4,7 @@
 import { CHANNELS } from "../channels.js";
 import { levelName } from "../colours.js";
 import { acceptedMark, append, button, element, setAttributes } from "../dom.js";
-import { MISSING, fixed, signed } from "../format.js";
+import { MISSING, fixed, signed, withUnit } from "../format.js";
 import { drawingClass, rawText, richText, tokenSpan } from "../text.js";
 import { valueCurve } from "./counterfactual.js";
 import { SELECTION_REMARKS } from "./head.js";
@@ -138,7 +138,8 @@ export function estimatedLines(response, perLine) {
 
 export function metaHead(group) {
   const names = group.isChain ? ["Response", "Reward", "Advantage", "Tokens", ""] : ["Response"];
-  const sums = group.isChain && group.credits.length ? "Σ influence: its tokens, its prompt positions" : null;
+  const atPrompt = hasPromptPart(group) ? ": its tokens, its prompt positions" : "";
+  const sums = group.isChain && group.scores.length ? `Σ influence${atPrompt}` : null;
   const heads = names.map((name) => element("span", "", name));
   return element("div", "meta-head", ...heads, sums && element("span", "wide", sums));
 }
@@ -156,11 +157,19 @@ export function fillMetaCell(row) {
   add("tokens", String(response.length));
   for (const [name, value] of Object.entries(group.isChain ? {} : response.reward_parts))
     add(name, rewardText(value), "a part of the reward, before its weight in the sum");
-  const hint = "Σ influence over the tokens of this response; below it the part that falls on positions of the prompt";
-  const sums = group.isChain || !group.credits.length ? [] : ["Σ influence", "Σ at prompt"];
-  row.sumCells = sums.map((name) => add(name, "", hint));
+  const hints = {
+    "Σ influence": "over the tokens of this response",
+    "Σ at prompt": "the part that falls on positions of the prompt",
+  };
+  const names = group.isChain || !group.scores.length ? [] : Object.keys(hints).slice(0, hasPromptPart(group) ? 2 : 1);
+  row.sumCells = names.map((name) => add(name, "", hints[name]));
   row.meta.replaceChildren(numbers, row.remarks);
   row.node.setAttribute("aria-label", describe(response, group));
+}
+
+/** Position credit also lands on positions of the prompt. */
+function hasPromptPart({ scores }) {
+  return scores.includes("influence_position");
 }
 
 const rewardText = (value) => (value === null ? MISSING : fixed(value, Number.isInteger(value) ? 1 : 2));
@@ -180,18 +189,20 @@ function describe(response, group) {
   return `Response ${response.name}${side}, reward ${fixed(response.reward, 2)}, ${response.length} tokens`;
 }
 
-/** Σ influence under the credit shown. Position credit also lands on prompt positions: that part is named apart. */
-export function showSums(row, credit, style) {
+/** Σ of the score shown. Position credit also lands on prompt positions: that part is named apart. */
+export function showSums(row, score, style) {
   const { group, response } = row;
-  const values = group.values("influence", credit);
-  const total = values ? style.signed(sumOver(values, response)) : MISSING;
+  const values = group.values("influence", score);
+  const total = values ? withUnit(style.signed(sumOver(values, response)), style) : MISSING;
   const prompt =
-    credit === "position" && response.prompt_influence !== null ? style.signed(response.prompt_influence) : MISSING;
+    score === "influence_position" && response.prompt_influence !== null
+      ? style.signed(response.prompt_influence)
+      : MISSING;
   for (const [index, cell] of row.sumCells.entries()) cell.textContent = [total, prompt][index];
   const { reward_parts: parts, first_wrong: wrong } = response;
   const remarks = [
-    group.isChain && group.credits.length ? `Σ ${total}` : "",
-    group.isChain && group.credits.length && prompt !== MISSING ? `prompt ${prompt}` : "",
+    group.isChain && group.scores.length ? `Σ ${total}` : "",
+    group.isChain && group.scores.length && prompt !== MISSING ? `prompt ${prompt}` : "",
     ...(group.isChain ? Object.entries(parts).map(([name, value]) => `${name} ${rewardText(value)}`) : []),
     wrong !== null && wrong >= 0 ? `wrong at ${wrong}` : "",
     response.finished ? "" : "cut at the length limit",

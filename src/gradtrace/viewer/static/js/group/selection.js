@@ -1,8 +1,8 @@
 // Tokens under the pointer: hovered, copied, and the selected one with its effect on every response.
 
-import { CREDIT_NAMES } from "../channels.js";
+import { SCORE_NAMES } from "../channels.js";
 import { SIGNED, levelName, levelOf } from "../colours.js";
-import { numberStyle, signWords } from "../format.js";
+import { scoreStyle, signWords, withUnit } from "../format.js";
 import { readTokens } from "../scores/responses.js";
 import { largestSize } from "../statistics.js";
 import { visibleText } from "../text.js";
@@ -44,8 +44,9 @@ export class TokenSelection {
     this.makeRoom(this.dock.height);
     if (effects.values) this.tintRows(effects, response);
     this.sheet.reveal(row, position, this.dock.height);
-    const value = this.group.values("influence", context.credit)?.[token];
-    const score = Number.isFinite(value) ? `, influence ${numberStyle(Math.abs(value)).signed(value)}` : "";
+    const value = this.group.values("influence", context.score)?.[token];
+    const style = this.group.styleOf("influence", value);
+    const score = Number.isFinite(value) ? `, influence ${withUnit(style.signed(value), style)}` : "";
     const text = visibleText(this.group.entry(token), this.group.piece(token));
     return `${text}, ${response.name} position ${position}${score}`;
   }
@@ -69,20 +70,21 @@ export class TokenSelection {
    * @param {import("./dock.js").TokenContext} context
    * @returns {Promise<Record<string, any>>} `values` is null where no effect was stored, and `why` says so.
    */
-  async effectsOf({ token, response, position, credit: shown }) {
-    const { isStored, whyNot, credit, members } = this.pairwise;
+  async effectsOf({ token, response, position, score: shown }) {
+    const { isStored, whyNot, score: name, members } = this.pairwise;
     const values = isStored ? await this.pairwise.ofToken(response.index, position) : null;
     if (!values) return { values: null, why: whyNot };
-    const score = this.group.values("influence", credit)[token];
-    if (!Number.isFinite(score)) return { values: null, why: "This token's gradient was not captured." };
+    const score = this.group.values("influence", name)?.[token];
+    if (!Number.isFinite(score)) return { values: null, why: "This token has no score." };
     const { meta } = this.group;
     return {
       members,
       values,
       score,
-      creditName: CREDIT_NAMES[credit],
-      sign: signWords(meta, credit),
-      shownName: shown === credit ? "" : CREDIT_NAMES[shown],
+      unit: meta.unit,
+      scoreName: SCORE_NAMES[name],
+      sign: signWords(meta, name),
+      shownName: shown === name ? "" : SCORE_NAMES[shown],
       sum: contrast(members, values, meta, response.index),
       excludesSelf: Boolean(meta.exclude_self_response),
     };
@@ -91,7 +93,7 @@ export class TokenSelection {
   /** @param {Record<string, any>} effects */
   tintRows({ members, values }, own) {
     const largest = largestSize(values);
-    const style = numberStyle(largest);
+    const style = scoreStyle(this.group.meta.unit, largest);
     this.tint = { classes: [], words: [] };
     for (const row of this.sheet.rows) {
       const { index } = row.response;
@@ -99,9 +101,9 @@ export class TokenSelection {
       const level = levelOf(SIGNED, value, largest * TINT_REACH);
       const tint = levelName(SIGNED, Math.sign(level) * Math.min(STRONGEST_TINT, Math.abs(level)));
       row.meta.className = `meta tinted ${tint}`;
-      showEffect(row, style.signed(value), index === own.index);
+      showEffect(row, withUnit(style.signed(value), style), index === own.index);
       this.tint.classes[index] = tint;
-      this.tint.words[index] = `influence on it ${style.signed(value)}`;
+      this.tint.words[index] = `influence on it ${withUnit(style.signed(value), style)}`;
     }
   }
 

@@ -121,8 +121,8 @@ export class Sheet {
   }
 
   /** Order applies within accepted and rejected. */
-  place(order, credit) {
-    const key = ORDER_KEYS[order](this.group.values("influence", credit));
+  place(order, score) {
+    const key = ORDER_KEYS[order](this.group.values("influence", score));
     for (const section of this.sections) {
       section.members = [...section.members].sort((a, b) => key(a) - key(b) || a.index - b.index);
       section.node.append(...section.members.map((response) => this.rows[response.index].node));

@@ -2,7 +2,7 @@
 
 import { SIGNED, levelName } from "../colours.js";
 import { button, element } from "../dom.js";
-import { numberStyle } from "../format.js";
+import { numberStyle, withUnit } from "../format.js";
 import { largestSize } from "../statistics.js";
 
 const PREVIEW = 40;
@@ -31,7 +31,7 @@ export function chat(response, spans) {
 }
 
 /** [{turn, start, influence, delta}]: sums over what the policy wrote in each turn; NaN where nothing is known. */
-function turnSums(group, response, credit) {
+function turnSums(group, response, score) {
   const sumOf = (values, { start, end }) => {
     const known = values?.subarray(response.start + start, response.start + end).filter(Number.isFinite);
     return known?.length ? known.reduce((sum, value) => sum + value, 0) : NaN;
@@ -41,23 +41,23 @@ function turnSums(group, response, credit) {
     .map((segment) => ({
       turn: segment.turn,
       start: segment.start,
-      influence: sumOf(group.values("influence", credit), segment),
+      influence: sumOf(group.values("influence", score), segment),
       delta: sumOf(group.values("delta_v"), segment),
     }));
 }
 
 /** A button for every turn of a response with its sums of influence and ΔV; a click goes to the turn. */
-export function showTurns(row, credit, onPick) {
+export function showTurns(row, score, onPick) {
   row.meta.querySelector(".turns")?.remove();
   const { group, response } = row;
   if (!response.segments) return;
-  const everyone = group.responses.flatMap((each) => turnSums(group, each, credit));
+  const everyone = group.responses.flatMap((each) => turnSums(group, each, score));
   const top = largestSize(everyone.map(({ influence }) => influence));
-  const style = numberStyle(top);
+  const style = group.styleOf("influence", top);
   const strip = element("div", "turns", { role: "group", "aria-label": `Turns of ${response.name}` });
-  for (const { turn, start, influence, delta } of turnSums(group, response, credit)) {
+  for (const { turn, start, influence, delta } of turnSums(group, response, score)) {
     const parts = [`turn ${turn + 1}`];
-    if (Number.isFinite(influence)) parts.push(`Σ ${style.signed(influence)}`);
+    if (Number.isFinite(influence)) parts.push(`Σ ${withUnit(style.signed(influence), style)}`);
     if (Number.isFinite(delta)) parts.push(`ΔV ${numberStyle(1).signed(delta)}`);
     const title = "What the policy wrote in this turn: influence and ΔV, summed over its tokens.";
     const level = Math.sign(influence) * Math.ceil((3 * Math.abs(influence)) / top);

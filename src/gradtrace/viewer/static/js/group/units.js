@@ -3,7 +3,7 @@
 
 import { CHANNELS } from "../channels.js";
 import { levelOf, scaleTop } from "../colours.js";
-import { numberStyle } from "../format.js";
+import { withUnit } from "../format.js";
 
 export const UNITS = ["token", "sentence", "line", "turn"];
 /** A sentence ends with its mark and the space after it, a line with its break; as in gradtrace/commands/trace_show.py. */
@@ -49,13 +49,13 @@ export function aggregated(group, channel, values, by) {
 }
 
 /** What the sentence, line or turn of a token has in the channels that are shown: [{name, text}], nothing for tokens. */
-export function unitMetrics(by, colourings, token) {
+export function unitMetrics(group, by, colourings, token) {
   if (by === "token") return [];
   const shown = colourings.filter(({ channel, values }) => values !== null && channel !== "advantage");
   return shown.map(({ channel, values }) => {
-    const style = numberStyle(Math.abs(values[token]));
+    const style = group.styleOf(channel, Math.abs(values[token]));
     const text = CHANNELS[channel].signed ? style.signed(values[token]) : style.plain(values[token]);
-    return { name: `${by}: ${CHANNELS[channel].title}`, text };
+    return { name: `${by}: ${CHANNELS[channel].title}`, text: withUnit(text, style) };
   });
 }
 
@@ -68,11 +68,11 @@ export function unitMetrics(by, colourings, token) {
 
 /**
  * target: what every token does to one response, instead of the channel's own values.
- * @param {Record<string, string>} chosen scale, by, and the credit of influence @returns {Colouring}
+ * @param {Record<string, string>} chosen scale, by, and the score of influence @returns {Colouring}
  */
 export function colouring(group, channel, chosen, target = null) {
-  const { scale, by, credit } = chosen;
-  const values = aggregated(group, channel, target ?? group.values(channel, credit), by);
+  const { scale, by, score } = chosen;
+  const values = aggregated(group, channel, target ?? group.values(channel, score), by);
   const look = CHANNELS[channel];
   const levels = new Int8Array(group.size);
   const tops = values === null ? group.responses.map(() => NaN) : topsOf();
@@ -88,7 +88,7 @@ export function colouring(group, channel, chosen, target = null) {
 
   function topsOf() {
     if (isOfResponse()) return group.responses.map(({ start, end }) => scaleTop(values.subarray(start, end)));
-    const ofStep = scale === "step" && !target && by === "token" ? group.stepTop(channel, credit) : null;
+    const ofStep = scale === "step" && !target && by === "token" ? group.stepTop(channel, score) : null;
     const top = ofStep ?? scaleTop(values);
     return group.responses.map(() => top);
   }

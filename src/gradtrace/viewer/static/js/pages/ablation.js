@@ -1,5 +1,6 @@
 // The ablation page: one row per combination of settings, and how far their token scores agree.
 
+import { SCORE_NAMES } from "../channels.js";
 import { SIGNED, levelName, levelOf } from "../colours.js";
 import { Sorting } from "../controls.js";
 import { element, factList, markCurrent, rowOf, tableOf } from "../dom.js";
@@ -119,8 +120,8 @@ class AblationPage extends Page {
   /* ---------- agreement ---------- */
 
   agreementSection() {
-    const { names, matrix, measure, credit } = this.table.agreement;
-    const credits = credit === "mixed" ? "each with its own credit" : `${credit.replace("_", " ")} credit`;
+    const { names, matrix, measure, score } = this.table.agreement;
+    const scores = score === "mixed" ? "each with its own score" : (SCORE_NAMES[score] ?? score);
     const section = element("section", "agreement", element("h2", "section-title", "Agreement"));
     if (names.length < 2) {
       section.append(element("p", "dim", "At least two combinations must be done."));
@@ -135,7 +136,7 @@ class AblationPage extends Page {
     this.matrix = tableOf("matrix", element("tr", "", element("td"), ...heads), element("tbody", "", ...lines));
     const how = "Point at a cell to read which two combinations it compares; numbers are those of the table.";
     this.pair = element("p", "pair dim", how);
-    const what = `Rank correlation (${measure}) of all token scores, ${credits}. 1: the same order.`;
+    const what = `Rank correlation (${measure}) of all token scores (${scores}). 1: the same order.`;
     section.append(element("p", "dim", what), element("div", "matrix-scroll", this.matrix), this.pair);
     this.markMatrix();
     return section;

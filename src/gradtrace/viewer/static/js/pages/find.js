@@ -2,10 +2,10 @@
 // prompts whose pass rate fell, and one prompt over time. The server answers for a few steps at a time; the page shows
 // how far it is and can be stopped.
 
-import { CREDIT_NAMES } from "../channels.js";
+import { SCORE_NAMES } from "../channels.js";
 import { searchBox, segmentedControl } from "../controls.js";
 import { acceptedMark, button, element, linkTo, passDots, rowOf, tableOf } from "../dom.js";
-import { count, fixed, numberStyle, plural } from "../format.js";
+import { count, fixed, plural, scoreStyle, withUnit } from "../format.js";
 import { Page, pageHead } from "./page.js";
 
 const MOST_ROWS = 200;
@@ -33,7 +33,7 @@ const SEARCHES = {
   },
   harm: {
     title: "most harmful tokens",
-    says: "The lowest scores of all steps: where training’s step on a token is estimated to hurt the accepted answers against the rejected ones. Scores of different steps are taken at different weights, and of different credits in different units.",
+    says: "The lowest scores of all steps: where training on a token lowered the objective most. Scores of different steps are taken at different weights; those of captured factors have another unit.",
     most: 2000,
     draw: (page) => page.tokenTable(page.hits.toSorted((a, b) => a.score - b.score)),
     none: " Only scores below zero count, and only steps with an influence trace have scores.",
@@ -153,7 +153,9 @@ class FindPage extends Page {
   tokenTable(hits, scoreName = "Score") {
     const rows = hits.slice(0, MOST_ROWS).map((hit) => {
       const who = hit.response === null ? "prompt" : `r${hit.response}, token ${hit.position}`;
-      const score = Number.isFinite(hit.score) ? numberStyle(Math.abs(hit.score), 3).signed(hit.score) : "";
+      const style = scoreStyle(hit.by === "influence" ? "nats" : "", Math.abs(hit.score));
+      const by = hit.by && hit.by !== "influence" ? ` ${SCORE_NAMES[hit.by]}` : "";
+      const score = Number.isFinite(hit.score) ? withUnit(style.signed(hit.score), style) + by : "";
       const match = element("mark", "", oneLine(hit.match));
       return rowOf(
         "",
@@ -161,7 +163,7 @@ class FindPage extends Page {
         `step ${hit.step}`,
         this.place(hit, `group ${hit.group}`),
         ["", hit.response === null ? null : acceptedMark(hit.accepted), ` ${who}`],
-        ["number", score ? `${score} ${CREDIT_NAMES[hit.credit] ?? ""}` : ""],
+        ["number", score],
         ["context", oneLine(hit.before), match, oneLine(hit.after)],
       );
     });

@@ -4,11 +4,11 @@ import { CHANNELS } from "../channels.js";
 import { scaleTop } from "../colours.js";
 import { nextOf, segmentedControl } from "../controls.js";
 import { element } from "../dom.js";
-import { LIKELIER, numberStyle, scoreSentence, signWords, unitWords } from "../format.js";
+import { scoreSentence, signWords, unitWords, withUnit } from "../format.js";
 import { DiffPanel, FindBar, SMALL, choicesOf, defaultView, valuesOf } from "../group/controls.js";
 import { Continuations, Counterfactual } from "../group/counterfactual.js";
 import { Dock } from "../group/dock.js";
-import { promptSection, responsesNotStored, storyLine, whyNoInfluence } from "../group/head.js";
+import { booksLines, promptSection, responsesNotStored, storyLine, whyNoInfluence } from "../group/head.js";
 import { Group, sumOver } from "../group/model.js";
 import { Rail } from "../group/overview.js";
 import { PairwiseInfluence } from "../group/pairwise.js";
@@ -27,8 +27,7 @@ const HINTS = {
   v: "view",
   s: "scale",
   b: "by token, sentence, line, turn",
-  c: "credit",
-  x: "training or likelier",
+  c: "score",
   o: "order",
   w: "spaces",
   "← →": "token",
@@ -54,8 +53,10 @@ class GroupPage extends Page {
     this.tail = group.pairwise ? "Click a token or r0 to see what influences what." : "";
     this.abort = new AbortController();
     this.readState();
+    const onShow = (token) => this.select(token).catch(context.fail);
     this.node.append(
-      storyLine(group, (token) => this.select(token).catch(context.fail)),
+      storyLine(group, onShow),
+      ...booksLines(group, onShow),
       promptSection(group, this.score, this.historyHref()),
     );
     this.node.append(...problemNotes(group.structure));
@@ -77,10 +78,10 @@ class GroupPage extends Page {
       name,
       url.choice(name, valuesOf(choice), choice.otherwise),
     ]);
-    /** What the reader has chosen: view, scale, by, credit, asks, order. @type {Record<string, string>} */
+    /** What the reader has chosen: view, scale, by, score, order. @type {Record<string, string>} */
     this.chosen = Object.fromEntries(chosen);
     const channels = Object.keys(CHANNELS);
-    const second = group.credits.length ? "influence" : "entropy";
+    const second = group.scores.length ? "influence" : "entropy";
     this.channels = [url.choice("left", channels, "entropy"), url.choice("right", channels, second)];
     this.showsSpaces = url.get("spaces") === "1";
     this.target = null;
@@ -88,9 +89,9 @@ class GroupPage extends Page {
     this.current = -1;
   }
 
-  /** Which of the scores is shown: that of a credit, or that of making a token likelier. */
+  /** Which of the scores is shown. */
   get score() {
-    return this.chosen.asks === "likelier" ? LIKELIER : this.chosen.credit;
+    return this.chosen.score;
   }
 
   build() {
@@ -166,8 +167,7 @@ class GroupPage extends Page {
   /** Take a choice: keep it, and show what follows from it. */
   async choose(name, value) {
     this.keep(name, value);
-    if (name === "credit") this.keep("asks", "training");
-    const isScore = name === "credit" || name === "asks";
+    const isScore = name === "score";
     if (name === "view") this.layOut();
     else if (name !== "order") this.recolour();
     if (name === "order" || (isScore && this.chosen.order === "influence")) this.applyOrder();
@@ -214,18 +214,18 @@ class GroupPage extends Page {
   }
 
   recolour() {
-    const { group, score: credit } = this;
-    const look = { ...this.chosen, credit };
+    const { group, score } = this;
     const targetOf = (channel) => (channel === "influence" ? this.targetValues : null);
-    this.sheet.paint(this.channels.map((channel) => colouring(group, channel, look, targetOf(channel))));
+    this.sheet.paint(this.channels.map((channel) => colouring(group, channel, this.chosen, targetOf(channel))));
     this.showLegends();
     for (const row of this.sheet.rows) {
-      showTurns(row, credit, (index, position) => this.jumpTo(index, position));
+      showTurns(row, score, (index, position) => this.jumpTo(index, position));
       showCurve(row, (token) => this.select(token).catch(this.context.fail));
     }
     this.tops = this.metricTops();
-    const values = group.values("influence", credit);
-    this.sumStyle = numberStyle(largestSize(values ? group.responses.map((each) => sumOver(values, each)) : [1]));
+    const values = group.values("influence", score);
+    const sums = values ? group.responses.map((each) => sumOver(values, each)) : [1];
+    this.sumStyle = group.styleOf("influence", largestSize(sums));
     if (this.selection.token === null) this.showSums();
   }
 
@@ -234,10 +234,12 @@ class GroupPage extends Page {
   }
 
   showLegends() {
-    const { meta, responses } = this.group;
+    const { group } = this;
+    const { meta, responses } = group;
     this.sheet.explainWith({
-      credit: this.score,
-      targetCredit: this.pairwise.credit,
+      group,
+      score: this.score,
+      targetScore: this.pairwise.score,
       target: responses[this.target]?.name ?? null,
       onClearTarget: () => this.setTarget(null),
       sign: signWords(meta, this.score),
@@ -249,9 +251,10 @@ class GroupPage extends Page {
 
   /** Tops for the small bars of readout and dock: always the group's. */
   metricTops() {
-    const topOf = (channel, credit) => scaleTop(this.group.values(channel, credit) ?? new Float32Array(0));
-    const scores = this.group.scores.map((credit) => [`influence_${credit}`, topOf("influence", credit)]);
-    return { entropy: topOf("entropy"), delta_v: topOf("delta_v"), ...Object.fromEntries(scores) };
+    const topOf = (channel, score) => scaleTop(this.group.values(channel, score) ?? new Float32Array(0));
+    const others = ["entropy", "delta_v", "influence_own"].map((channel) => [channel, topOf(channel)]);
+    const scores = this.group.scores.map((score) => [score, topOf("influence", score)]);
+    return Object.fromEntries([...others, ...scores]);
   }
 
   retheme() {
@@ -276,14 +279,15 @@ class GroupPage extends Page {
   /** @returns {import("../group/dock.js").TokenContext} */
   tokenContext(token) {
     const response = this.group.responses[this.group.responseOfToken[token]];
-    const more = unitMetrics(this.chosen.by, this.sheet.colourings, token);
+    const more = unitMetrics(this.group, this.chosen.by, this.sheet.colourings, token);
     if (this.targetValues) more.push(this.targetEffect(token));
-    return { token, response, position: token - response.start, tops: this.tops, credit: this.score, more };
+    return { token, response, position: token - response.start, tops: this.tops, score: this.score, more };
   }
 
   targetEffect(token) {
     const shown = this.sheet.colourings.find(({ channel }) => channel === "influence");
-    const text = numberStyle(shown ? largestSize(shown.tops) : 1).signed(this.targetValues[token]);
+    const style = this.group.styleOf("influence", shown ? largestSize(shown.tops) : 1);
+    const text = withUnit(style.signed(this.targetValues[token]), style);
     return { name: `on ${this.group.responses[this.target].name}`, text };
   }
 

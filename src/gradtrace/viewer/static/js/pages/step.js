@@ -1,9 +1,8 @@
 // The step page: the prompt groups of one step as a table to sort and filter.
 
-import { CREDIT_NAMES } from "../channels.js";
 import { Frame, LinearScale } from "../charts.js";
 import { SIGNED, levelName, levelOf, rampOf } from "../colours.js";
-import { Sorting, creditControl, searchBox } from "../controls.js";
+import { Sorting, scoreControl, searchBox } from "../controls.js";
 import {
   cssColours,
   element,
@@ -21,7 +20,7 @@ import {
   tableOf,
   wideRow,
 } from "../dom.js";
-import { MISSING, fixed, numberStyle, plural, question, scoreSentence, sharedStart } from "../format.js";
+import { MISSING, fixed, plural, question, scoreSentence, scoreStyle, sharedStart } from "../format.js";
 import { overheadOf } from "../run_charts.js";
 import { extent, largestSize, meanOf, startsOf } from "../statistics.js";
 import { Page, pageHead, problemNotes } from "./page.js";
@@ -42,13 +41,16 @@ const WHY_SKIPPED = {
   not_asked: "not scored: others were asked for",
 };
 
+const MEASURED_HINT =
+  "Measured change of the group’s objective by the optimizer step; momentum and weight decay are part of it.";
 const COLUMNS = [
   { key: "group", title: "Group", up: true },
   { key: "prompt", title: "Prompt", up: true },
   { key: "accepted", title: "Pass rate" },
   { key: "map", title: "Influence by position", fixed: true },
   { key: "entropy", title: "Entropy, nats" },
-  { key: "size", title: "Σ |influence|" },
+  { key: "sum", title: "Σ influence" },
+  { key: "change", title: "Measured", number: true, hint: MEASURED_HINT },
   { key: "length", title: "Mean length", number: true },
 ];
 
@@ -56,25 +58,29 @@ export async function openStepPage(context) {
   const { source, run, step } = context;
   const path = `runs/${run.id}/steps/${step}`;
   const table = await source.json(path);
-  const credit = context.url.choice("credit", table.credits, table.common_credit ?? "position");
-  const pictures = await loadMiniatures(source, path, table, credit);
-  return () => new StepPage(context, table, path, credit, pictures);
+  const score = context.url.choice("score", table.scores, table.scores[0] ?? null);
+  const pictures = await loadMiniatures(source, path, score);
+  return () => new StepPage(context, table, path, score, pictures);
 }
 
-async function loadMiniatures(source, path, table, credit) {
-  return table.credits.includes(credit) ? source.floats(`${path}/miniatures?credit=${credit}`) : null;
+async function loadMiniatures(source, path, score) {
+  return score ? source.floats(`${path}/miniatures?score=${score}`) : null;
 }
 
 const HINTS = { "j k": "row", "↵": "open", "[ ]": "step", "/": "filter" };
 
 class StepPage extends Page {
-  constructor(context, table, path, credit, pictures) {
+  constructor(context, table, path, score, pictures) {
     super(context, `step ${table.step}`, HINTS);
     this.table = table;
     this.path = path;
-    this.credit = credit;
+    this.score = score;
     this.pictures = pictures;
-    this.sorting = new Sorting(this.url, COLUMNS, table.has_influence ? "size" : "group", () => this.fill());
+    const sums = table.groups.flatMap((group) => [this.value(group, "sum"), group.change ?? NaN]);
+    this.style = scoreStyle(table.meta.unit, largestSize(sums, 0));
+    this.isMeasured = table.groups.some((group) => group.change !== undefined);
+    this.columns = this.makeColumns();
+    this.sorting = new Sorting(this.url, this.columns, table.has_influence ? "sum" : "group", () => this.fill());
     this.show = this.url.choice("show", Object.keys(SHOW));
     this.query = this.url.get("q") ?? "";
     this.current = -1;
@@ -93,19 +99,33 @@ class StepPage extends Page {
     this.fill();
   }
 
+  /** Its columns: with measured changes where there are any, and the unit of both. */
+  makeColumns() {
+    const unit = this.style.unit ? `, ${this.style.unit}` : "";
+    const titles = { sum: `Σ influence${unit}`, change: `Measured${unit}` };
+    const shown = COLUMNS.filter(({ key }) => key !== "change" || this.isMeasured);
+    return shown.map((column) => ({ ...column, title: titles[column.key] ?? column.title }));
+  }
+
   makeHead() {
     const { groups, responses, step, has_influence: traced, has_entropy: hasEntropy } = this.table;
     const scored = groups.filter((group) => group.status === "scored").length;
     const mixed = groups.filter((group) => !group.constant).length;
     const influence = traced
-      ? `Influence, ${question(this.table.meta, this.credit)}, is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
+      ? `Influence, ${question(this.table.meta)}, is computed in the ${scored} whose rewards differ${scored < mixed ? ` (${mixed - scored} of them skipped)` : ""}.`
       : "";
     const sub = `${plural(groups.length, "prompt group")}, ${plural(responses, "response")}. ${influence}`;
     const overhead = overheadOf(this.run.rows.get(step) ?? {});
+    const { updates = [] } = this.table.meta;
+    const part = updates.reduce((sum, each) => sum + each.part, 0);
+    const style = scoreStyle("nats", part);
+    const ratio = this.run.rows.get(step)?.["influence_trace/predicted_over_measured"];
     const facts = factList(
       [fixed(meanOf(groups.map((group) => group.reward)), 2), "reward"],
       hasEntropy ? [fixed(meanOf(groups.map((group) => group.entropy)), 3), "entropy, nats"] : null,
       [`${mixed} of ${groups.length}`, "mixed groups"],
+      Number.isFinite(part) && updates.length ? [style.signed(part), `Σ influence, ${style.unit}`] : null,
+      Number.isFinite(ratio) ? [fixed(ratio, 2), "predicted / measured"] : null,
       overhead === undefined ? null : [`+${fixed(100 * overhead, 1)} %`, "tracing overhead"],
     );
     return pageHead(`Step ${step}`, sub, this.spark(), facts);
@@ -134,6 +154,7 @@ class StepPage extends Page {
       ...problemNotes(this.table),
       problem ? element("p", "notice", problem) : null,
       why ? element("p", "strip notice", why) : null,
+      ...this.table.remarks.map((remark) => element("p", "strip notice", remark)),
     ].filter(Boolean);
   }
 
@@ -166,34 +187,34 @@ class StepPage extends Page {
     );
     this.count = element("span", "", { "aria-live": "polite" });
     const show = this.choiceOf("Show", "show", Object.keys(SHOW), () => this.fill());
-    const credits = creditControl(this.credit, this.table.credits, (value) => this.setCredit(value));
-    const tail = element("span", "tail", this.table.credits.length ? this.sizeKey() : null, this.count);
-    return element("div", "controls strip step-controls", search, show, credits, tail);
+    const scores = scoreControl(this.score, this.table.scores, (value) => this.setScore(value));
+    const tail = element("span", "tail", this.table.scores.length ? this.sumKey() : null, this.count);
+    return element("div", "controls strip step-controls", search, show, scores, tail);
   }
 
-  sizeKey() {
-    const title = scoreSentence(this.table.meta, this.credit);
-    const name = element("span", "hint", { title }, "Σ |influence|:");
+  sumKey() {
+    const title = scoreSentence(this.table.meta, this.score);
+    const name = element("span", "hint", { title }, "Σ influence:");
     const parts = [element("span", "swatch p3"), "positive part", element("span", "swatch n3"), "negative part"];
     return element("span", "", name, ...parts);
   }
 
-  async setCredit(credit) {
-    this.pictures = await loadMiniatures(this.context.source, this.path, this.table, credit);
-    this.credit = credit;
-    this.url.update({ credit });
+  async setScore(score) {
+    this.pictures = await loadMiniatures(this.context.source, this.path, score);
+    this.score = score;
+    this.url.update({ score });
     this.fill();
   }
 
   influence(group) {
-    return group[`influence_${this.credit}`] ?? null;
+    return group[this.score] ?? null;
   }
 
   /** What a group has in a column, or by a name that the filter knows. */
   value(group, name) {
     const sums = this.influence(group);
-    const size = sums ? sums.positive + sums.negative : NaN;
-    const own = { accepted: group.passed / group.responses, pass: group.passed, size, inf: size };
+    const sum = sums ? sums.positive - sums.negative : NaN;
+    const own = { accepted: group.passed / group.responses, pass: group.passed, sum, inf: sum };
     return own[name] ?? group[{ ent: "entropy", len: "length" }[name] ?? name];
   }
 
@@ -212,11 +233,12 @@ class StepPage extends Page {
         groups.map((group) => this.value(group, name) ?? NaN),
         1e-9,
       );
-    const tops = { entropy: top("entropy"), size: top("size") };
+    const sides = groups.flatMap((group) => Object.values(this.influence(group) ?? {}));
+    const tops = { entropy: top("entropy"), side: largestSize(sides, 1e-300) };
     this.body.replaceChildren(...this.shown.map((group, index) => this.row(group, index, tops)));
     if (this.shown.length) return;
     const why = this.query ? `No group matches “${this.query}”.` : `No ${this.show} group in this step.`;
-    this.body.append(wideRow("dim", COLUMNS.length, why));
+    this.body.append(wideRow("dim", this.columns.length, why));
   }
 
   /** Was influence traced in this step, and this group left out? */
@@ -238,7 +260,8 @@ class StepPage extends Page {
       ["c-accepted", passDots(group.passed, group.responses), passed],
       this.pictureCell(group),
       ["c-entropy", this.entropyBar(group, tops.entropy)],
-      ["c-size", this.sizeBars(group, tops.size)],
+      ["c-sum", this.sumBars(group, tops.side)],
+      ...(this.isMeasured ? [["c-change number", this.style.signed(group.change ?? NaN)]] : []),
       ["c-length number", fixed(group.length, 1)],
     );
   }
@@ -249,10 +272,10 @@ class StepPage extends Page {
       ? "skipped: TracIn left no contrast"
       : (WHY_SKIPPED[group.status] ?? (this.table.has_influence ? "not traced" : ""));
     if (!this.pictures || group.status !== "scored") return ["c-map reason", { title: why || null }, why];
-    if (!this.influence(group)) return ["c-map reason", `${CREDIT_NAMES[group.credit] ?? "no"} credit only`];
+    if (!this.influence(group)) return ["c-map reason", "no scores"];
     const start = this.starts[group.group];
     const values = this.pictures.subarray(start, start + group.columns * group.responses);
-    return ["c-map", miniature(values, group, this.table.scales[`influence_${this.credit}`])];
+    return ["c-map", miniature(values, group, this.table.scales[this.score])];
   }
 
   entropyBar(group, top) {
@@ -262,16 +285,13 @@ class StepPage extends Page {
     return element("div", "with-bar", element("b", "", fixed(group.entropy, 3)), element("span", "", bar));
   }
 
-  sizeBars(group, top) {
+  sumBars(group, top) {
     const sums = this.influence(group);
     if (!sums) return MISSING;
     const parts = { p3: sums.positive, n3: sums.negative };
-    const bars = Object.entries(parts).map(([name, value]) => filledBar(name, (0.99 * value) / top));
-    const number = element("b", "", numberStyle(top, 4).plain(this.value(group, "size")));
-    const name = CREDIT_NAMES[group.credit];
-    const title = `The best credit that this group has is ${name}: its page shows it.`;
-    const best = this.table.credits.length > 1 ? element("small", "dim", { title }, name) : null;
-    return element("div", "with-bar", number, element("span", "", ...bars), best);
+    const bars = Object.entries(parts).map(([name, value]) => filledBar(name, (0.5 * value) / top));
+    const number = element("b", "", this.style.signed(this.value(group, "sum")));
+    return element("div", "with-bar", number, element("span", "", ...bars));
   }
 
   retheme() {

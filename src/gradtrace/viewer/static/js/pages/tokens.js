@@ -1,8 +1,8 @@
 // The tokens page: a leaderboard of distinct tokens beside entropy × influence; brushing one filters the other.
 
-import { Sorting, creditControl, searchBox } from "../controls.js";
+import { Sorting, scoreControl, searchBox } from "../controls.js";
 import { button, divergingBar, element, filledBar, linkTo, rowOf, tableOf, wideRow } from "../dom.js";
-import { MISSING, count, fixed, numberStyle, scoreSentence } from "../format.js";
+import { MISSING, count, fixed, scoreSentence, scoreStyle, withUnit } from "../format.js";
 import { Scatter } from "../plots.js";
 import { largestSize, occurrencesOf, placeOf, startsOf, tokenStatistics } from "../statistics.js";
 import { readVocabulary, visibleText } from "../text.js";
@@ -16,22 +16,23 @@ const MOST_OCCURRENCES = 24;
 const WITHOUT_INFLUENCE =
   "No influence in this step: no group was mixed, or the influence trace was off. Counts and entropy are shown.";
 
-const COLUMNS = [
+/** @param {string} unit of influence, empty where it has none */
+const columnsOf = (unit) => [
   { key: "text", title: "Token", up: true },
   { key: "count", title: "Count", number: true },
-  { key: "mean", title: "Mean influence", number: true, up: true },
+  { key: "mean", title: `Mean influence${unit}`, number: true, up: true },
   { key: "bar", title: "below 0 or above", fixed: true },
   { key: "entropy", title: "Mean entropy, nats" },
-  { key: "size", title: "Σ |influence|", number: true },
+  { key: "size", title: `Σ |influence|${unit}`, number: true },
 ];
 
 export async function openTokensPage(context) {
   const { source, run, step, url } = context;
   const path = `runs/${run.id}/steps/${step}`;
   const structure = await source.json(`${path}/tokens`);
-  const credit = url.choice("credit", structure.credits, structure.common_credit ?? "position");
-  const points = readPoints(structure, await source.floats(`${path}/points?credit=${credit}`));
-  return () => new TokensPage(context, structure, credit, points);
+  const score = url.choice("score", structure.scores, structure.scores[0] ?? "influence");
+  const points = readPoints(structure, await source.floats(`${path}/points?score=${score}`));
+  return () => new TokensPage(context, structure, score, points);
 }
 
 function readPoints(structure, floats) {
@@ -51,15 +52,20 @@ function readPoints(structure, floats) {
 const HINTS = { drag: "brush", esc: "clear", "[ ]": "step", "/": "filter" };
 
 class TokensPage extends Page {
-  constructor(context, structure, credit, points) {
+  constructor(context, structure, score, points) {
     super(context, `tokens, step ${structure.step}`, HINTS);
     this.structure = structure;
-    this.credit = credit;
+    this.score = score;
+    /** Of scores: nats, or that of captured factors. */
+    this.unit = structure.meta.unit;
     this.points = points;
     this.vocabulary = readVocabulary(structure.vocabulary);
     this.texts = this.vocabulary.map((entry) => visibleText(entry));
-    this.hasInfluence = structure.credits.length > 0;
-    this.sorting = new Sorting(this.url, COLUMNS, this.hasInfluence ? "mean" : "entropy", () => this.list());
+    this.hasInfluence = structure.scores.length > 0;
+    const everything = tokenStatistics(points, () => true);
+    this.style = scoreStyle(this.unit, largestSize(everything.map(({ size }) => size)), 4);
+    this.columns = columnsOf(this.style.unit && `, ${this.style.unit}`);
+    this.sorting = new Sorting(this.url, this.columns, this.hasInfluence ? "mean" : "entropy", () => this.list());
     this.min = this.url.choice("min", LEAST_SEEN, "4");
     this.query = this.url.get("q") ?? "";
     this.opened = this.url.number("token");
@@ -75,7 +81,7 @@ class TokensPage extends Page {
       ? `in ${structure.scored_groups} scored groups`
       : `in ${structure.scored_groups} groups, none of them scored`;
     const sub = `Step ${structure.step}, ${count(structure.total)} response tokens ${where}, ${count(distinct)} distinct.${sample}`;
-    const meaning = this.hasInfluence ? `${sub} ${scoreSentence(structure.meta, this.credit)}` : sub;
+    const meaning = this.hasInfluence ? `${sub} ${scoreSentence(structure.meta, this.score)}` : sub;
     this.node.append(pageHead("Tokens", meaning));
     this.node.append(...problemNotes(structure));
     if (!this.hasInfluence) this.node.append(element("p", "strip notice", WITHOUT_INFLUENCE));
@@ -84,7 +90,7 @@ class TokensPage extends Page {
     const table = element("div", "", tableOf("", this.sorting.row, this.body));
     this.line = element("div", "brush-line");
     this.fields = element("div", "brush-fields");
-    this.scatter = new Scatter(this.points, (brush) => this.setBrush(brush));
+    this.scatter = new Scatter(this.points, this.unit, (brush) => this.setBrush(brush));
     const plot = element("div", "scatter", this.line, this.scatter.node, this.fields);
     this.node.append(element("div", "tokens-page", table, plot));
   }
@@ -96,12 +102,12 @@ class TokensPage extends Page {
       this.list();
     });
     const least = this.choiceOf("Seen at least", "min", LEAST_SEEN, () => this.list());
-    const credits = creditControl(this.credit, this.structure.credits, (credit) => {
-      this.url.update({ credit, brush: null });
-      this.context.go("tokens", { credit, q: this.query, sort: this.sorting.key, min: this.min });
+    const scores = scoreControl(this.score, this.structure.scores, (score) => {
+      this.url.update({ score, brush: null });
+      this.context.go("tokens", { score, q: this.query, sort: this.sorting.key, min: this.min });
     });
     const how = "Drag on the plot to restrict the table. Click a token to see where it stands.";
-    const parts = [credits, element("span", "grow"), element("span", "dim wide-only", how)];
+    const parts = [scores, element("span", "grow"), element("span", "dim wide-only", how)];
     return element("div", "controls strip", box, least, ...parts);
   }
 
@@ -144,15 +150,17 @@ class TokensPage extends Page {
   /** The rows to show: sorted by mean influence both ends matter, so the middle is folded. */
   visibleRows(entries, tops) {
     const why = this.query ? `No token matches “${this.query}”.` : "No token was seen that often here.";
-    if (!entries.length) return [wideRow("dim", COLUMNS.length, why)];
+    if (!entries.length) return [wideRow("dim", this.columns.length, why)];
     const fold = this.sorting.key === "mean" && entries.length > 2 * BOTH_ENDS + 8;
     const first = fold ? entries.slice(0, BOTH_ENDS) : entries.slice(0, MOST_ROWS);
     const rows = first.flatMap((entry) => this.rowsOf(entry, tops));
     if (fold) {
-      rows.push(wideRow("between", COLUMNS.length, `${count(entries.length - 2 * BOTH_ENDS)} tokens in between`));
+      rows.push(wideRow("between", this.columns.length, `${count(entries.length - 2 * BOTH_ENDS)} tokens in between`));
       rows.push(...entries.slice(-BOTH_ENDS).flatMap((entry) => this.rowsOf(entry, tops)));
     } else if (entries.length > MOST_ROWS)
-      rows.push(wideRow("between", COLUMNS.length, `${count(entries.length - MOST_ROWS)} more; filter to see them`));
+      rows.push(
+        wideRow("between", this.columns.length, `${count(entries.length - MOST_ROWS)} more; filter to see them`),
+      );
     return rows;
   }
 
@@ -167,10 +175,10 @@ class TokensPage extends Page {
       { onclick: (event) => !event.target.closest("button") && this.toggle(entry.index) },
       ["c-text", chip],
       ["c-count number", count(entry.count)],
-      ["c-mean number", numberStyle(tops.mean, 3).signed(entry.mean)],
+      ["c-mean number", this.style.signed(entry.mean)],
       ["c-bar", Number.isFinite(entry.mean) ? divergingBar(entry.mean, tops.mean) : ""],
       ["c-entropy", Number.isFinite(entry.entropy) ? entropy : MISSING],
-      ["c-size number", entry.scored ? numberStyle(tops.size, 3).plain(entry.size) : MISSING],
+      ["c-size number", entry.scored ? this.style.plain(entry.size) : MISSING],
     );
     return isOpen ? [row, this.occurrenceRow(entry.index)] : [row];
   }
@@ -185,10 +193,10 @@ class TokensPage extends Page {
   occurrenceRow(index) {
     const { total, shown } = occurrencesOf(this.points, index, (at) => this.scatter.contains(at), MOST_OCCURRENCES);
     const words = total > shown.length ? `The strongest ${shown.length} of ${count(total)}: ` : "Where it stands: ";
-    const row = wideRow("occurrences", COLUMNS.length, words);
-    const style = numberStyle(this.scatter.top);
+    const row = wideRow("occurrences", this.columns.length, words);
+    const style = scoreStyle(this.unit, this.scatter.top);
     for (const { group, response, position, influence } of shown) {
-      const score = Number.isFinite(influence) ? `  ${style.signed(influence)}` : "";
+      const score = Number.isFinite(influence) ? `  ${withUnit(style.signed(influence), style)}` : "";
       const href = this.context.href("group", { group, sel: `${response}.${position}` });
       row.children[0].append(linkTo(href, "", `group ${group}, r${response} at ${position}${score}`));
     }
@@ -200,8 +208,8 @@ class TokensPage extends Page {
   showBrushLine(chosen) {
     if (!this.brush) return this.line.replaceChildren(element("span", "dim", `All ${count(chosen)} tokens`));
     const { entropy, influence } = this.brush;
-    const style = numberStyle(this.scatter.top, 2);
-    const words = `entropy ${fixed(entropy[0], 2)} to ${fixed(entropy[1], 2)} nats, influence ${style.signed(influence[0])} to ${style.signed(influence[1])}`;
+    const style = scoreStyle(this.unit, this.scatter.top, 2);
+    const words = `entropy ${fixed(entropy[0], 2)} to ${fixed(entropy[1], 2)} nats, influence ${style.signed(influence[0])} to ${withUnit(style.signed(influence[1]), style)}`;
     this.line.replaceChildren(
       element("b", "", `${count(chosen)} tokens`),
       element("span", "mid", words),

@@ -1,0 +1,105 @@
+"""What an optimizer step did to the objective of a group, in words: measured, and added up from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+PREFIXES = ((1.0, ""), (1e-3, "m-"), (1e-6, "µ-"), (1e-9, "n-"))
+MINUS = "\u2212"
+NAMED_REST = 0.1
+"""The part that no term explains is named from this share of the change on."""
+NOT_MEASURED = "This group was not measured (trainer.influence_trace.measure=all measures every group)."
+EARLY = (
+    "The scores say what the step did to each token, not what training on it did, because Adam's state was empty: a "
+    "first step hardly depends on the size of a token's gradient."
+)
+STOOD_STILL = "The weights did not move: the learning rate was 0."
+
+
+class Nats:
+    """Numbers in nats, m-nats or smaller, so that the largest of them has three digits; as in format.js."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        top = max((abs(value) for value in values if np.isfinite(value)), default=0.0)
+        self.scale, prefix = next((each for each in PREFIXES if top >= 0.01 * each[0]), PREFIXES[0 if top == 0 else -1])
+        self.unit = f"{prefix}nats"
+        shown = top / self.scale
+        self.decimals = 2 if shown == 0 else max(0, min(6, 2 - int(np.floor(np.log10(shown)))))
+
+    def plain(self, value: float) -> str:
+        text = f"{abs(value) / self.scale:.{self.decimals}f}"
+        return text if float(text) == 0 or value >= 0 else MINUS + text
+
+    def signed(self, value: float) -> str:
+        text = self.plain(value)
+        return text if value <= 0 or float(text) == 0 else f"+{text}"
+
+
+@dataclass(frozen=True)
+class Books:
+    """Changes of a group's objective by one optimizer step, in nats."""
+
+    change: float
+    """Measured. NaN where the group was not, like all below but `by_batch`."""
+    by_batch: float
+    """By the mini-batch's gradient: the sum of its tokens' influence."""
+    by_own: float = np.nan
+    """The part of that by the group's own tokens."""
+    by_momentum: float = np.nan
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(np.isfinite(self.change))
+
+    @property
+    def rest(self) -> float:
+        """What the parts do not add up to: curvature."""
+        return self.change - self.by_batch - self.by_momentum
+
+    def sentence(self) -> str:
+        """What the step did, and what of it came from where."""
+        if not self.is_measured:
+            does, nats = ("raised" if self.by_batch >= 0 else "lowered"), Nats([self.by_batch])
+            return (
+                f"By the influence of its tokens, this batch's gradient {does} the group's objective by "
+                f"{nats.plain(abs(self.by_batch))} {nats.unit}. {NOT_MEASURED}"
+            )
+        parts = {
+            "its own tokens": self.by_own,
+            "other prompts of the batch": self.by_batch - self.by_own,
+            "momentum": self.by_momentum,
+        }
+        if abs(self.rest) > NAMED_REST * abs(self.change):
+            parts["curvature (the rest)"] = self.rest
+        nats = Nats([self.change, *parts.values()])
+        does, show = ("raised", nats.plain) if self.change >= 0 else ("lowered", nats.signed)
+        told = {who: show(value) for who, value in parts.items()}
+        split = [f"{text} by {who}" for who, text in told.items() if any(digit in text for digit in "123456789")]
+        shown = f"{nats.plain(abs(self.change))} {nats.unit}"
+        return f"This step {does} the group's objective by {shown}{': ' if split else ''}{', '.join(split)}."
+
+
+def more_than_half(values: np.ndarray, total: float) -> int | None:
+    """The token that makes more than half of a sum of its group; None where no single one does."""
+    shares = np.nan_to_num(values) / total if total else np.zeros(0)
+    if not len(shares):
+        return None
+    best = int(shares.argmax())
+    return best if 0.5 < shares[best] <= 1.0 else None
+
+
+def remarks(updates: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a reader of the scores of these optimizer steps must know."""
+    known = [each for each in updates if isinstance(each, Mapping)]
+    still = [each for each in known if each.get("learning_rate") == 0]
+    early = [each for each in known if each.get("second_moment") == "batch_gradient" and each not in still]
+    found = []
+    for those, sentence in ((still, STOOD_STILL), (early, EARLY)):
+        if those:
+            some = f"In {len(those)} of the {len(known)} optimizer steps: " if len(those) < len(known) else ""
+            found.append(some + sentence)
+    return found
