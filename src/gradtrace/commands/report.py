@@ -297,7 +297,7 @@ def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
     """Groups by the sum of their |influence|; unscored ones only if there is no other."""
 
     def strength(group: dict[str, Any]) -> float:
-        sums = next((group[name] for name in table["scores"] if group.get(name)), {})
+        sums: dict[str, float] = next((group[name] for name in table["scores"] if group.get(name)), {})
         return float(sums.get("positive", 0.0) + sums.get("negative", 0.0))
 
     ranked = sorted(table["groups"], key=lambda group: -strength(group))

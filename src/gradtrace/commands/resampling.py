@@ -28,7 +28,7 @@ from gradtrace.instruments.counterfactual.measure import Clues
 from gradtrace.instruments.counterfactual.sampling import Continuations
 from gradtrace.rollout import Sampler, SamplingParams
 from gradtrace.runs import Checkpoint, NotStoredError, open_run
-from gradtrace.trace.columns import SCORE_OF_CREDIT
+from gradtrace.trace.columns import INFLUENCE_SCORES
 from gradtrace.trace.files import make_folder
 from gradtrace.trace.run_files import acquire_lock, release_lock
 from gradtrace.trace.table import StepTable
@@ -228,11 +228,9 @@ class Resampler:
 
 
 def _influence(table: StepTable, tokens: np.ndarray) -> np.ndarray | None:
-    """The influence scores of these tokens in the best credit that each has; None where they were not traced."""
-    found = np.full(len(tokens), np.nan)
-    for name in SCORE_OF_CREDIT.values():
-        if (scores := table.column(name)) is not None:
-            found = np.where(np.isnan(found), scores[tokens], found)
+    """The influence scores of these tokens; None where they were not traced."""
+    stored = (table.column(name) for name in INFLUENCE_SCORES)
+    found = next((scores[tokens] for scores in stored if scores is not None), np.empty(0))
     return found if np.isfinite(found).any() else None
 
 

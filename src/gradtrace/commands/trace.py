@@ -191,7 +191,7 @@ def _show(args: argparse.Namespace) -> int:
     words = args.by.split(",") if args.by else []
     unit = next((word for word in words if word in UNITS), "token")
     chosen = [word for word in words if word not in UNITS]
-    by = chosen[0] if chosen else (best_column(step, group) if columns else None)
+    by = chosen[0] if chosen else (best_column(step) if columns else None)
     if by is not None and by not in columns:
         has = f"this step has {', '.join(columns)}" if columns else f"{kind} has scores of responses alone"
         raise GradtraceError(f"cannot colour by {by!r}; {has}")

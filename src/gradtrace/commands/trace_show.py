@@ -14,7 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from gradtrace.trace.columns import COLUMNS, SCORE_OF_CREDIT, Credit
+from gradtrace.instruments.influence.books import Nats, books_story, remarks, updates_of
+from gradtrace.trace.columns import COLUMNS, INFLUENCE_SCORES
 from gradtrace.trace.step import Response, Step
 from gradtrace.trace.token_text import TokenBytes, pieces
 
@@ -51,12 +52,9 @@ def score_columns(step: Step) -> list[str]:
     return [column.name for column in sorted(scores, key=lambda column: not column.is_signed)]
 
 
-def best_column(step: Step, group: int) -> str:
-    """The most telling column of a group: where only some groups have loss terms, others have other scores."""
-    responses = np.flatnonzero(step["group"] == group)
-    if "credit" in step and len(responses):
-        return SCORE_OF_CREDIT[Credit(step["credit"][responses[0]])]
-    return score_columns(step)[0]
+def best_column(step: Step) -> str:
+    """The most telling column: influence where there is any."""
+    return next((name for name in INFLUENCE_SCORES if name in step), score_columns(step)[0])
 
 
 def show_group(
@@ -80,18 +78,43 @@ def show_group(
     if not group.responses:
         console.print("no response of this group is in the file", style="dim")
         return
+    for sentence in _about(step, group_index, token_bytes):
+        console.print(Text(sentence))
     if column is not None:
         console.print(Text(f"{column}: {COLUMNS[column].meaning}", style="dim"))
+    totals = _totals(step, group.responses, column)
     shown_tokens = {r: _by_unit(step, r, column, token_bytes, unit) for r in group.responses}
     scale = _scale([tokens for _, tokens in shown_tokens.values()], column) if column else 1.0
     for r, (shown, tokens) in shown_tokens.items():
-        console.print(Text(_headline(step.response(r)), style="bold"))
+        console.print(Text(_headline(step.response(r)) + totals.get(r, ""), style="bold"))
         if column is None:
             console.print(Text("".join(shown)))
         elif colour:
             console.print(_coloured(shown, tokens, column, scale))
         else:
-            _print_lines(console, shown, tokens, column)
+            _print_lines(console, shown, tokens, column, scale)
+
+
+def _about(step: Step, g: int, token_bytes: TokenBytes | None) -> list[str]:
+    """What the optimizer step did to a group, and what a reader of its scores must know."""
+    if "influence" not in step:
+        return []
+    told = books_story(step, g, lambda r: f"response {r}", lambda i: repr("".join(pieces(np.array([i]), token_bytes))))
+    return [*([] if told is None else [told.sentence]), *remarks(updates_of(step, g))]
+
+
+def _is_change(column: str) -> bool:
+    """Whether it holds small changes in nats, which are written in the unit that fits them."""
+    return COLUMNS[column].unit == "nats" and COLUMNS[column].adds_up
+
+
+def _totals(step: Step, responses: list[int], column: str | None) -> dict[int, str]:
+    """What each response adds up to, in the same unit; nothing for columns that do not add up."""
+    if column is None or not _is_change(column):
+        return {}
+    sums = {r: float(np.nansum(v)) for r in responses if np.isfinite(v := step.ragged(column, r)).any()}
+    nats = Nats(sums.values())
+    return {r: f" · Σ {nats.signed(total)} {nats.unit}" for r, total in sums.items()}
 
 
 def _headline(response: Response) -> str:
@@ -105,8 +128,14 @@ def _headline(response: Response) -> str:
     if response.first_wrong is not None and response.first_wrong >= 0:
         parts.append(f"first wrong token {response.first_wrong}")
     for name, value in response.more.items():
-        parts.append(f"{name} {value.name.lower().replace('_', ' ') if isinstance(value, enum.Enum) else value}")
+        parts.append(f"{name} {_short(value)}")
     return " · ".join(parts)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name.lower().replace("_", " ")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _by_unit(
@@ -158,12 +187,21 @@ def _background(value: float, signed: bool) -> str:
     return f"rgb({pale},{middle},250)" if value >= 0 else f"rgb(255,{middle},{pale})"
 
 
-def _print_lines(console: Console, shown: list[str], tokens: dict[str, Any], column: str) -> None:
+def _print_lines(console: Console, shown: list[str], tokens: dict[str, Any], column: str, scale: float) -> None:
+    """A line per piece; `scale`: the largest score of the group."""
     names = [column] + [name for name in ("entropy", "log_prob") if name in tokens and name != column]
     captured = tokens.get("captured")
-    headings = "  ".join(f"{(COLUMNS[name].heading or name)[-12:]:>12}" for name in names)
+    heads = {name: (COLUMNS[name].heading or name)[-12:] for name in names}
+    nats = Nats([scale]) if _is_change(column) else None
+    if nats is not None:
+        heads[column] = f"{COLUMNS[column].heading or column}, {nats.unit}"
+    widths = {name: max(12, len(head)) for name, head in heads.items()}
+    headings = "  ".join(f"{head:>{widths[name]}}" for name, head in heads.items())
     console.print(Text(f"  {'':4}  {headings}  token", style="dim"), soft_wrap=True)
     for i, piece in enumerate(shown):
-        values = "  ".join(f"{tokens[name][i]:+12.5g}" for name in names)
+        texts = {name: f"{tokens[name][i]:+.5g}" for name in names}
+        if nats is not None:
+            texts[column] = nats.signed(tokens[column][i]) if np.isfinite(tokens[column][i]) else "–"
+        values = "  ".join(f"{text:>{widths[name]}}" for name, text in texts.items())
         mark = "" if captured is None or captured[i] else "  (not captured)"
         console.print(Text(f"  {i:4d}  {values}  {piece!r}{mark}"), soft_wrap=True)

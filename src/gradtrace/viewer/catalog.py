@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import gradtrace.instruments  # noqa: F401  (makes every kind of trace known)
+from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.trace.columns import KINDS
 from gradtrace.trace.reader import RunReader, dig, read_run
@@ -271,7 +272,10 @@ def _describe_influence(config: Mapping[str, Any]) -> str:
     influence = dig(config, "trainer.influence_trace")
     if not isinstance(influence, Mapping) or not influence.get("enable"):
         return ""
-    credit = str(influence.get("credit", "position")).replace("_", "-")
+    defining = ("hessian_mode", "credit", "output_function", "target")
+    if InfluenceConfig(**{name: influence[name] for name in defining if name in influence}).is_parts:
+        return "influence: what each step does to every token, in nats"
+    credit = str(influence.get("credit")).replace("_", "-")
     curvature = f"{influence.get('hessian_source', 'response')} curvature"
     geometries = {"inverse": curvature, "optimizer": "the optimizer's geometry"}
     whole = influence.get("scope_pass") or not dig(config, "actor.mini_batch_size")
@@ -279,6 +283,6 @@ def _describe_influence(config: Mapping[str, Any]) -> str:
     words = [
         "position and loss-term credit" if credit == "both" else f"{credit} credit",
         geometries.get(str(influence.get("hessian_mode")), ""),
-        {"per_prompt": "own group", "all_selected": wide}.get(str(influence.get("accepted_rejected_scope")), ""),
+        {"all_selected": wide}.get(str(influence.get("accepted_rejected_scope")), "own group"),
     ]
-    return "influence: " + ", ".join(word for word in words if word)
+    return "influence from captured factors: " + ", ".join(word for word in words if word)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from gradtrace.instruments.influence import INFLUENCE_TRACE
-from gradtrace.instruments.influence.books import remarks
 from gradtrace.trace.columns import COLUMNS, KINDS, Selection
 from gradtrace.viewer.scores import NATS, ScoredStep
 from gradtrace.viewer.vocabulary import Vocabulary
@@ -58,8 +57,7 @@ def _about(table: ScoredStep) -> dict[str, Any]:
         "step": table.step,
         "has_entropy": table.column("entropy") is not None,
         "has_influence": INFLUENCE_TRACE in table.parts,
-        "meta": {key: value for key, value in table.meta.items() if key != "alternatives"},
-        "unit": table.unit,
+        "meta": {key: value for key, value in table.meta.items() if key != "alternatives"} | {"unit": table.unit},
         "problems": table.problems,
     }
 
@@ -72,7 +70,7 @@ def step_payload(table: ScoredStep, vocabulary: Vocabulary) -> dict[str, Any]:
         "responses": table.n_responses,
         "scores": table.scores,
         "scales": table.scales,
-        "remarks": remarks(table.updates()),
+        "remarks": table.remarks(),
     }
 
 
@@ -152,7 +150,7 @@ def group_payload(table: ScoredStep, g: int, vocabulary: Vocabulary) -> dict[str
         "scales": table.scales,
         "pairwise": _pairwise_members(table, g),
         "alternatives": _alternatives(table, g, ids),
-        "remarks": remarks(table.updates(g)),
+        "remarks": table.remarks(g),
     }
 
 

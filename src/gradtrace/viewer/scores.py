@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from gradtrace.instruments.influence import INFLUENCE_TRACE
-from gradtrace.instruments.influence.books import Books
+from gradtrace.instruments.influence.books import Books, books_of, remarks, updates_of
 from gradtrace.trace.columns import INFLUENCE_SCORES, KINDS, GroupStatus
 from gradtrace.trace.reader import RunReader, StepUnreadableError
+from gradtrace.trace.step import Step
 from gradtrace.trace.table import StepTable
 
 TOP_QUANTILE = 0.99
@@ -72,16 +73,15 @@ class ScoredStep(StepTable):
         """[N]: the scores that pages show first."""
         return self.need(self.score) if self.score else None
 
+    def of_influence(self, g: int) -> tuple[Step, int] | None:
+        """The file with the scores of a group, and the group's number there; None where none has it."""
+        there = int(self.groups_in(INFLUENCE_TRACE)[g])
+        return (self.parts[INFLUENCE_TRACE], there) if there >= 0 else None
+
     def books(self, g: int) -> Books | None:
         """What the optimizer step did to the objective of a group; None where scores are not in nats."""
-        if self.group_scores(g)[:1] != ["influence"]:
-            return None
-        tokens = self.need("influence")[self.tokens_of(self.members(g))]
-        names = ("objective_change", "change_by_batch", "change_by_own", "change_by_momentum")
-        stored = [self.column(name) for name in names]
-        if any(values is None or not np.isfinite(values[g]) for values in stored):
-            return Books(np.nan, float(np.nansum(tokens)))
-        return Books(*(float(values[g]) for values in stored if values is not None))
+        found = self.of_influence(g)
+        return None if found is None else books_of(*found)
 
     def alternatives(self, g: int) -> list[Alternatives]:
         """Those that the trace holds of a group; entries that it cannot mean are left out."""
@@ -97,14 +97,11 @@ class ScoredStep(StepTable):
                 found.append(Alternatives(index, position, gained))
         return found
 
-    def updates(self, g: int | None = None) -> list[dict[str, Any]]:
-        """The optimizer steps that the trace describes; those of a group alone."""
-        known = [each for each in self.meta.get("updates") or [] if isinstance(each, dict)]
-        numbers = self.column("optimizer_step", INFLUENCE_TRACE)
-        if g is None or numbers is None:
-            return known
-        own = set(numbers[self.members(g)].tolist())
-        return [each for each in known if each.get("optimizer_step") in own]
+    def remarks(self, g: int | None = None) -> list[str]:
+        """What a reader of the scores of the step, or of a group alone, must know."""
+        part = self.parts.get(INFLUENCE_TRACE)
+        there = None if g is None else int(self.groups_in(INFLUENCE_TRACE)[g])
+        return [] if part is None else remarks(updates_of(part, there))
 
     @cached_property
     def accepted(self) -> np.ndarray:

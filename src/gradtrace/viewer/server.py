@@ -53,7 +53,7 @@ from gradtrace.viewer.pages import (
 from gradtrace.viewer.scores import SCORES, ScoredStep
 from gradtrace.viewer.search import LOOKS, Query, prompt_key, search
 from gradtrace.viewer.security import Access, Gate
-from gradtrace.viewer.story import books_story, group_story, run_story, step_story
+from gradtrace.viewer.story import group_books, group_story, run_story, step_story
 
 LONGEST_QUERY = 200
 SMALLEST_COMPRESSED = 1400
@@ -270,7 +270,7 @@ def told_step(view: ScoredStep, served: ServedRun) -> dict[str, Any]:
 def told_group(view: ScoredStep, g: int, served: ServedRun, measured: MeasuredGroup | None) -> dict[str, Any]:
     """A group's structure, and the sentences that it begins with."""
     story = group_story(view, g, served.vocabulary, measured).as_json()
-    books = books_story(view, g, served.vocabulary)
+    books = group_books(view, g, served.vocabulary)
     told = {"story": story, "books": None if books is None else books.as_json()}
     return {**group_payload(view, g, served.vocabulary), **told}
 

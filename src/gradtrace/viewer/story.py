@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup
 from gradtrace.instruments.counterfactual.measure import Counterfactual, results
-from gradtrace.instruments.influence.books import Nats, more_than_half, remarks
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+from gradtrace.instruments.influence.books import Nats, books_story
 from gradtrace.viewer.scores import ScoredStep
 from gradtrace.viewer.vocabulary import Vocabulary
 
@@ -153,7 +155,7 @@ def _change(table: ScoredStep, g: int, r: int, score: float) -> str:
     nats = Nats([score])
     does = "raised" if score >= 0 else "lowered"
     amount = f"by {nats.plain(abs(score))} {nats.unit}"
-    if score == 0 or remarks(table.updates(g)):
+    if score == 0 or table.remarks(g):
         return f"the step {does} its own term of the objective {amount}" if score else "the step did not change it"
     return f"{_step_words(table, r)} {does} the objective {amount}"
 
@@ -205,35 +207,17 @@ def quoted(vocabulary: Vocabulary, token_id: int) -> str:
     return f"“{text[:LONGEST_TOKEN]}{'…' if len(text) > LONGEST_TOKEN else ''}”"
 
 
-def books_story(table: ScoredStep, g: int, vocabulary: Vocabulary) -> Story | None:
+def group_books(table: ScoredStep, g: int, vocabulary: Vocabulary) -> Story | None:
     """What the step did to the group's objective and by whom; None where no scores are in nats."""
-    books = table.books(g)
-    if books is None:
+    found = table.of_influence(g)
+    if found is None:
         return None
-    parts, at = [books.sentence()], None
-    members = table.members(g).tolist()
-    own = table.column("influence_own") if books.is_measured else None
-    rows = table.tokens_of(members)
-    best = None if own is None else more_than_half(own[rows], books.by_own)
-    if best is not None:
-        index = int(np.searchsorted(np.cumsum(table.lengths[members]), best, side="right"))
-        position = int(rows[best] - table.offsets[members[index]])
-        token = quoted(vocabulary, int(table.token_id[rows[best]]))
-        parts.append(f"More than half of the first is token {position} of r{index}, {token}.")
-        at = KeyToken(index, position, "score")
-    return Story(" ".join([*parts, *_less_likely(table, members)]), at)
-
-
-def _less_likely(table: ScoredStep, members: Sequence[int]) -> list[str]:
-    """A sentence where accepted responses lost probability by the step (likelihood displacement)."""
-    change = table.column("log_prob_change")
-    good = [r for r in members if table.accepted[r]]
-    sums = [] if change is None else [float(np.nansum(change[table.tokens(r)])) for r in good]
-    fallen = sum(each < 0 for each in sums)
-    if not fallen:
-        return []
-    which = "the accepted answer" if len(good) == 1 else f"{fallen} of {len(good)} accepted answers"
-    return [f"It made {which} less likely."]
+    places = table.responses_in(INFLUENCE_TRACE)[table.members(g)].tolist()
+    told = books_story(*found, lambda r: f"r{places.index(r)}", partial(quoted, vocabulary))
+    if told is None:
+        return None
+    at = None if told.at is None else KeyToken(places.index(told.at[0]), told.at[1], "score")
+    return Story(told.sentence, at)
 
 
 def step_story(table: ScoredStep, vocabulary: Vocabulary, found: Sequence[dict[str, Any]] = ()) -> str:

@@ -20,19 +20,20 @@ from gradtrace.config.root import Config
 from gradtrace.instruments.contract import OptimizerStep
 from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.influence.columns import influence_columns
-from gradtrace.instruments.influence.factors import FactorsObserver
-from gradtrace.instruments.influence.plan import StepPlan
+from gradtrace.instruments.influence.file_of_parts import parts_columns
+from gradtrace.instruments.influence.observer import influence_observer
+from gradtrace.instruments.influence.plan import StepPlan, status_by_advantage, status_by_contrast
 from gradtrace.instruments.observers import Observers
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.optimizer import Optimizer
 from gradtrace.terminal import peak_bytes
+from gradtrace.trace.columns import INFLUENCE_SCORES
 from gradtrace.training.components import Components
 from gradtrace.training.host import EmbeddedHost, loss_traits
 from gradtrace.training.update import PolicyUpdate
 
-SCORES = ("influence_position", "influence_tail", "influence_loss_term")
-KEPT = ("row", "length", "captured", *SCORES)
+KEPT = ("row", "length", "captured", *INFLUENCE_SCORES)
 
 
 class TrainingPass:
@@ -58,7 +59,7 @@ class TrainingPass:
 
     @cached_property
     def observers(self) -> Observers:
-        observer = FactorsObserver(self.host, self.settings)
+        observer = influence_observer(self.host, self.settings)
         return Observers(Ranks(), {INFLUENCE_TRACE: observer}, raising=[INFLUENCE_TRACE])
 
     def run(self) -> None:
@@ -66,11 +67,19 @@ class TrainingPass:
 
     def run_traced(self) -> None:
         settings = self.settings
-        plan = StepPlan.of(self.batch, 1, settings.max_prompts_per_step, settings.accepted_threshold)
+        threshold = settings.accepted_threshold
+        if settings.is_parts:
+            status = status_by_advantage(self.batch)
+        else:
+            status = status_by_contrast(self.batch, settings.max_prompts_per_step, threshold)
+        plan = StepPlan.of(self.batch, 1, status, threshold, verify=False)
         self.observers.begin({INFLUENCE_TRACE: plan})
         batch, _ = self.update.run(self.batch, self.micro_batches, self.updates, self.observers, self.host)
         table = self.observers.end()[INFLUENCE_TRACE]
-        rows, columns, _ = influence_columns(batch, table, plan.status, settings, pairwise_max_mb=0)
+        if settings.is_parts:
+            rows, columns, _ = parts_columns(batch, table, status, threshold, pairwise_max_mb=0)
+        else:
+            rows, columns, _ = influence_columns(batch, table, status, settings, pairwise_max_mb=0)
         self.columns = {"row": rows.numpy(), "length": batch.response_lengths[rows].numpy(), **columns}
 
 
@@ -95,7 +104,7 @@ def score_cell(components: Components, batch: RolloutBatch, config: Config, repe
     work = TrainingPass(components, batch, config)
     costs = measure(work, repeat, traced=True)
     columns: dict[str, Any] = {name: np.asarray(work.columns[name]) for name in KEPT if name in work.columns}
-    meta = costs | {"credit": work.settings.credit, "output_function": work.settings.output_function}
+    meta = costs | {"output_function": work.settings.output_function}
     buffer = io.BytesIO()
     np.savez(buffer, meta_json=np.frombuffer(json.dumps(meta).encode(), np.uint8), **columns)
     return buffer.getvalue()

@@ -20,6 +20,7 @@ from gradtrace.commands.ablate.session import CELLS, ROLLOUT, SHARED, cell_name,
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.columns import response_advantages
 from gradtrace.instruments.verify.measure import spearman as rank_correlation
+from gradtrace.trace.columns import INFLUENCE_SCORES
 from gradtrace.trace.files import atomic_write
 
 FORMAT_VERSION = 1
@@ -66,7 +67,7 @@ def table_of(folder: Path) -> dict[str, Any]:
         if dense is not None:
             scores[name] = dense
     names = list(scores)
-    credits = {cell["credit"] for cell in cells if cell["credit"]}
+    kinds = {cell["score"] for cell in cells if cell["score"]}
     return {
         "format_version": FORMAT_VERSION,
         "name": folder.resolve().name,
@@ -76,7 +77,7 @@ def table_of(folder: Path) -> dict[str, Any]:
         "cells": cells,
         "agreement": {
             "measure": "spearman",
-            "credit": credits.pop() if len(credits) == 1 else "mixed",
+            "score": kinds.pop() if len(kinds) == 1 else "mixed",
             "names": names,
             "matrix": [[spearman(scores[a], scores[b]) for b in names] for a in names],
         },
@@ -88,7 +89,7 @@ def table_of(folder: Path) -> dict[str, Any]:
 def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str, Any], np.ndarray | None]:
     """A cell's row of the table, and its scores [R, T]."""
     keys = ("time_s", "time_s_all", "overhead", "peak_bytes", "rows", "responses", "groups", "auc", "auc_pairs",
-            "label_r2", "first_wrong_hit1", "first_wrong_percentile", "first_wrong_responses", "credit")  # fmt: skip
+            "label_r2", "first_wrong_hit1", "first_wrong_percentile", "first_wrong_responses", "score")  # fmt: skip
     row: dict[str, Any] = {"status": "missing", "error": None} | dict.fromkeys(keys)
     failed = file.with_suffix(".failed")
     if not file.exists():
@@ -97,8 +98,8 @@ def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str,
         return row, None
     with np.load(file, allow_pickle=False) as columns:
         meta = json.loads(columns["meta_json"].tobytes())
-        credit = "position" if meta["credit"] == "both" else meta["credit"]
-        flat = columns[f"influence_{credit}"].astype(np.float64)
+        score = next(name for name in reversed(INFLUENCE_SCORES) if name in columns)
+        flat = columns[score].astype(np.float64)
         dense = likelihood_scores(
             batch, columns["row"], columns["length"], flat, columns["captured"], meta["output_function"]
         )
@@ -110,7 +111,7 @@ def _cell(file: Path, batch: RolloutBatch, wrong: np.ndarray) -> tuple[dict[str,
         "rows": int((~np.isnan(dense)).sum()),
         "responses": int(scored.sum()),
         "groups": len(np.unique(group[scored])),
-        "credit": credit,
+        "score": score,
     }
     row["auc"], row["auc_pairs"] = separation(dense, good, group)
     row["label_r2"] = label_r2(dense, good, group, response_advantages(batch).numpy())

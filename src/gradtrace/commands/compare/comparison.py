@@ -119,7 +119,9 @@ def compare(
     threshold: float | None = None,
     smooth: int = 1,
 ) -> Comparison:
-    """Raises `GradtraceError` if no run has the metric, and remarks on the runs that lack it."""
+    """Raises `GradtraceError` if no run has the metric, or if it is one of scores in different units. Remarks on the
+    runs that lack it."""
+    _check_units(groups, metric)
     remarks: list[str] = []
     curves = [curve for group in groups if (curve := _curve(group, metric, against, smooth, remarks))]
     if not curves:
@@ -148,6 +150,17 @@ def compare(
         curve.reached = [x for x in crossings if x is not None]
     remarks += [remark for group in groups for run in group.runs for remark in run.remarks]
     return Comparison(metric, against, float(place), float(threshold), bool(rises), curves, remarks)
+
+
+def _check_units(groups: list[RunGroup], metric: str) -> None:
+    """Scores in nats and scores of captured factors measure different things."""
+    runs = [run for group in groups for run in group.runs if run.influence_unit]
+    by_unit = {unit: [run.name for run in runs if run.influence_unit == unit] for unit in ("nats", "influence")}
+    if metric.startswith("influence_trace/") and all(by_unit.values()):
+        raise GradtraceError(
+            f"{metric} cannot be compared: influence is in nats in {', '.join(by_unit['nats'])}, and in the unit of "
+            f"captured factors in {', '.join(by_unit['influence'])}. Compare runs of one kind, or another metric"
+        )
 
 
 def _curve(group: RunGroup, metric: str, against: str, smooth: int, remarks: list[str]) -> GroupCurve | None:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.runs import flat, open_run
-from gradtrace.trace.reader import dig
+from gradtrace.trace.reader import RunReader, dig
 
 AXES = {
     "steps": "training steps",
@@ -36,6 +37,8 @@ class RunCurves:
     """Metrics by step, ascending; where a resumed run wrote a step twice, the later line."""
     remarks: list[str] = field(default_factory=list)
     """What a reader of the comparison should know about this run."""
+    influence_unit: str = ""
+    """Of its influence scores: nats, or influence for those of captured factors; empty: it has none."""
 
     @property
     def metric_names(self) -> list[str]:
@@ -98,7 +101,15 @@ def load_run(path: Path) -> RunCurves:
         del row["step"]
     config = run.config
     remarks = [f"{run.name}: {problem}" for problem in run.problems]
-    return RunCurves(run.name, path, config, rows, remarks)
+    return RunCurves(run.name, path, config, rows, remarks, influence_unit(run))
+
+
+def influence_unit(run: RunReader) -> str:
+    """Of the scores of a run's last influence trace that can be read; empty where there is none."""
+    for number in reversed(run.steps(INFLUENCE_TRACE)):
+        for step in run.readable_steps(INFLUENCE_TRACE, [number]):
+            return "nats" if "influence" in step else "influence"
+    return ""
 
 
 def nearest_metric(metric: str, names: list[str]) -> str:

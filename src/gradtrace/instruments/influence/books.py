@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from gradtrace.trace.step import Step
 
 PREFIXES = ((1.0, ""), (1e-3, "m-"), (1e-6, "µ-"), (1e-9, "n-"))
 MINUS = "\u2212"
 NAMED_REST = 0.1
 """The part that no term explains is named from this share of the change on."""
 NOT_MEASURED = "This group was not measured (trainer.influence_trace.measure=all measures every group)."
-EARLY = (
-    "The scores say what the step did to each token, not what training on it did, because Adam's state was empty: a "
-    "first step hardly depends on the size of a token's gradient."
-)
-STOOD_STILL = "The weights did not move: the learning rate was 0."
+BOOKS = ("objective_change", "change_by_batch", "change_by_own", "change_by_momentum")
+"""Columns of groups."""
+EARLY = "the scores say what the step did to each token, not what training on it did, because Adam's state was empty."
+STOOD_STILL = "the weights did not move, because the learning rate was 0."
 
 
 class Nats:
@@ -83,13 +85,67 @@ class Books:
         return f"This step {does} the group's objective by {shown}{': ' if split else ''}{', '.join(split)}."
 
 
-def more_than_half(values: np.ndarray, total: float) -> int | None:
-    """The token that makes more than half of a sum of its group; None where no single one does."""
-    shares = np.nan_to_num(values) / total if total else np.zeros(0)
-    if not len(shares):
+def books_of(step: Step, g: int) -> Books | None:
+    """Those of a group of an influence trace; None where its scores are not in nats, or where it has none."""
+    members = np.flatnonzero(step["group"] == g).tolist()
+    if "influence" not in step or not members:
         return None
-    best = int(shares.argmax())
-    return best if 0.5 < shares[best] <= 1.0 else None
+    stored = [float(step[name][g]) if name in step else np.nan for name in BOOKS]
+    if np.isfinite(stored).all():
+        return Books(*stored)
+    return Books(np.nan, float(sum(np.nansum(step.ragged("influence", r)) for r in members)))
+
+
+@dataclass(frozen=True)
+class BooksStory:
+    sentence: str
+    at: tuple[int, int] | None = None
+    """The token that it names: its response in the file, its index there."""
+
+
+def books_story(step: Step, g: int, name: Callable[[int], str], text: Callable[[int], str]) -> BooksStory | None:
+    """What the optimizer step did to a group, and which token made most of it. `name` of a response of the file, `text`
+    of a token id."""
+    books = books_of(step, g)
+    if books is None:
+        return None
+    members = np.flatnonzero(step["group"] == g).tolist()
+    parts, at = [books.sentence()], None
+    if books.is_measured and "influence_own" in step and (at := _more_than_half(step, members, books.by_own)):
+        r, position = at
+        token = text(int(step.ragged("token_id", r)[position]))
+        parts.append(f"More than half of the first is token {position} of {name(r)}, {token}.")
+    return BooksStory(" ".join([*parts, *_less_likely(step, members)]), at)
+
+
+def _more_than_half(step: Step, members: list[int], total: float) -> tuple[int, int] | None:
+    """The token that makes more than half of a sum over these responses; None where no single one does."""
+    best, at = 0.5, None
+    for r in members if total else []:
+        shares = np.nan_to_num(step.ragged("influence_own", r)) / total
+        if len(shares) and shares.max() > best:
+            best, at = float(shares.max()), (r, int(shares.argmax()))
+    return at if best <= 1.0 else None
+
+
+def _less_likely(step: Step, members: list[int]) -> list[str]:
+    """A sentence where accepted responses lost probability by the step (likelihood displacement)."""
+    if "log_prob_after" not in step:
+        return []
+    good = [r for r in members if step["accepted"][r]]
+    sums = [np.nansum(step.ragged("log_prob_after", r) - step.ragged("log_prob_before", r)) for r in good]
+    fallen = sum(bool(each < 0) for each in sums)
+    which = "the accepted answer" if len(good) == 1 else f"{fallen} of {len(good)} accepted answers"
+    return [f"It made {which} less likely."] if fallen else []
+
+
+def updates_of(step: Step, g: int | None = None) -> list[dict[str, Any]]:
+    """The optimizer steps that an influence trace describes; those that trained on a group alone."""
+    known = [each for each in step.meta.get("updates") or [] if isinstance(each, dict)]
+    if g is None:
+        return known
+    own = set(step["optimizer_step"][step["group"] == g].tolist())
+    return [each for each in known if each.get("optimizer_step") in own]
 
 
 def remarks(updates: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -100,6 +156,6 @@ def remarks(updates: Iterable[Mapping[str, Any]]) -> list[str]:
     found = []
     for those, sentence in ((still, STOOD_STILL), (early, EARLY)):
         if those:
-            some = f"In {len(those)} of the {len(known)} optimizer steps: " if len(those) < len(known) else ""
-            found.append(some + sentence)
+            some = f"In {len(those)} of the {len(known)} optimizer steps " if len(those) < len(known) else ""
+            found.append(some + sentence if some else sentence[0].upper() + sentence[1:])
     return found

@@ -224,7 +224,8 @@ export class RunHistory {
   whyNone(kind) {
     const { label, switch: setting } = this.instruments.find((each) => each.kind === kind);
     if (this.enabled[kind] === false && !this.traces[kind].present) return `${label} was off: ${setting} turns it on`;
-    return this.isLive ? "nothing written yet" : `no ${label} in this run`;
+    if (this.isLive) return "nothing written yet";
+    return this.traces[kind].present ? "this run logged no such metric" : `no ${label} in this run`;
   }
 
   get metricNames() {

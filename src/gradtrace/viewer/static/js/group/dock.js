@@ -110,7 +110,7 @@ function sumPart({ sum, score, unit, scoreName, shownName, sign, excludesSelf })
     element("dd", "", style.signed(value)),
   ]);
   const name = inNats ? "= its influence on its own prompt" : "= influence of this token";
-  const total = [element("dt", "total", name), element("dd", "total", withUnit(style.signed(sum.total), style))];
+  const total = [element("dt", "total", name), element("dd", "total", style.signed(sum.total))];
   const meaning = sum.total > 0 ? `Positive: ${sign}.` : `Negative: the reverse of “${sign}”.`;
   const other = inNats
     ? " Its influence above is by the whole mini-batch’s gradient, other prompts included."
@@ -123,7 +123,7 @@ function sumPart({ sum, score, unit, scoreName, shownName, sign, excludesSelf })
   return element(
     "div",
     "",
-    element("h3", "", inNats ? "How it adds up" : `How the score adds up (${scoreName} credit)`),
+    element("h3", "", inNats ? `How it adds up, ${style.unit}` : `How the score adds up (${scoreName} credit)`),
     element("dl", "sum-table", ...lines, ...total),
     element("p", "say", meaning + (excludesSelf ? " Its own response is left out." : "") + other),
     Math.abs(score - sum.total) > tolerance ? element("p", "say", stored) : null,
@@ -173,10 +173,10 @@ function tokenMetrics(group, { token, response, position, tops, score: shown }) 
   score("on own prompt", "influence_own", group.values("influence_own"), tops.influence_own);
   const [before, after] = [here("log_prob_before"), here("log_prob_after")].map(Math.exp);
   add("by the step", after, () => `p ${probability(before)} → ${probability(after)}`);
-  const gained = group.gainedBeside(response, position).map(({ entry, before: from, after: to }) => {
-    return `${visibleText(entry)} ${probability(from)} → ${probability(to)}`;
-  });
-  if (gained.length) lines.push({ name: "gained most", text: gained.join(", ") });
+  for (const [index, { entry, before: from, after: to }] of group.gainedBeside(response, position).entries()) {
+    const [low, high] = [from, to].map(probability);
+    if (low !== high) lines.push({ name: index ? "" : "gained most", text: `${visibleText(entry)}: ${low} → ${high}` });
+  }
   const error = () => fixed(group.channels.get("delta_v_stderr")[token], 3);
   add("ΔV", here("delta_v"), (value) => `${signed(value, 3)} ± ${error()}`, tops.delta_v);
   const itself = (value) => numberStyle(Math.abs(value)).signed(value);

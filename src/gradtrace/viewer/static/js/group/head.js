@@ -25,7 +25,7 @@ export function booksLines(group, onShow) {
     const [response, position] = books.at;
     line.append(button("link-button", "show it", () => onShow(group.responses[response].start + position)));
   }
-  return [line, ...remarks.map((remark) => element("p", "strip notice", remark))].filter(Boolean);
+  return [line, ...remarks.map((remark) => element("p", "notice", remark))].filter(Boolean);
 }
 
 /** historyHref: where this prompt is followed over time; null where that cannot be asked. */

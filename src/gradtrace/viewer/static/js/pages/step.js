@@ -154,7 +154,7 @@ class StepPage extends Page {
       ...problemNotes(this.table),
       problem ? element("p", "notice", problem) : null,
       why ? element("p", "strip notice", why) : null,
-      ...this.table.remarks.map((remark) => element("p", "strip notice", remark)),
+      ...this.table.remarks.map((remark) => element("p", "notice", remark)),
     ].filter(Boolean);
   }
 

@@ -16,14 +16,14 @@ const MOST_OCCURRENCES = 24;
 const WITHOUT_INFLUENCE =
   "No influence in this step: no group was mixed, or the influence trace was off. Counts and entropy are shown.";
 
-/** @param {string} unit of influence, empty where it has none */
-const columnsOf = (unit) => [
+/** @param {{unit: string}} mean how mean influence is written @param {{unit: string}} size how its sum is */
+const columnsOf = (mean, size) => [
   { key: "text", title: "Token", up: true },
   { key: "count", title: "Count", number: true },
-  { key: "mean", title: `Mean influence${unit}`, number: true, up: true },
+  { key: "mean", title: `Mean influence${mean.unit && `, ${mean.unit}`}`, number: true, up: true },
   { key: "bar", title: "below 0 or above", fixed: true },
   { key: "entropy", title: "Mean entropy, nats" },
-  { key: "size", title: `Σ |influence|${unit}`, number: true },
+  { key: "size", title: `Σ |influence|${size.unit && `, ${size.unit}`}`, number: true },
 ];
 
 export async function openTokensPage(context) {
@@ -63,8 +63,9 @@ class TokensPage extends Page {
     this.texts = this.vocabulary.map((entry) => visibleText(entry));
     this.hasInfluence = structure.scores.length > 0;
     const everything = tokenStatistics(points, () => true);
-    this.style = scoreStyle(this.unit, largestSize(everything.map(({ size }) => size)), 4);
-    this.columns = columnsOf(this.style.unit && `, ${this.style.unit}`);
+    const styleOf = (name) => scoreStyle(this.unit, largestSize(everything.map((entry) => entry[name])), 3);
+    this.styles = { mean: styleOf("mean"), size: styleOf("size") };
+    this.columns = columnsOf(this.styles.mean, this.styles.size);
     this.sorting = new Sorting(this.url, this.columns, this.hasInfluence ? "mean" : "entropy", () => this.list());
     this.min = this.url.choice("min", LEAST_SEEN, "4");
     this.query = this.url.get("q") ?? "";
@@ -175,10 +176,10 @@ class TokensPage extends Page {
       { onclick: (event) => !event.target.closest("button") && this.toggle(entry.index) },
       ["c-text", chip],
       ["c-count number", count(entry.count)],
-      ["c-mean number", this.style.signed(entry.mean)],
+      ["c-mean number", this.styles.mean.signed(entry.mean)],
       ["c-bar", Number.isFinite(entry.mean) ? divergingBar(entry.mean, tops.mean) : ""],
       ["c-entropy", Number.isFinite(entry.entropy) ? entropy : MISSING],
-      ["c-size number", entry.scored ? this.style.plain(entry.size) : MISSING],
+      ["c-size number", entry.scored ? this.styles.size.plain(entry.size) : MISSING],
     );
     return isOpen ? [row, this.occurrenceRow(entry.index)] : [row];
   }
@@ -233,8 +234,8 @@ class TokensPage extends Page {
       const input = element("input", "", { type: "number", step: "any", value, ...words, onchange });
       return input;
     };
-    const range = (axis) => [axis, field(axis, 0, "from"), "to", field(axis, 1, "to")];
-    this.fields.replaceChildren(...range("entropy"), ...range("influence"));
+    const range = (axis, unit = "") => [axis + unit, field(axis, 0, "from"), "to", field(axis, 1, "to")];
+    this.fields.replaceChildren(...range("entropy"), ...range("influence", this.unit === "nats" ? ", nats" : ""));
   }
 
   retheme() {
