@@ -39,6 +39,8 @@ QUIET = {
     "critic/rewards/mean": 0.4,
     "critic/vf_loss": 0.1,
     "val-core/x/reward/mean@4": 0.4,
+    "influence_trace/predicted_over_measured": 1.05,
+    "influence_trace/accepted_less_likely": 0.25,
 }
 END = 1
 
@@ -99,6 +101,8 @@ FAULTS: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
     "validation_falls": ({"val-core/x/reward/mean@4": 0.1, "critic/rewards/mean": 0.45}, {}),
     "reward_jump": ({"critic/rewards/mean": 0.9}, {}),
     "critic_diverges": ({"critic/vf_loss": 40.0}, {}),
+    "influence_gap": ({"influence_trace/predicted_over_measured": 3.0}, {}),
+    "likelihood_displacement": ({"influence_trace/accepted_less_likely": 0.75}, {}),
     "repetition": ({"response_length/clip_ratio": 0.9}, {"finished": torch.zeros(12, dtype=torch.bool)}),
     "mismatch": ({}, {"old_log_probs": torch.full((12, 6), -2.0)}),
     "dominating_prompt": ({}, {"prompts": [[3, 4, 5]] * 4}),
@@ -123,6 +127,29 @@ def test_a_fault_is_found_by_its_detector_and_told_once(name: str, tmp_path: Pat
     sudden = ("gradient_spike", "critic_diverges", "validation_falls", "reward_jump")
     assert own[f"findings/{name}"] == 1.0 or name in sudden
     assert own["findings/total"] == len(told)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "is_found"),
+    [
+        ("predicted_over_measured", [3.0, 0.1, 3.0, 0.1], False),
+        ("predicted_over_measured", [3.0, 3.0, 1.2, 3.0], False),
+        ("predicted_over_measured", [0.2, -0.5, 0.1], True),
+        ("accepted_less_likely", [0.75, 0.5, 0.75, 1.0], False),
+        ("accepted_less_likely", [0.6, 0.8, 0.6], True),
+    ],
+)
+def test_only_what_measured_groups_say_three_times_running_is_found(
+    metric: str, values: list[float], is_found: bool, tmp_path: Path
+) -> None:
+    findings, name = watched(tmp_path), f"influence_trace/{metric}"
+    quiet_steps(findings)
+    for step, value in enumerate(values, 7):
+        findings.see(step, batch(step), {**QUIET, name: value})
+        unmeasured = {key: each for key, each in QUIET.items() if key != name}
+        findings.see(step, batch(step), unmeasured)  # steps without a measured group are no evidence of either
+    told = {finding["detector"] for finding in open_run(tmp_path).findings()}
+    assert bool(told & {"influence_gap", "likelihood_displacement"}) == is_found
 
 
 @pytest.mark.parametrize(("means", "jumps"), [([0.9] * 4, True), ([1.0, 1.0, 1.0, 0.0], False)])

@@ -70,6 +70,11 @@ class FindingsConfig:
     error."""
     end_untrained: float = number(0.5, minimum=0, maximum=1)
     """end_token: share of finished responses without a trained end token."""
+    influence_gap: float = number(0.5, minimum=0)
+    """influence_gap: predicted over measured change of measured groups is this far from 1, three times running."""
+    less_likely: float = number(0.5, minimum=0, maximum=1)
+    """likelihood_displacement: share of the measured accepted responses that a step made less likely, three times
+    running."""
     critic_ratio: float = number(8.0, minimum=1)
     """critic_diverges: times its usual loss or gradient norm."""
     hacking_likeness: float = number(0.28, minimum=0, maximum=1)

@@ -16,6 +16,10 @@ GRADIENT_NORMS = ("blame/largest_grad_norm", "actor/grad_norm")
 ENTROPY = "actor/entropy"
 COPIES, GRADIENT = "batch/prompt_copies", "batch/prompt_gradient"
 CLIPPED = "actor/pg_clipfrac"
+PREDICTED_OVER_MEASURED = "influence_trace/predicted_over_measured"
+LESS_LIKELY = "influence_trace/accepted_less_likely"
+RUNNING = 3
+"""Measured steps in a row that say the same."""
 MEAN_GAP, LARGEST_GAP, LATER_GAP = "mismatch/mean_gap", "mismatch/max_gap", "mismatch/later_gap"
 
 
@@ -207,6 +211,41 @@ def _better_shifted(moment: Moment) -> bool:
     straight = float((old - sampled)[:, 1:][both].abs().mean())
     shifted = [(old[:, 1:] - sampled[:, :-1])[both], (old[:, :-1] - sampled[:, 1:])[both]]
     return min(float(torch.nan_to_num(gap.abs().mean(), nan=torch.inf)) for gap in shifted) < 0.3 * straight
+
+
+def influence_gap(moment: Moment) -> Finding | None:
+    """The influence of measured groups does not add up to what the optimizer steps changed."""
+    if (ratio := moment.now(PREDICTED_OVER_MEASURED)) is None:
+        return None
+    apart = np.array([*moment.before(PREDICTED_OVER_MEASURED), ratio])[-RUNNING:] - 1.0
+    least = float(np.abs(apart).min())
+    if len(apart) < RUNNING or least < moment.knobs.influence_gap or len(set(np.sign(apart))) > 1:
+        return None
+    typical = float(np.median(apart)) + 1.0
+    return Finding(
+        f"The influence of measured groups is {typical:.2g} times what the optimizer steps changed, for the third "
+        "measured step running, so do not trust the scores of these steps. Is the learning rate so high that a step is "
+        "far from linear, or does something besides the optimizer move the weights?",
+        sure(least, moment.knobs.influence_gap),
+        {"predicted_over_measured": ratio, "median_of_three": typical},
+    )
+
+
+def likelihood_displacement(moment: Moment) -> Finding | None:
+    """Steps that make accepted responses less likely (arXiv 2505.18830), by the log-probs of measured groups."""
+    if (share := moment.now(LESS_LIKELY)) is None:
+        return None
+    recent = [*moment.before(LESS_LIKELY), share][-RUNNING:]
+    if len(recent) < RUNNING or min(recent) <= moment.knobs.less_likely:
+        return None
+    return Finding(
+        f"{share:.0%} of the measured responses with a positive advantage became less likely by the step, more than "
+        f"{moment.knobs.less_likely:.0%} for the third measured step running: what the step takes from rejected "
+        "responses, it takes from accepted ones that resemble them. Lower the learning rate, or weigh negative "
+        "advantages less.",
+        sure(min(recent), moment.knobs.less_likely),
+        {"share": share, "least_of_three": min(recent)},
+    )
 
 
 def critic_diverges(moment: Moment) -> Finding | None:

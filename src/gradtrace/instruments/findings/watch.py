@@ -35,6 +35,8 @@ DETECTORS: dict[str, Detector] = {
     "validation_falls": reward.validation_falls,
     "reward_jump": reward.reward_jump,
     "end_token": text.end_token,
+    "influence_gap": training.influence_gap,
+    "likelihood_displacement": training.likelihood_displacement,
     "critic_diverges": training.critic_diverges,
     "reward_hacking": reward.reward_hacking,
 }
