@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trace_fakes import entropy_columns, influence_columns
 import gradtrace
 from gradtrace.commands import trace as command
 from gradtrace.errors import GradtraceError
-from gradtrace.trace.columns import KINDS, Credit, SchemaError
+from gradtrace.trace.columns import KINDS, SchemaError
 from gradtrace.trace.safe_npz import SafeNpz, UnsafeNpzError
 from gradtrace.trace.step import Step
 from gradtrace.trace.token_text import Flag, Rules, TokenBytes, visible
@@ -90,13 +91,13 @@ def test_show_prints_every_token_of_the_group_with_its_score(run: Path, capsys: 
     for r in step.group(1).responses:
         start = 1 + next(i for i, line in enumerate(lines) if line.startswith(f"response {r} "))
         tokens = step.tokens(r)
-        for i, (token_id, score) in enumerate(zip(tokens["token_id"], tokens["influence_position"], strict=True)):
+        for i, (token_id, score) in enumerate(zip(tokens["token_id"], tokens["influence"], strict=True)):
             index, shown_score, *_, text = lines[start + 1 + i].split()
             assert int(index) == i
-            assert float(shown_score) == pytest.approx(score, rel=1e-4)
+            assert float(shown_score.replace("−", "-")) == pytest.approx(score, abs=0.005)
             if token_bytes.decode([token_id]).strip():
                 assert text == repr(token_bytes.decode([token_id], continues=True))
-    assert "helps the accepted responses" in " ".join(" ".join(lines).split())
+    assert "training on the token raised the objective" in " ".join(" ".join(lines).split())
 
 
 def test_show_colours_on_request_and_its_text_stays_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,19 +115,28 @@ def test_show_says_why_a_group_was_skipped(run: Path, capsys: pytest.CaptureFixt
     assert "no response" in shown
 
 
-def test_show_takes_the_best_scores_that_a_group_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    columns = influence_columns()
-    columns["influence_tail"] = columns.pop("influence_position")
-    columns["credit"] = np.where(columns["group"] == 0, int(Credit.TAIL), int(Credit.LOSS_TERM))
+def test_show_begins_a_group_with_its_books_and_what_its_scores_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = influence_columns() | {
+        "influence": 1e-5 * influence_columns()["influence"],
+        "objective_change": [2e-4, np.nan, np.nan],
+        "change_by_batch": [1.5e-4, np.nan, np.nan],
+        "change_by_own": [1e-4, np.nan, np.nan],
+        "change_by_momentum": [5e-5, np.nan, np.nan],
+    }
+    update = {"optimizer_step": 0, "part": 1e-4, "second_moment": "batch_gradient", "learning_rate": 1e-4}
     with TraceWriter(tmp_path, "influence_trace", on_error="raise") as writer:
-        writer.write(1, columns)
-    for group, wanted, credit in (
-        (0, "influence_tail:", "credit tail"),
-        (1, "influence_loss_term:", "credit loss term"),
+        writer.write(1, columns, {"updates": [update]})
+    for group, wanted in (
+        (0, "raised the group's objective by 0.200 m-nats: 0.100 by its own tokens, 0.050 by other prompts"),
+        (1, "This group was not measured"),
     ):
         assert trace("show", tmp_path, "--group", group, "--color", "never") == 0
         shown = " ".join(capsys.readouterr().out.split())
-        assert wanted in shown and credit in shown
+        assert wanted in shown and "because Adam's state was empty" in shown
+        assert "influence, m-nats entropy log_prob token" in shown or "influence, µ-nats" in shown
+        assert re.search(r"· Σ [+−][0-9.]+ [mµ]-nats", shown)
 
 
 def test_show_works_without_token_texts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +150,7 @@ def test_show_works_without_token_texts(run: Path, capsys: pytest.CaptureFixture
     [
         (["--step", 99], "no step 99"),
         (["--group", 9], "groups 0 to 2"),
-        (["--by", "reward"], "influence_position"),
+        (["--by", "reward"], "influence_own"),
         (["--kind", "tracin"], "no steps"),
     ],
 )
@@ -172,7 +182,7 @@ def test_export_has_every_token_once_with_its_text(suffix: str, run: Path, tmp_p
     frame = table.to_pandas()
     for step in steps:
         part = frame[frame.step == step.step]
-        assert np.allclose(part.influence_position, step["influence_position"])
+        assert np.allclose(part.influence, step["influence"])
         assert set(part.selection) == {"selected"}
         assert part.position.max() == step["length"].max() - 1
     assert opened.token_bytes is not None
@@ -188,13 +198,13 @@ def test_export_takes_a_range_of_steps(wanted: str, steps: set[int], run: Path, 
 
 def test_export_fills_columns_that_a_step_lacks_with_nulls(run: Path, tmp_path: Path) -> None:
     columns = influence_columns(4)
-    del columns["influence_loss_term"]
+    del columns["influence_own"]
     with TraceWriter(run, "influence_trace") as writer:
         writer.write(4, columns)
     trace("export", run, tmp_path / "t.parquet")
     frame = pyarrow.parquet.read_table(tmp_path / "t.parquet").to_pandas()
-    assert frame[frame.step == 4].influence_loss_term.isna().all()
-    assert frame[frame.step != 4].influence_loss_term.notna().all()
+    assert frame[frame.step == 4].influence_own.isna().all()
+    assert frame[frame.step != 4].influence_own.notna().all()
 
 
 def test_export_reports_what_it_left_out_and_leaves_no_half_file(run: Path, tmp_path: Path) -> None:
@@ -247,7 +257,7 @@ def test_show_of_responses_that_have_scores_while_their_tokens_have_none(
     with TraceWriter(run, "tracin", on_error="raise") as writer:
         writer.write(1, {**kept, **scores, "reason": np.zeros(responses, np.uint8)})
     assert trace("show", run, "--kind", "tracin") == 0
-    assert "score -1.0" in capsys.readouterr().out
+    assert "score -1 " in capsys.readouterr().out
     with pytest.raises(GradtraceError, match="cannot colour by 'entropy'; tracin has scores of responses alone"):
         trace("show", run, "--kind", "tracin", "--by", "entropy")
 

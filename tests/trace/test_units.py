@@ -27,7 +27,7 @@ def test_scores_are_summed_and_entropies_averaged() -> None:
     units = np.array([0, 0, 1, 1, 2])
     values = np.array([1.0, 3.0, np.nan, 5.0, np.nan])
     np.testing.assert_array_equal(aggregate("delta_v", values, units), [4, 5, np.nan])
-    np.testing.assert_array_equal(aggregate("influence_tail", values, units), [4, 5, np.nan])
+    np.testing.assert_array_equal(aggregate("influence", values, units), [4, 5, np.nan])
     np.testing.assert_array_equal(aggregate("entropy", values, units), [2, 5, np.nan])
 
 

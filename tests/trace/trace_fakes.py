@@ -41,8 +41,8 @@ def influence_columns(
         "token_id": rng.integers(0, 1000, tokens),
         "entropy": rng.random(tokens),
         "log_prob": -rng.random(tokens),
-        "influence_position": rng.standard_normal(tokens),
-        "influence_loss_term": rng.standard_normal(tokens),
+        "influence": rng.standard_normal(tokens),
+        "influence_own": rng.standard_normal(tokens),
         "captured": np.ones(tokens, bool),
     }
     if pairwise:

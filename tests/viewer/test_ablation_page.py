@@ -45,7 +45,7 @@ def table() -> dict[str, Any]:
         "sweep": {"hessian_mode": list(MODES), "projection_dim_factor": list(FACTORS)},
         "baseline": {"time_s": 0.5, "peak_bytes": 2**20},
         "columns": COLUMNS, "cells": cells,
-        "agreement": {"measure": "spearman", "credit": "position", "names": names,
+        "agreement": {"measure": "spearman", "score": "influence_position", "names": names,
                       "matrix": [[1.0, 0.8, -0.5], [0.8, 1.0, 0.1], [-0.5, 0.1, 1.0]]},
         "machine": "a machine", "versions": {},
     }  # fmt: skip

@@ -71,7 +71,7 @@ def test_the_most_harmful_tokens_have_the_lowest_scores(served: ServedRun) -> No
     hits = [hit for hit in search(served, Query("harm"), 0, seconds=600)["hits"] if hit["step"] == 2]
     view = load_step(served.run, 2)
     assert view is not None
-    scores = view.column(f"influence_{view.common_credit}")
+    scores = view.main_scores
     assert scores is not None
     lowest = np.sort(scores[scores < 0])[:MOST_A_STEP]
     assert np.allclose([hit["score"] for hit in hits], lowest)

@@ -189,7 +189,7 @@ def test_group_page_shows_the_prompt_and_every_token(
 
 def test_colours_follow_the_values(viewer: Watched, view: ScoredStep, scored: int) -> None:
     page = viewer.open(f"#/group?step={STEP}&group={scored}")
-    scores = view.column("influence_loss_term")
+    scores = view.column("influence")
     assert scores is not None
     mine = np.concatenate([scores[view.tokens(r)] for r in view.members(scored)])
     top = np.quantile(np.abs(mine), 0.99)
@@ -288,7 +288,7 @@ def test_clicking_a_response_shows_what_every_token_does_to_it(viewer: Watched, 
 
 
 def test_every_choice_is_in_the_address(viewer: Watched, scored: int) -> None:
-    page = viewer.open(f"#/group?step={STEP}&group={scored}&credit=position")
+    page = viewer.open(f"#/group?step={STEP}&group={scored}")
     expect(page.locator(".row").first).to_be_visible()
     for key in "vscowj":
         page.keyboard.press(key)
@@ -297,7 +297,6 @@ def test_every_choice_is_in_the_address(viewer: Watched, scored: int) -> None:
     for part in (
         "view=stack",
         "scale=step",
-        "credit=loss_term",
         "order=influence",
         "spaces=1",
         "at=",
@@ -311,22 +310,6 @@ def test_every_choice_is_in_the_address(viewer: Watched, scored: int) -> None:
     page.keyboard.press("l")
     expect(page.locator(".prompt .caption")).to_contain_text(f"group {scored + 1}")
     assert "view=stack" in parameters(page) and "at=" not in parameters(page)
-
-
-def test_credit_switch_changes_scores_and_says_what_it_shows(viewer: Watched, scored: int) -> None:
-    page = viewer.open(f"#/group?step={STEP}&group={scored}")
-    expect(page.locator(".legend.slot-1 .unit")).to_contain_text("loss term credit")  # the best there is
-    page.get_by_role("radio", name="position").click()
-    expect(page.locator(".legend.slot-1 .unit")).to_contain_text("position credit, change in objective per unit step")
-    expect(page.locator(".explain .slot-1")).to_contain_text("helps the accepted responses against the rejected ones")
-    before = page.locator(".remarks").first.text_content()
-    assert "prompt" in (before or "")
-    page.get_by_role("radio", name="loss term").click()
-    expect(page.locator(".legend.slot-1 .unit")).to_contain_text("loss term credit")
-    assert page.locator(".remarks").first.text_content() != before
-    token(page, 0, 4).click()
-    expect(page.locator(".dock")).to_contain_text("effects were stored by position credit; the tokens show loss term")
-    expect(page.locator(".bar-column")).to_have_count(8)
 
 
 def test_log_prob_and_advantage_can_be_shown(viewer: Watched, scored: int) -> None:

@@ -17,7 +17,7 @@ from gradtrace.viewer.catalog import RunCatalog, describe, latest_run, state_of
 from gradtrace.viewer.scores import ScoredStep, load_step
 from gradtrace.viewer.vocabulary import Vocabulary, load_vocabulary
 from tests.viewer.sample import SampleRun
-from tests.viewer.sample.run import influence_columns
+from tests.viewer.sample.run import factor_columns
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,18 @@ def chains(runs_dir: Path) -> tuple[ScoredStep, Vocabulary]:
     return view, load_vocabulary(run)
 
 
-def scored(view: ScoredStep) -> int:
-    return next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.SCORED)
+def is_measured(view: ScoredStep, g: int) -> bool:
+    books = view.books(g)
+    return books is not None and books.is_measured
+
+
+def scored(view: ScoredStep, measured: bool = True) -> int:
+    groups = [g for g in range(view.n_groups) if view.status(g) == GroupStatus.SCORED]
+    return next(g for g in groups if is_measured(view, g) == measured)
+
+
+def measured(view: ScoredStep) -> int:
+    return scored(view, measured=True)
 
 
 def skipped(view: ScoredStep) -> int:
@@ -53,38 +63,39 @@ def test_token_channels_are_the_columns_of_the_trace(chains: tuple[ScoredStep, V
     assert np.array_equal(ids, view.token_id[rows])
     assert np.array_equal(channels["entropy"], view.need("entropy")[rows])
     theirs = view.responses_in("influence_trace")[view.members(g)].tolist()
-    expected = np.concatenate([view.parts["influence_trace"].tokens(s)["influence_position"] for s in theirs])
-    assert np.array_equal(channels["influence_position"], expected)
+    expected = np.concatenate([view.parts["influence_trace"].tokens(s)["influence"] for s in theirs])
+    assert np.array_equal(channels["influence"], expected)
 
 
 def test_a_skipped_group_has_no_influence_and_says_why(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
     g = skipped(view)
     structure = payload.group_payload(view, g, vocabulary)
-    assert structure["status"] == "constant_reward" and structure["credits"] == []
+    assert structure["status"] == "constant_reward" and structure["scores"] == []
     assert structure["pairwise"] is None
-    assert np.isnan(decode(view, g, vocabulary)["influence_position"]).all()
+    assert "influence" not in decode(view, g, vocabulary)
     assert len(structure["responses"]) == 8
 
 
-def test_pairwise_blocks_contrast_to_the_scores(chains: tuple[ScoredStep, Vocabulary]) -> None:
+def test_effects_add_up_to_the_influence_on_the_own_prompt(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
-    g = scored(view)
+    g = measured(view)
     structure = payload.group_payload(view, g, vocabulary)
-    accepted = np.array([member["accepted"] for member in structure["pairwise"]["members"]])
+    assert structure["pairwise"]["score"] == "influence_own"
     assert [member["response"] for member in structure["pairwise"]["members"]] == list(range(8))
-    scores = decode(view, g, vocabulary)["influence_position"]
+    scores = decode(view, g, vocabulary)["influence_own"]
     start = 0
     for r, response in enumerate(structure["responses"]):
         block = np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(response["length"], -1)
-        contrast = block[:, accepted].mean(1) - block[:, ~accepted].mean(1)
-        np.testing.assert_allclose(contrast, scores[start : start + response["length"]], atol=1e-6)
+        np.testing.assert_allclose(block.sum(1), scores[start : start + response["length"]], atol=1e-6)
         start += response["length"]
+    unmeasured = payload.group_payload(view, scored(view, measured=False), vocabulary)
+    assert unmeasured["pairwise"] is None and "influence_own" not in unmeasured["channels"]
 
 
 def test_a_column_is_the_same_numbers_as_the_blocks(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, _ = chains
-    g = scored(view)
+    g = measured(view)
     blocks = [np.frombuffer(payload.pairwise_block(view, g, r) or b"", "<f4").reshape(-1, 8) for r in range(8)]
     for target in (0, 5):
         column = np.frombuffer(payload.pairwise_column(view, g, target) or b"", "<f4")
@@ -95,21 +106,24 @@ def test_sums_of_the_table_are_sums_over_tokens(chains: tuple[ScoredStep, Vocabu
     view, vocabulary = chains
     table = payload.step_payload(view, vocabulary)
     g = scored(view)
-    scores = decode(view, g, vocabulary)["influence_position"]
-    sums = table["groups"][g]["influence_position"]
+    scores = decode(view, g, vocabulary)["influence"]
+    sums = table["groups"][g]["influence"]
     assert sums["positive"] == pytest.approx(scores[scores > 0].sum(), rel=1e-5)
     assert sums["negative"] == pytest.approx(-scores[scores < 0].sum(), rel=1e-5)
-    assert "influence_position" not in table["groups"][skipped(view)]
+    assert "influence" not in table["groups"][skipped(view)]
+    books = view.books(g)
+    assert books is not None and table["groups"][g]["change"] == pytest.approx(books.change)
+    assert [group["group"] for group in table["groups"] if "change" in group] == [g]
 
 
 def test_miniatures_keep_the_strongest_value(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, _ = chains
-    floats = np.frombuffer(payload.miniatures(view, "position"), "<f4")
+    floats = np.frombuffer(payload.miniatures(view, "influence"), "<f4")
     sizes = [len(view.members(g)) * payload.miniature_columns(view, g) for g in range(view.n_groups)]
     assert len(floats) == sum(sizes)
     g = scored(view)
     picture = floats[sum(sizes[:g]) : sum(sizes[: g + 1])]
-    values = view.column("influence_position")
+    values = view.column("influence")
     assert values is not None
     mine = np.concatenate([values[view.tokens(r)] for r in view.members(g)])
     assert np.abs(picture).max() == np.abs(mine).max()
@@ -125,7 +139,7 @@ def test_long_responses_are_folded_without_losing_peaks() -> None:
 def test_points_cover_every_traced_token_once(chains: tuple[ScoredStep, Vocabulary]) -> None:
     view, vocabulary = chains
     structure = payload.points_payload(view, vocabulary)
-    floats = np.frombuffer(payload.points(view, "position", vocabulary), "<f4").reshape(3, -1)
+    floats = np.frombuffer(payload.points(view, "influence", vocabulary), "<f4").reshape(3, -1)
     assert floats.shape[1] == structure["total"] == view.parts["influence_trace"].n_tokens
     assert sum(response["length"] for response in structure["responses"]) == structure["total"]
 
@@ -136,16 +150,16 @@ def test_a_large_step_is_sampled_and_says_so(
     view, vocabulary = chains
     monkeypatch.setattr(payload, "MOST_POINTS", 100)
     structure = payload.points_payload(view, vocabulary)
-    points = len(payload.points(view, "position", vocabulary)) // 12
+    points = len(payload.points(view, "influence", vocabulary)) // 12
     assert structure["stride"] > 1 and points <= 100
 
 
 def test_responses_are_matched_by_row_not_by_order(tmp_path: Path) -> None:
     """The influence trace may hold responses in another order than the rollout."""
-    run = SampleRun(tmp_path / "run", groups=3, total_steps=1)
+    run = SampleRun(tmp_path / "run", groups=3, total_steps=1, factors=True)
     groups = run.sample_groups(1)
     run.write_step(1, groups)
-    columns = influence_columns(groups, np.random.default_rng(0))
+    columns = factor_columns(groups, np.random.default_rng(0))
     assert run.influence_writer is not None
     for name in ("pairwise", "pairwise_member", "pairwise_offsets", "pairwise_member_offsets"):
         del columns[name]
@@ -178,7 +192,7 @@ def test_a_run_without_influence_is_shown_with_entropy(tmp_path: Path) -> None:
     view = load_step(open_run(run.path), 1)
     assert view is not None
     structure = payload.group_payload(view, 0, load_vocabulary(open_run(run.path)))
-    assert structure["credits"] == [] and "entropy" in structure["channels"]
+    assert structure["scores"] == [] and "entropy" in structure["channels"]
 
 
 def test_a_damaged_trace_leaves_the_other_one(tmp_path: Path) -> None:

@@ -210,8 +210,8 @@ def test_query_numbers_are_checked(client: httpx.Client, query: str) -> None:
     assert client.get(f"/api/runs/0/news?{query}").status_code == 400
 
 
-def test_a_credit_that_does_not_exist_is_refused(client: httpx.Client) -> None:
-    assert client.get("/api/runs/0/steps/1/miniatures?credit=../secret").status_code == 400
+def test_a_score_that_does_not_exist_is_refused(client: httpx.Client) -> None:
+    assert client.get("/api/runs/0/steps/1/miniatures?score=../secret").status_code == 400
 
 
 def test_symlinks_out_of_a_run_are_not_followed(tmp_path: Path) -> None:

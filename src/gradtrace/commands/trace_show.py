@@ -86,7 +86,7 @@ def show_group(
     shown_tokens = {r: _by_unit(step, r, column, token_bytes, unit) for r in group.responses}
     scale = _scale([tokens for _, tokens in shown_tokens.values()], column) if column else 1.0
     for r, (shown, tokens) in shown_tokens.items():
-        console.print(Text(_headline(step.response(r)) + totals.get(r, ""), style="bold"))
+        console.print(Text(_headline(step.response(r)) + totals.get(r, ""), style="bold"), soft_wrap=True)
         if column is None:
             console.print(Text("".join(shown)))
         elif colour:
