@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtrace.attribution.factors.projection import projected_dims
+from gradtrace.attribution.factors.layers import projected_dims
 
 BF16, FP32 = 2, 4
 

@@ -51,7 +51,7 @@ def capture_overhead(model: nn.Module, batch: Batch, short: Batch, rounds: int) 
         traces[:] = [tracer.score()]
 
     def plain_without_hooks(of: Batch = batch) -> None:
-        with tracer._hooks.paused():
+        with tracer.factors.hooks.paused():
             model.zero_grad()
             of.loss(model).backward()
 

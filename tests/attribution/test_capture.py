@@ -20,8 +20,8 @@ from tests.attribution.scoring import assert_close, brute_force, capture, engine
 
 def response_gradients(tracer: InfluenceTracer, response: int) -> dict[str, torch.Tensor]:
     return {
-        block.parameter_name: block.weight_direction(tracer._store.targets[block][response])
-        / tracer._ledger.factors[response]  # without the mean over tokens
+        block.parameter_name: block.weight_direction(tracer.factors._store.targets[block][response])
+        / tracer.factors._captured.factors[response]  # without the mean over tokens
         for block in tracer.blocks
     }
 
@@ -136,8 +136,8 @@ def test_autocast_factors_give_the_weight_gradient_of_the_rounded_pass() -> None
             with tracer.capture(response=torch.arange(6), tokens=tokens):
                 loss.backward()
         for block in tracer.blocks:
-            stored = tracer._store.targets[block]
-            total = torch.stack([stored[r] / tracer._ledger.factors[r] for r in range(6)]).sum(0)
+            stored = tracer.factors._store.targets[block]
+            total = torch.stack([stored[r] / tracer.factors._captured.factors[r] for r in range(6)]).sum(0)
             assert total.dtype == torch.float32
             actual = block.sites[0].module.weight.grad
             assert float((total - actual).norm() / actual.norm()) < 5e-3, block.name
@@ -152,7 +152,8 @@ def test_an_inplace_operation_on_the_logits_is_harmless() -> None:
         logits.div_(0.7)  # verl does this
         with tracer.capture(response=torch.arange(3), tokens=tokens):
             (token_log_probs(logits, ids) * weights).sum().backward()
-        total = sum(tracer._store.targets[tracer.blocks[0]][r] / tracer._ledger.factors[r] for r in range(3))
+        stored, factors = tracer.factors._store.targets[tracer.blocks[0]], tracer.factors._captured.factors
+        total = sum(stored[r] / factors[r] for r in range(3))
     assert torch.allclose(total, model.lm_head.weight.grad, atol=1e-12)
 
 
@@ -205,18 +206,18 @@ def test_whole_groups_are_scored_inside_the_backward_pass_and_nothing_is_stored(
     model, batch = tiny_model(), random_responses(groups=2, n=3)
     with InfluenceTracer(model, config=exact_config()) as tracer:
         capture(tracer, model, batch, [0, 1, 2], labels_at_capture=True)
-        assert all(not stored for stored in tracer._store.targets.values())
+        assert all(not stored for stored in tracer.factors._store.targets.values())
         capture(tracer, model, batch, [3, 4], labels_at_capture=True)
-        assert all(set(stored) == {3, 4} for stored in tracer._store.targets.values())
+        assert all(set(stored) == {3, 4} for stored in tracer.factors._store.targets.values())
 
 
 def test_passes_outside_a_capture_are_not_recorded() -> None:
     model, batch = tiny_model(), random_responses()
-    with InfluenceTracer(model, config=InfluenceConfig()) as tracer:
+    with InfluenceTracer(model, config=InfluenceConfig.older()) as tracer:
         padded_objective(model, batch, [0, 1]).backward()
         with torch.no_grad():
             padded_objective(model, batch, [0, 1])
-        assert all(not stored for stored in tracer._store.targets.values())
+        assert all(not stored for stored in tracer.factors._store.targets.values())
 
 
 def test_a_second_pass_through_a_kept_graph_can_be_captured() -> None:
@@ -234,7 +235,8 @@ def test_a_second_pass_through_a_kept_graph_can_be_captured() -> None:
 
 def test_max_modules_are_spread_over_the_depth() -> None:
     model = tiny_model(layers=4)
-    with InfluenceTracer(model, config=InfluenceConfig(module_name_filter=("down_proj",), max_modules=2)) as tracer:
+    config = InfluenceConfig.older(module_name_filter=("down_proj",), max_modules=2)
+    with InfluenceTracer(model, config=config) as tracer:
         assert [block.name for block in tracer.blocks] == [
             "model.layers.1.mlp.down_proj",
             "model.layers.3.mlp.down_proj",
@@ -243,7 +245,7 @@ def test_max_modules_are_spread_over_the_depth() -> None:
 
 def test_the_output_head_is_traced_only_when_named() -> None:
     model = tiny_model()
-    with InfluenceTracer(model, config=InfluenceConfig()) as tracer:
+    with InfluenceTracer(model, config=InfluenceConfig.older()) as tracer:
         assert not any("lm_head" in block.name for block in tracer.blocks)
 
 

@@ -28,7 +28,6 @@ CASES = {
     "optimizer": {"hessian_mode": "optimizer"},
     "optimizer-leave-out": {"hessian_mode": "optimizer", "exclude_self_response": True},
     "optimizer-factored": {"hessian_mode": "optimizer", "projection_dim_factor": 2},
-    "optimizer-two-groups": {"hessian_mode": "optimizer", "loss_term_prompts": 2},
 }
 # Groups 0 = {0, 1, 2} and 1 = {3, 4, 5} are both split; group 2 = {6, 7, 8} lives on rank 1 alone.
 ROWS = {0: [[0, 3], [5]], 1: [[1, 2, 4], [6, 7, 8]]}

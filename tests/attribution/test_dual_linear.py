@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from gradtrace.attribution.dual_linear import linear_layers_written_out
+from gradtrace.attribution.tangent import linear_layers_written_out
 
 CASES = [
     (shape, with_bias, moving)

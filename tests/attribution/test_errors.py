@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTracer
+from gradtrace.attribution.config import FACTOR_KNOBS
 from tests.attribution.models import padded_objective, random_responses, tiny_model
 from tests.attribution.scoring import capture, engine_scores, exact_config
 
@@ -177,12 +178,12 @@ def test_frozen_layers_are_named(model: nn.Module) -> None:
 
 def test_a_filter_that_matches_nothing_shows_what_there_is(model: nn.Module) -> None:
     with pytest.raises(AttributionError, match=r"c_attn.*none of the 15.*q_proj"):
-        InfluenceTracer(model, config=InfluenceConfig(module_name_filter=("c_attn",)))
+        InfluenceTracer(model, config=InfluenceConfig.older(module_name_filter=("c_attn",)))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(AttributionError, match=r"no nn\.Linear"):
-        InfluenceTracer(nn.Embedding(3, 3))
+        InfluenceTracer(nn.Embedding(3, 3), config=InfluenceConfig.older())
 
 
 def test_missing_labels_terms_and_advantages_are_named(model: nn.Module) -> None:
@@ -267,39 +268,77 @@ def test_deferred_errors_leave_the_backward_pass_alone(model: nn.Module) -> None
             tracer.score(accepted=batch.accepted, group=batch.group)
 
 
+# ---------------------------------------------------------------- the two kinds of scores
+
+
 @pytest.mark.parametrize(
-    ("knobs", "labels", "message"),
+    ("knobs", "is_parts"),
     [
-        ({"credit": "tail"}, {}, "needs accepted and group"),
-        (
-            {"credit": "position"},
-            {"accepted": torch.tensor([True, False]), "group": torch.zeros(2, dtype=torch.long)},
-            "prompt to itself",
-        ),
+        ({}, True),
+        ({"target": "output_function"}, True),
+        ({"accepted_rejected_scope": "per_prompt", "measure": 3, "pairwise": False}, True),
+        ({"target": "log_prob"}, False),
+        ({"hessian_mode": "identity"}, False),
+        ({"credit": "position"}, False),
+        ({"credit": "both"}, False),
+        ({"output_function": "log_prob"}, False),
     ],
 )
-def test_a_pass_with_shared_prompts_cannot_give_what_needs_them(
-    model: nn.Module, knobs: dict[str, str], labels: dict[str, torch.Tensor], message: str
+def test_the_default_score_is_of_parts_and_every_other_definition_of_factors(
+    knobs: dict[str, object], is_parts: bool
 ) -> None:
-    config = InfluenceConfig(projection_dim_factor=0, output_function="log_prob", **knobs)
-    with (
-        InfluenceTracer(model, config=config) as tracer,
-        pytest.raises(AttributionError, match=message),
-        tracer.capture(
-            response=torch.tensor([[-1, 0, 0, 1, 1]]),
-            tokens=torch.zeros(1, 5, dtype=torch.bool),
-            predicted_at=torch.tensor([1, 2, 3, 4]),
-            takes="scores",
-            **labels,
-        ),
-    ):
-        pass
+    config = InfluenceConfig(**knobs)
+    assert config.is_parts == is_parts
+    assert config.about == knobs.get("target", "output_function" if is_parts else "log_prob")
+    assert config.scope == knobs.get("accepted_rejected_scope", "all_selected" if is_parts else "per_prompt")
 
 
-def test_positions_that_predict_are_given_for_packed_rows_only(model: nn.Module) -> None:
-    with (
-        InfluenceTracer(model, config=exact_config()) as tracer,
-        pytest.raises(AttributionError, match="packed rows"),
-        tracer.capture(response=torch.arange(2), tokens=masks(), predicted_at=torch.tensor([1, 2])),
-    ):
-        pass
+OF_FACTORS = {
+    "contrastive_agg": "sum",
+    "exclude_self_response": True,
+    "response_reduction": "sum",
+    "hessian_source": "token",
+    "reg_lambda": 1.0,
+    "reg_rule": "per_dimension",
+    "reg_scale": 2.0,
+    "solver": "cg",
+    "preconditioner_form": "factored",
+    "module_name_filter": ("mlp",),
+    "max_modules": 2,
+    "projection_dim_factor": 32,
+    "max_proj_vector_sum": 10,
+    "max_hessian_dim": 10,
+    "max_tokens_per_response": 5,
+    "grad_offload_to_cpu": True,
+    "force_gpu_compute": True,
+    "seed": 1,
+    "profile_timing": True,
+}
+
+
+@pytest.mark.parametrize("knob", OF_FACTORS)
+def test_a_knob_of_factors_beside_parts_is_an_error_that_names_the_modes_which_read_it(knob: str) -> None:
+    assert set(OF_FACTORS) == set(FACTOR_KNOBS)
+    said = rf"{knob}=.* belongs to scores from captured factors: set hessian_mode=identity\|inverse or credit=position"
+    with pytest.raises(AttributionError, match=said):
+        InfluenceConfig(**{knob: OF_FACTORS[knob]})
+
+
+@pytest.mark.parametrize("measure", ["all", 0, 2])
+def test_measured_groups_beside_factors_are_an_error(measure: object) -> None:
+    assert InfluenceConfig(measure=measure).measure == measure
+    with pytest.raises(AttributionError, match="belongs to the default score"):
+        InfluenceConfig(measure=measure, credit="position")
+
+
+@pytest.mark.parametrize("measure", ["some", -1, True, 1.5, None])
+def test_a_measure_that_is_no_number_of_groups_is_refused(measure: object) -> None:
+    with pytest.raises(AttributionError, match="'auto', 'all' or a number of groups"):
+        InfluenceConfig(measure=measure)
+
+
+def test_the_originals_definition_has_a_name() -> None:
+    older = InfluenceConfig.older()
+    assert not older.is_parts and older.scope == "per_prompt" and older.about == "output_function"
+    assert (older.hessian_mode, older.reg_rule, older.credit) == ("inverse", "per_dimension", "position")
+    assert older.projection_dim_factor == 32 and InfluenceConfig.older(projection_dim_factor=None).scope == older.scope

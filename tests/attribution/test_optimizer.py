@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTrace, InfluenceTracer
-from gradtrace.attribution.factors.modules import tail_modules
 from gradtrace.attribution.factors.result import Totals
 from tests.attribution.models import (
     FAMILIES,
@@ -20,7 +19,7 @@ from tests.attribution.models import (
     tiny_model,
     token_log_probs,
 )
-from tests.attribution.reference import loss_term_gradients, token_terms
+from tests.attribution.reference import loss_term_gradients, position_gradients, token_terms
 from tests.attribution.scoring import assert_close, engine_scores, exact_config
 
 RIDING, APART = "riding", "apart"
@@ -114,9 +113,11 @@ def scores_by_hand(
     batch: Responses,
     names: list[str],
     precondition: Callable[[str, Tensor], Tensor],
+    credit: str = "loss_term",
 ) -> list[Tensor]:
-    """s_t = w_t ∇ℓ_t · P Σ_r c_r mean_s ∇ℓ_rs, with the contrast of means, from explicit gradients."""
-    steps = loss_term_gradients(model, batch, names)
+    """s_t = w_t ∇ℓ_t · P Σ_r c_r mean_s ∇ℓ_rs, with the contrast of means, from explicit gradients; by position with
+    what flows through the position that predicts t, instead of w_t ∇ℓ_t."""
+    steps = loss_term_gradients(model, batch, names) if credit == "loss_term" else at_tokens(model, batch, names)
     plain = loss_term_gradients(model, unweighted(batch), names)
     scores = []
     for r in range(len(batch)):
@@ -130,6 +131,15 @@ def scores_by_hand(
             total = total + (steps[r][name] * precondition(name, contrast)).flatten(1).sum(1)
         scores.append(total)
     return scores
+
+
+def at_tokens(model: nn.Module, batch: Responses, names: list[str]) -> list[dict[str, Tensor]]:
+    """Per response {parameter: [T_r, ...]}: u vᵀ where its tokens are predicted, shaped like the parameter."""
+    modules = {name: model.get_submodule(name.removesuffix(".weight")) for name in names}
+    found = position_gradients(model, batch, modules, {name: name for name in names})
+    turned = [name for name, module in modules.items() if not isinstance(module, nn.Linear)]
+    chosen = [{name: g[batch.places(r) - 1] for name, g in own.items()} for r, own in enumerate(found)]
+    return [{name: g.mT if name in turned else g for name, g in own.items()} for own in chosen]
 
 
 def exact_form(model: nn.Module, optimizer: Any, coming: bool = False) -> Callable[[str, Tensor], Tensor]:
@@ -159,12 +169,12 @@ def factored_form(model: nn.Module, optimizer: Any) -> Callable[[str, Tensor], T
 
 
 def config_of(**knobs: Any) -> InfluenceConfig:
-    return InfluenceConfig(**{"projection_dim_factor": 0, "loss_term_prompts": 0, **knobs})
+    return InfluenceConfig(**{"target": "log_prob", **knobs})
 
 
-def names_of(model: nn.Module, config: InfluenceConfig, scored: bool = False) -> list[str]:
+def names_of(model: nn.Module, config: InfluenceConfig) -> list[str]:
     with InfluenceTracer(model, config=config) as tracer:
-        return [block.parameter_name for block in tracer.blocks if block.scored or not scored]
+        return [block.parameter_name for block in tracer.blocks]
 
 
 @pytest.mark.parametrize(
@@ -193,19 +203,18 @@ def test_two_passes_along_each_direction_give_the_derivative(knobs: dict[str, An
 @pytest.mark.parametrize("how", [RIDING, APART])
 @pytest.mark.parametrize("form", ["exact", "factored"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_terms_and_tail_equal_brute_force(family: str, form: str, how: str) -> None:
+def test_both_credits_equal_brute_force(family: str, form: str, how: str) -> None:
     model, batch = tiny_model(family), responses_of(how)
     optimizer = adam(model)
     config = config_of(preconditioner_form=form)
     trace = traced(model, batch, config, how, optimizer)
     precondition = (exact_form if form == "exact" else factored_form)(model, optimizer)
-    everything, tail = names_of(model, config), names_of(model, config, scored=True)
-    assert 0 < len(tail) < len(everything)
-    assert_close(trace.loss_term_scores, scores_by_hand(model, batch, everything, precondition))
-    assert_close(trace.position_scores, scores_by_hand(model, batch, tail, precondition))
-    assert trace.token_scores == trace.loss_term_scores and trace.credit_of(0) == "loss_term"
+    names = names_of(model, config)
+    assert_close(trace.loss_term_scores, scores_by_hand(model, batch, names, precondition))
+    assert_close(trace.position_scores, scores_by_hand(model, batch, names, precondition, "position"))
+    assert trace.token_scores == trace.loss_term_scores
     assert trace.meta["optimizer"] == "AdamW" and trace.meta["second_moment_loss_term"] == "state_before"
-    assert trace.meta["preconditioner_form"] == form and trace.meta["backward_credit"] == "tail"
+    assert trace.meta["preconditioner_form"] == form
 
 
 @pytest.mark.parametrize("how", [RIDING, APART])
@@ -279,8 +288,7 @@ def test_projected_scores_are_the_products_of_projected_gradients() -> None:
         return half * (p_out.T @ (p_out @ (half * gradient) @ p_in.T) @ p_in)
 
     assert_close(trace.loss_term_scores, scores_by_hand(model, batch, list(blocks), there_and_back))
-    tail = [name for name, block in blocks.items() if block.tail]
-    assert_close(trace.position_scores, scores_by_hand(model, batch, tail, there_and_back))
+    assert_close(trace.position_scores, scores_by_hand(model, batch, list(blocks), there_and_back, "position"))
 
 
 def test_lora_adapters_in_the_geometry_of_their_optimizer() -> None:
@@ -291,66 +299,11 @@ def test_lora_adapters_in_the_geometry_of_their_optimizer() -> None:
     model = get_peft_model(tiny_model(), lora).double()
     batch, optimizer, config = responses_of(RIDING), adam(model), config_of()
     trace = traced(model, batch, config, RIDING, optimizer)
-    everything, tail = names_of(model, config), names_of(model, config, scored=True)
-    assert len(everything) == 12 and len(tail) == 4  # queries and down projection of the last block, A and B each
+    names = names_of(model, config)
+    assert len(names) == 12  # queries, values and down projection of both blocks, A and B each
     precondition = exact_form(model, optimizer)
-    assert_close(trace.loss_term_scores, scores_by_hand(model, batch, everything, precondition))
-    assert_close(trace.position_scores, scores_by_hand(model, batch, tail, precondition))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_through_the_tail_no_position_feeds_a_later_one(family: str) -> None:
-    """Found by names, checked by gradients: of one token's term, only its own position has any in a layer of the tail,
-    and every other linear layer has some at earlier positions."""
-    model, tail = tiny_model(family, layers=3), tail_modules(tiny_model(family, layers=3))
-    outputs: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) or hasattr(module, "nf"):
-            module.register_forward_hook(lambda m, a, y, name=name: outputs.__setitem__(name, y))
-    ids = torch.randint(0, 13, (1, 6))
-    term = torch.log_softmax(model(input_ids=ids).logits, -1)[0, 4, 3]
-    gradients = dict(zip(outputs, torch.autograd.grad(term, list(outputs.values())), strict=True))
-    earlier = {name for name, gradient in gradients.items() if float(gradient[0, :4].abs().sum()) == 0.0}
-    assert earlier == tail and len(tail) >= 4
-
-
-def test_two_tiers_in_one_step() -> None:
-    model, batch = tiny_model(), responses_of(RIDING, groups=4)
-    optimizer = adam(model)
-    all_terms = traced(model, batch, config_of(), RIDING, optimizer)
-    trace = traced(model, batch, config_of(loss_term_prompts=2), RIDING, optimizer)
-    assert [trace.credit_of(r) for r in (0, 5, 6, 11)] == ["loss_term", "loss_term", "tail", "tail"]
-    assert trace.metrics["influence_trace/loss_term_prompts"] == 2
-    assert_close(trace.position_scores, all_terms.position_scores)
-    assert_close(trace.loss_term_scores[:6], all_terms.loss_term_scores[:6])
-    assert all(len(scores) == 0 for scores in trace.loss_term_scores[6:])
-    assert_close(trace.token_scores[6:], trace.position_scores[6:])
-
-
-def test_the_host_may_choose_the_groups_with_loss_terms() -> None:
-    model, batch = tiny_model(), responses_of(RIDING, groups=3)
-    rows = list(range(9))
-    with InfluenceTracer(model, config=config_of(loss_term_prompts=1)) as tracer:
-        tracer.begin(loss_term_groups=[2])
-        with tracer.capture(
-            response=torch.tensor(rows),
-            tokens=batch.padded(rows)[2],
-            accepted=batch.accepted,
-            group=batch.group,
-            target_scale=1 / batch.advantages,
-        ):
-            padded_objective(model, batch, rows).backward()
-        trace = tracer.score(terms=lambda responses: torch.cat([token_terms(model, batch, r) for r in responses]))
-    assert [trace.credit_of(r) for r in (0, 3, 6)] == ["tail", "tail", "loss_term"]
-
-
-def test_all_selected_scores_the_chosen_groups_against_everything() -> None:
-    model, batch = tiny_model(), responses_of(RIDING, groups=3)
-    wide = {"accepted_rejected_scope": "all_selected"}
-    whole = traced(model, batch, config_of(**wide), RIDING)
-    some = traced(model, batch, config_of(**wide, loss_term_prompts=1), RIDING)
-    assert_close(some.loss_term_scores[:3], whole.loss_term_scores[:3])
-    assert len(some.loss_term_scores[3]) == 0
+    assert_close(trace.loss_term_scores, scores_by_hand(model, batch, names, precondition))
+    assert_close(trace.position_scores, scores_by_hand(model, batch, names, precondition, "position"))
 
 
 def test_a_step_on_one_token_changes_the_contrast_by_its_score() -> None:
@@ -389,28 +342,9 @@ def test_tokens_without_a_step_are_marked() -> None:
     model, batch = tiny_model(), responses_of(APART)
     batch.weights[1][:] = 0.0  # as clipping does
     batch.weights[0] = torch.ones_like(batch.weights[0])
-    trace = traced(model, batch, config_of(loss_term_prompts=1), APART)
-    assert bool(trace.without_step(1).all()) and not bool(trace.without_step(0).any())
-    tail = traced(model, batch, config_of(credit="tail"), APART)
-    assert bool(tail.without_step(1).all()) and not bool(tail.without_step(0).any())
-
-
-def test_log_probs_beside_the_terms_say_what_likelier_would_do() -> None:
-    model, batch = tiny_model(), responses_of(RIDING)
-    rows = list(range(6))
-
-    def terms(responses: list[int]) -> Tensor:
-        both = [[token_terms(model, b, r) for r in responses] for b in (batch, unweighted(batch))]
-        return torch.stack([torch.cat(parts) for parts in both])
-
-    with InfluenceTracer(model, config=config_of()) as tracer:
-        labels = {"accepted": batch.accepted, "group": batch.group, "target_scale": 1 / batch.advantages}
-        with tracer.capture(response=torch.tensor(rows), tokens=batch.padded(rows)[2], **labels):
-            padded_objective(model, batch, rows).backward()
-        trace = tracer.score(terms=terms)
-    assert trace.likelier_scores is not None
-    for r in rows:
-        assert torch.allclose(trace.loss_term_scores[r], batch.advantages[r] * trace.likelier_scores[r])
+    for credit in ("loss_term", "position"):
+        trace = traced(model, batch, config_of(credit=credit), APART)
+        assert bool(trace.without_step(1).all()) and not bool(trace.without_step(0).any())
 
 
 def test_tracing_changes_no_bit_of_training() -> None:
@@ -432,7 +366,7 @@ def test_tracing_changes_no_bit_of_training() -> None:
     [
         ({}, {}, "give target_scale"),
         ({}, {"sign": torch.ones(6), "target_scale": torch.ones(6)}, "sign turns"),
-        ({"target": "output_function"}, {"role": "target"}, "one pass and one scale"),
+        ({"target": "output_function", "credit": "position"}, {"role": "target"}, "one pass and one scale"),
     ],
 )
 def test_a_target_that_is_not_clear_is_refused(knobs: dict, arguments: dict, message: str) -> None:
@@ -447,17 +381,11 @@ def test_a_target_that_is_not_clear_is_refused(knobs: dict, arguments: dict, mes
 
 def test_a_target_pass_without_a_step_is_refused() -> None:
     model, batch = tiny_model(), responses_of(APART)
-    with InfluenceTracer(model, config=config_of(credit="tail")) as tracer:
+    with InfluenceTracer(model, config=config_of(credit="position")) as tracer:
         with tracer.capture(response=torch.arange(6), tokens=batch.padded(list(range(6)))[2], role="target"):
             padded_objective(model, batch, list(range(6))).backward()
         with pytest.raises(AttributionError, match="role='step'"):
             tracer.score(accepted=batch.accepted, group=batch.group)
-
-
-@pytest.mark.parametrize("credit", ["tail", "loss_term"])
-def test_credit_in_a_tail_that_is_not_selected_is_refused(credit: str) -> None:
-    with pytest.raises(AttributionError, match=f"credit='{credit}' .* use credit='position' or 'both'"):
-        InfluenceTracer(tiny_model(), config=config_of(credit=credit, module_name_filter=("layers.0",)))
 
 
 def test_small_damping_repeats_the_labels_and_says_so() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTracer
 from gradtrace.attribution.collectives import Ranks
-from gradtrace.attribution.parts import Along, other_direction, step_direction, token_parts
+from gradtrace.attribution.parts import ComingStep, token_parts
+from gradtrace.attribution.update import other_direction, step_direction
 from tests.attribution.models import FAMILIES, Responses, random_responses, tiny_model, token_log_probs
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -189,17 +192,17 @@ def test_directions_of_all_groups_add_up_to_that_of_the_mini_batch() -> None:
     model, optimizer, batch = trained("adamw")
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     gradient = gradients(model)
-    along = Along(model, gradient, {}, lambda: own_terms(model, batch), Ranks())
+    step = ComingStep(model, optimizer, gradient, lambda: own_terms(model, batch), Ranks())
     factor = float(
-        gradient["lm_head.weight"].norm() / along.gradient_of(range(len(batch)), 1.0)["lm_head.weight"].norm()
+        gradient["lm_head.weight"].norm() / step.gradient_of(range(len(batch)), 1.0)["lm_head.weight"].norm()
     )
-    whole = step_direction(model, optimizer, gradient)
+    whole = dict(step_direction(model, optimizer, gradient))
     parts = [
-        step_direction(model, optimizer, gradient, of=along.gradient_of(rows, factor))
+        dict(step_direction(model, optimizer, gradient, of=step.gradient_of(rows, factor)))
         for rows in rows_of(batch).values()
     ]
-    for name, step in whole.items():
-        torch.testing.assert_close(sum(part[name] for part in parts), step, rtol=1e-9, atol=1e-15)
+    for name, whole_step in whole.items():
+        torch.testing.assert_close(sum(part[name] for part in parts), whole_step, rtol=1e-9, atol=1e-15)
 
 
 def test_groups_are_measured_in_turn() -> None:
@@ -217,7 +220,7 @@ def test_the_whole_step_is_this_gradient_and_the_rest() -> None:
     model, optimizer, _ = trained("adamw")
     gradient = gradients(model)
     after = dict(stepped(model, optimizer, gradient).named_parameters())
-    own, other = (find(model, optimizer, gradient) for find in (step_direction, other_direction))
+    own, other = (dict(find(model, optimizer, gradient)) for find in (step_direction, other_direction))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter + own[name] + other[name], after[name], rtol=1e-12, atol=1e-14)
 
@@ -258,37 +261,31 @@ def test_weights_in_less_than_float64_give_nearly_the_same(dtype: torch.dtype) -
     assert float(torch.corrcoef(torch.stack([found, expected]))[0, 1]) > (0.98 if dtype == torch.bfloat16 else 0.9999)
 
 
-def test_the_tracer_has_no_hooks_for_parts_and_captures_as_with_a_config() -> None:
+def test_the_tracer_has_no_hooks_for_parts_and_refuses_to_capture() -> None:
     model, optimizer, batch = trained("adamw")
     expected = token_parts(model, optimizer, lambda: own_terms(model, batch))
-    tracer = InfluenceTracer(model, optimizer)
-
-    def hooks() -> int:
-        return sum(len(module._forward_hooks) for module in model.modules())
-
-    assert hooks() == 0
-    found = tracer.parts(lambda: own_terms(model, batch))
-    assert all(torch.equal(a, b) for a, b in zip(found.tokens, expected.tokens, strict=True))
-    rows = torch.arange(len(batch))
-    ids, attention, tokens, weights = batch.padded(rows.tolist())
-    labels = {"accepted": batch.accepted, "group": batch.group}
-    scores = []
-    for one in (tracer, InfluenceTracer(model, optimizer, InfluenceConfig())):
-        model.zero_grad()
-        with one.capture(
-            response=torch.arange(len(batch)), tokens=tokens, target_scale=torch.ones(len(batch)), **labels
-        ):
-            log_probs = token_log_probs(model(input_ids=ids, attention_mask=attention).logits, ids)
-            (weights * log_probs).sum().backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            scores.append(one.score(terms=lambda rows: torch.cat([-own_terms(model, batch)[r] for r in rows])))
-        one.close()
-    assert hooks() == 0
-    for first, second in zip(*(trace.token_scores for trace in scores), strict=True):
-        assert torch.equal(first, second)
+    for config in (None, InfluenceConfig(), InfluenceConfig(target="output_function")):
+        tracer = InfluenceTracer(model, optimizer, config)
+        assert sum(len(module._forward_hooks) for module in model.modules()) == 0
+        found = tracer.parts(lambda: own_terms(model, batch))
+        assert all(torch.equal(a, b) for a, b in zip(found.tokens, expected.tokens, strict=True))
+        for door in (tracer.capture, tracer.score, tracer.begin, tracer.attach):
+            with pytest.raises(AttributionError, match=r"no captured factors: call parts\(terms\)"):
+                door()
     with pytest.raises(AttributionError, match=r"InfluenceTracer\(model, optimizer\)"):
         InfluenceTracer(model).parts(lambda: own_terms(model, batch))
+
+
+def test_scores_from_factors_are_imported_when_they_are_asked_for() -> None:
+    code = (
+        "import sys, torch; from gradtrace.attribution import InfluenceConfig, InfluenceTracer;"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2));"
+        "InfluenceTracer(model); print(any('attribution.factors.' in name for name in sys.modules));"
+        "InfluenceTracer(model, config=InfluenceConfig.older());"
+        "print('gradtrace.attribution.factors.engine' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said == ["False", "True"]
 
 
 # ---------------------------------------------------------------- mistakes

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.attribution.factors.projection import projected_dims, rademacher
+from gradtrace.attribution.factors.layers import projected_dims, rademacher
 from tests.attribution.models import random_responses, tiny_model
 from tests.attribution.scoring import engine_scores, exact_config
 

@@ -126,7 +126,7 @@ def test_the_backward_pass_never_makes_the_host_wait(tmp_path: Path, monkeypatch
     )
     for found in counts:
         seen = {place: n for place, n in found.items() if place[1] in {f"attribution/{name}.py" for name in hot}}
-        assert seen == {(what, "attribution/factors/response_gradients.py"): 1 for what in ("tolist", "to_host")}
+        assert seen == {(what, "instruments/blame/response_gradients.py"): 1 for what in ("tolist", "to_host")}
     one, many = counts
     more = {place: many[place] - n for place, n in one.items() if many[place] != n}
     passes = more["to_host", "training/update.py"] // 2  # further micro-batches: their log-probs and entropies

@@ -220,24 +220,6 @@ class InfluenceConfig:
                 f"solver={self.solver!r} does not solve hessian_source={self.hessian_source!r}; use {fitting}"
             )
 
-    # ------------------------------------------------------------ until the engine has one tier
-
-    @property
-    def loss_term_prompts(self) -> int:
-        """All groups."""
-        return 0
-
-    @property
-    def tail_only(self) -> bool:
-        """The pass of the step still takes scores of the last block where only loss terms are asked for."""
-        return self.credit == "loss_term"
-
-    @property
-    def needs_prompts(self) -> bool:
-        """Whether scores of a pass need what flows into each response's prompt."""
-        one_contrast = self.hessian_mode != "inverse" and self.about == "log_prob" and not self.exclude_self_response
-        return not self.tail_only or (self.wants_loss_term and not one_contrast)
-
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 0

@@ -12,13 +12,16 @@ group, all parts to what it did to J. What momentum and weight decay do is not i
 `measure` asks another question of a few groups: what did training on this token do for *its own prompt*? There d is
 what the gradient of the group's own terms contributes to the step, divided by the same √v̂+ε. These directions of all
 groups add up to d.
+
+How: update.py gives d weight by weight, tangent.py moves the weights along it and puts them back, and the terms are
+computed before and in between. No second copy of the weights exists but the one they are restored from.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,8 +32,8 @@ from torch import Tensor, nn
 from gradtrace.attribution.collectives import Ranks, is_sharded, local
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.geometry import Source, unwrapped
-from gradtrace.attribution.tangent import Shards, directional_derivative
-from gradtrace.attribution.update import parameter_updates, second_moment_source
+from gradtrace.attribution.tangent import directional_derivative, has_low_precision, moved
+from gradtrace.attribution.update import learning_rate, second_moment_source, step_direction
 
 OwnTerms = Callable[[], Sequence[Tensor]]
 """Runs the model: every response's own terms of the loss, one tensor [T_r] per response, on all calls alike."""
@@ -101,20 +104,17 @@ def token_parts(
     optimizer's state stay as they are, bit by bit.
     """
     gradient, measured = own_gradient(model, optimizer), dict(measured or {})
-    direction = step_direction(model, optimizer, gradient)
     source = second_moment_source(model, optimizer, gradient)
-    along = Along(model, gradient, direction, terms, ranks or Ranks())
-    moved = max(along.ranks.gather(any(bool(local(step).any()) for step in direction.values())))
-    if not moved:
-        still = [torch.zeros(len(own), dtype=torch.float64) for own in along.base]
+    step = ComingStep(model, optimizer, gradient, terms, ranks or Ranks())
+    lost = step.change_of_terms()
+    if not lost.slope:
+        still = [torch.zeros_like(own) for own in step.base]
         own = {group: GroupParts(rows, [still[row] for row in rows]) for group, rows in measured.items()}
         return TokenParts(still, source, moved=False, clip_factor=1.0, measured=own)
-    lost = along.changes()
-    factor = check_terms(along, lost, clip_factor)
-    found = TokenParts([-own for own in lost], source, moved=True, clip_factor=factor)
+    factor = check_terms(step, lost, clip_factor)
+    found = TokenParts([-own for own in lost.terms], source, moved=True, clip_factor=factor)
     for group, rows in measured.items():
-        direction = step_direction(model, optimizer, gradient, of=along.gradient_of(rows, factor))
-        changes = along.towards(direction).changes()
+        changes = step.change_of_terms(of=step.gradient_of(rows, factor)).terms
         found.measured[group] = GroupParts(rows, [-changes[row] for row in rows])
     return found
 
@@ -125,9 +125,6 @@ def groups_in_turn(group: Tensor, measure: int, turn: int, ranks: Ranks) -> dict
     first = turn * measure % len(names) if names else 0
     chosen = (names[first:] + names[:first])[:measure]
     return {name: (group == name).nonzero().squeeze(-1).tolist() for name in chosen}
-
-
-# ---------------------------------------------------------------- the direction
 
 
 def own_gradient(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -149,50 +146,64 @@ def own_gradient(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return gradient
 
 
-def step_direction(
-    model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor], of: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """d: what this gradient, or the part `of` it, contributes to the coming step; by name of the parameter and sharded
-    as it is."""
-    updates = parameter_updates(optimizer, dict(model.named_parameters()), gradient)
-    part = gradient if of is None else of
-    return {name: -update.factor * part[name] for name, update in updates if name in part}
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What moving the weights along a direction does."""
 
+    terms: list[Tensor]
+    """float64[T_r] per response: to each term of the loss."""
+    slope: float
+    """To first order, to the loss whose gradient is in `.grad`; over all ranks."""
+    total: float
+    """The sum of `terms`, over all ranks."""
 
-def other_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rest of the coming step, sharded as the gradient is: momentum of earlier batches and weight decay."""
-    updates = parameter_updates(optimizer, dict(model.named_parameters()), gradient)
-    return {name: torch.zeros_like(gradient[name]) + (update.momentum + update.decay) for name, update in updates}
-
-
-# ---------------------------------------------------------------- the pass
+    @property
+    def ratio(self) -> float:
+        """Near 1 where the terms add up to the loss."""
+        return self.total / self.slope if self.slope else math.nan
 
 
 @dataclass(eq=False)
-class Along:
-    """How the terms change along a direction: by moved weights, or in forward mode where weights are too coarse."""
+class ComingStep:
+    """What the coming step of the optimizer, or a part of it, does to every term of the loss."""
 
     model: nn.Module
+    optimizer: Any
     gradient: Mapping[str, Tensor]
-    direction: Mapping[str, Tensor]
     terms: OwnTerms
     ranks: Ranks
 
-    def changes(self, fraction: float = 1.0) -> list[Tensor]:
-        """float64[T_r] per response: of each term of the loss, along this fraction of the direction."""
-        parameters = dict(self.model.named_parameters())
-        parts = [(parameters[name], fraction * step) for name, step in self.direction.items()]
-        if {values.dtype for values, _ in parts} - {torch.float32, torch.float64}:
-            return self._derivative(fraction)
-        shards = Shards(self.model, parts, self.ranks)
-        try:
-            shards.move(1.0)
-            after = self._terms()
-        finally:
-            shards.restore()
-        if [len(own) for own in after] != [len(own) for own in self.base]:
-            raise AttributionError("terms() gave other numbers of tokens when it was called again: it must not draw")
-        return [new - old for new, old in zip(after, self.base, strict=True)]
+    def change_of_terms(
+        self, of: Mapping[str, Tensor] | None = None, fraction: float = 1.0, every_other: bool = False
+    ) -> Change:
+        """Along what the gradient, or the part `of` it, contributes to the step, or along a `fraction` of that; or
+        along `every_other` parameter's part. In forward mode where weights are too coarse for a difference."""
+        slopes = [0.0]
+        base = self.base
+        if not learning_rate(self.optimizer):
+            return Change([torch.zeros_like(own) for own in base], 0.0, 0.0)
+
+        def direction() -> Iterator[tuple[str, Tensor]]:
+            names = sorted(self.gradient)[::2] if every_other else self.gradient
+            for name, step in step_direction(self.model, self.optimizer, self.gradient, of):
+                if name in names:
+                    slopes.append(fraction * self.ranks.own_part(self.gradient[name], step))
+                    yield name, step
+
+        if has_low_precision(self.model):
+            derivative = directional_derivative(self.model, lambda: torch.cat(list(self.terms())), dict(direction()))
+            changes = list((fraction * derivative.double().cpu()).split([len(own) for own in base]))
+        else:
+            with moved(self.model, direction(), fraction):
+                after = self._terms()
+            if [len(own) for own in after] != [len(own) for own in base]:
+                raise AttributionError(
+                    "terms() gave other numbers of tokens when it was called again: it must not draw"
+                )
+            changes = [new - old for new, old in zip(after, base, strict=True)]
+        own = (math.fsum(slopes), float(sum(change.sum() for change in changes)))
+        slope, total = (math.fsum(column) for column in zip(*self.ranks.gather(own), strict=True))
+        return Change(changes, slope, total)
 
     @cached_property
     def base(self) -> list[Tensor]:
@@ -202,26 +213,6 @@ class Along:
     def _terms(self) -> list[Tensor]:
         with torch.no_grad():
             return [own.detach().double().cpu() for own in self.terms()]
-
-    def _derivative(self, fraction: float) -> list[Tensor]:
-        changes = directional_derivative(self.model, lambda: torch.cat(list(self.terms())), self.direction)
-        return [fraction * own for own in changes.double().cpu().split([len(own) for own in self.base])]
-
-    def ratio(self, changes: Sequence[Tensor], fraction: float = 1.0) -> float:
-        """The change of all terms over that of the loss whose gradient is in `.grad`."""
-        slope = fraction * sum(self.ranks.products(self.gradient, self.direction).values())
-        change = sum(self.ranks.gather(float(sum(own.sum() for own in changes))))
-        return change / slope if slope else math.nan
-
-    def towards(self, direction: Mapping[str, Tensor]) -> Along:
-        """The same terms, along another direction."""
-        other = Along(self.model, self.gradient, direction, self.terms, self.ranks)
-        other.base = self.base
-        return other
-
-    def on_half(self) -> Along:
-        """Along every other parameter's part of the direction."""
-        return self.towards({name: self.direction[name] for name in sorted(self.direction)[::2]})
 
     def gradient_of(self, rows: Sequence[int], factor: float) -> dict[str, Tensor]:
         """What these responses' terms brought to `.grad`, by one backward pass that leaves it alone; `factor` is what
@@ -243,18 +234,18 @@ class Along:
         return {name: self.ranks.sum(part) for name, part in zip(self.gradient, found, strict=True)}
 
 
-def check_terms(along: Along, lost: Sequence[Tensor], clip_factor: float | None) -> float:
+def check_terms(step: ComingStep, lost: Change, clip_factor: float | None) -> float:
     """Raise unless the terms add up to the loss whose gradient is in `.grad`. Returns what clipping has multiplied that
     gradient by; where it is not given, terms that are too large by one factor in all directions tell it."""
     wanted = 1.0 / (clip_factor or 1.0)
-    if abs(along.ratio(lost) / wanted - 1.0) < WRONG:
+    if abs(lost.ratio / wanted - 1.0) < WRONG:
         return 1.0 / wanted
-    found = along.ratio(along.changes(SHORT), SHORT)
+    found = step.change_of_terms(fraction=SHORT).ratio
     if abs(found / wanted - 1.0) < WRONG:
         return 1.0 / wanted
     if clip_factor is None and found > 1.0:
-        half = along.on_half()
-        if abs(half.ratio(half.changes(SHORT), SHORT) / found - 1.0) < 2 * WRONG:
+        half = step.change_of_terms(fraction=SHORT, every_other=True)
+        if abs(half.ratio / found - 1.0) < 2 * WRONG:
             warnings.warn(
                 f"the terms add up to {found:.3g} times the loss whose gradient is in .grad. After clipping that is"
                 f" right, and clipping multiplied it by {1 / found:.3g}: pass clip_factor= to have it checked."

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from types import MethodType
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtrace.attribution.collectives import Ranks, forget_gathered, is_sharded, local
-from gradtrace.attribution.dual_linear import linear_layers_written_out
 from gradtrace.attribution.errors import AttributionError
 
 Method = Literal["jvp", "finite_difference"]
@@ -169,6 +170,85 @@ def _dense_zeros(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+# ---------------------------------------------------------------- linear layers in forward mode
+
+
+@contextmanager
+def linear_layers_written_out(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, plain linear layers among `modules` compute value and tangent by `dual_linear`; those whose forward
+    somebody replaced are left alone.
+
+    torch makes the tangent dx·Wᵀ + x·dWᵀ + db of three tensors that it adds up afterwards; here the products add to one
+    another. Half of such a pass on a small model are linear layers.
+    """
+    replaced: list[Any] = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
+    for module in replaced:
+        module.forward = MethodType(dual_linear, module)
+    try:
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def dual_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """What `layer` makes of dual numbers x [..., d_in], as dual numbers [..., d_out]."""
+    if torch.is_autocast_enabled(x.device.type):  # which rounds at every operation, and knows where
+        return F.linear(x, layer.weight, layer.bias)
+    x, x_tangent = _parts(x)
+    weight, weight_tangent = _parts(layer.weight)
+    bias, bias_tangent = (None, None) if layer.bias is None else _parts(layer.bias)
+    value = F.linear(x, weight, bias)
+    tangent = None
+    if x_tangent is not None:
+        tangent = F.linear(x_tangent.reshape(-1, x.shape[-1]), weight, bias_tangent)
+    if weight_tangent is not None:
+        rows = x.reshape(-1, x.shape[-1])
+        if tangent is None:
+            tangent = F.linear(rows, weight_tangent, bias_tangent)
+        else:
+            tangent.addmm_(rows, weight_tangent.T)
+    if tangent is None and bias_tangent is not None:
+        tangent = bias_tangent.expand_as(value)
+    return value if tangent is None else forward_ad.make_dual(value, tangent.reshape(value.shape))
+
+
+def _parts(dual: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Value and tangent; None for a tangent of zeros that torch keeps as a symbol."""
+    value, tangent = forward_ad.unpack_dual(dual)
+    return value, None if tangent is None or tangent._is_zerotensor() else tangent
+
+
+# ---------------------------------------------------------------- moved weights
+
+
+def has_low_precision(model: nn.Module) -> bool:
+    """Whether weights are coarser than the steps that move them."""
+    return any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters() if p.requires_grad)
+
+
+@contextmanager
+def moved(model: nn.Module, direction: Iterable[tuple[str, Tensor]], scale: float = 1.0) -> Iterator[None]:
+    """Inside, the weights are at θ + scale·direction; afterwards they are what they were, bit by bit. Pairs of name and
+    direction are asked for one by one, so that no second copy of all of them exists."""
+    parameters, before = dict(model.named_parameters()), list[tuple[Tensor, Tensor]]()
+    try:
+        with torch.no_grad():
+            for name, step in direction:
+                weight = local(parameters[name].detach())
+                if weight.dtype not in (torch.float32, torch.float64):
+                    raise AttributionError(f"{name} is {weight.dtype}, which rounds away what one step changes")
+                before.append((weight, weight.clone()))
+                weight.add_(local(step).to(weight.dtype), alpha=scale)
+        forget_gathered(model)
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, values in before:
+                weight.copy_(values)
+        forget_gathered(model)
 
 
 class Shards:

@@ -57,6 +57,28 @@ def parameter_updates(
                     yield name, rule(group, optimizer.state.get(parameter, {}), parameter, gradient[name])
 
 
+def step_direction(
+    model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor], of: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """What this gradient, or the part `of` it, contributes to the coming step: pairs of a parameter's name and a tensor
+    that is sharded as it is. One by one, so that no second copy of all weights exists."""
+    part = gradient if of is None else of
+    for name, update in parameter_updates(optimizer, dict(model.named_parameters()), gradient):
+        if name in part:
+            yield name, -update.factor * part[name]
+
+
+def other_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The rest of the coming step: momentum of earlier batches and weight decay."""
+    for name, update in parameter_updates(optimizer, dict(model.named_parameters()), gradient):
+        yield name, torch.zeros_like(gradient[name]) + (update.momentum + update.decay)
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The largest of its groups; 0 in the first step of a warm-up: no weight moves."""
+    return max(float(group["lr"]) for group in unwrapped(optimizer).param_groups)
+
+
 Rule = Callable[[dict[str, Any], Mapping[str, Any], Tensor, Tensor], ParameterUpdate]
 """(group, state, parameter, gradient) → its update."""
 

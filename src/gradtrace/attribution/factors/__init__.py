@@ -1,5 +1,6 @@
 """Scores from captured factors: for y = Wx, u = ∂loss/∂y and v = x at every position of a real backward pass.
 
-For the definitions that `InfluenceConfig.uses_factors` names, for TracIn's products and for norms of single responses.
-Start with engine.py; hooks.py captures, scoring.py scores inside the backward pass, loss_terms.py afterwards.
+For the definitions that are not `InfluenceConfig.is_parts`, and for TracIn's products (ghost.py). Start with engine.py:
+layers.py has the hooks, capture.py sorts what they deliver, one_pass.py scores it inside the backward pass, and
+loss_terms.py afterwards.
 """

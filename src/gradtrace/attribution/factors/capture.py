@@ -1,10 +1,13 @@
-"""One capture: the factors that a single backward pass delivers, sorted by response."""
+"""One backward pass: where responses and their tokens sit in it (`Layout`), and the factors that it delivers, sorted by
+response (`Capture`)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,14 +15,175 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors.layout import Layout, chosen_rows
-from gradtrace.attribution.factors.modules import Block, Site
+from gradtrace.attribution.factors.layers import Block, Site
 
+Role = Literal["both", "step", "target"]
+"""What a backward pass is of: the step that tokens contribute, the target it is asked about, or one standing for
+both."""
 LIKE_WIDTHS = 8
 """Sides whose widths round up to the same multiple of it are filled up to one width and taken together: another few
 columns of zeros cost less than another round of small operations."""
 LITTLE_PADDING = 1.25
 """Responses of packed rows are multiplied side by side where filling them up to the longest takes no more than this."""
+
+
+def chosen_rows(rows: Tensor, device: torch.device) -> slice | Tensor:
+    """An index for these rows: a slice where they follow one another, so that nothing is copied."""
+    if len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1 and bool((rows.diff() == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows.to(device)
+
+
+@dataclass(eq=False)
+class Layout:
+    """One micro-batch of B rows × S positions. `flat` means an index into B·S positions."""
+
+    response: Tensor
+    """long[B·S]: the response each position belongs to, its prompt's positions included; −1 = ignore."""
+    token_position: Tensor
+    """long[N]: for each response token the flat position *whose logits predict it*, one before its own."""
+    token_response: Tensor
+    """long[N]: the response of each of those tokens; tokens of a response are in order."""
+    shape: tuple[int, int]
+    row_response: Tensor | None
+    """long[B] when every row holds one response (padded batches); None when rows are packed."""
+    scale: float | Tensor
+    """What the captured gradients are multiplied with, to undo a normaliser of the loss: one factor, or one for
+    each flat position."""
+    kept_rows: Tensor | None = None
+    """long[B]: the rows of the model's batch that this layout describes, where others were left out."""
+    full_shape: tuple[int, int] | None = None
+    """Of the model's batch, then."""
+
+    @staticmethod
+    def of(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:
+        """`response`: long[B], or long[B, S] for packed rows. `tokens`: bool[B, S], True at response tokens.
+        `scale`: one factor, or float[R] with one for each response."""
+        if tokens.dim() != 2 or tokens.dtype != torch.bool:
+            raise AttributionError(
+                f"tokens must be a bool[B, S] mask of response tokens, not {tokens.dtype}{list(tokens.shape)}"
+            )
+        # On the host: decisions are made from it, and a lookup per layer must not wait for a GPU.
+        response, tokens = response.cpu(), tokens.cpu()
+        batch, length = tokens.shape
+        if response.dtype not in (torch.int64, torch.int32):
+            raise AttributionError(f"response must hold integer response ids, not {response.dtype}")
+        if tuple(response.shape) == (batch,):
+            per_position = response.long()[:, None].expand(batch, length)
+            row_response = response.long()
+        elif tuple(response.shape) == (batch, length):
+            per_position, row_response = response.long(), None
+        else:
+            raise AttributionError(
+                f"response is {list(response.shape)} but tokens is {list(tokens.shape)}: give one id per row"
+                " (long[B]) or, for packed rows, one per position (long[B, S])"
+            )
+        if bool((per_position < -1).any()):
+            raise AttributionError("response ids are 0, 1, 2 … or −1 for rows to ignore; got a smaller one")
+        if row_response is not None:
+            number = Counter(response for response in row_response.tolist() if response >= 0)
+            if len(number) and max(number.values()) > 1:
+                twice = min(response for response in number if number[response] > 1)
+                raise AttributionError(f"response {twice} stands in two rows of one batch")
+        flat = per_position.reshape(-1)
+        token_position = before_tokens(per_position, tokens, packed=row_response is None)
+        token_response = flat[token_position]
+        order = torch.argsort(token_response, stable=True)
+        if isinstance(scale, Tensor):
+            scale = torch.where(flat >= 0, scale.detach().cpu()[flat.clamp(min=0)], 0.0)[:, None]
+        return Layout(
+            response=flat,
+            token_position=token_position[order],
+            token_response=token_response[order],
+            shape=(batch, length),
+            row_response=row_response,
+            scale=scale,
+        )
+
+    @staticmethod
+    def without_ignored_rows(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:
+        """As `of`, but rows of a padded batch with response −1 are not even looked at: factors of theirs would be
+        computed for nothing."""
+        full = Layout.of(response, tokens, scale)  # checks all of it
+        if full.row_response is None or bool((full.row_response >= 0).all()):
+            return full
+        kept = (full.row_response >= 0).nonzero().squeeze(-1)
+        layout = Layout.of(full.row_response[kept], tokens.cpu()[kept], scale)
+        layout.kept_rows, layout.full_shape = kept, full.shape
+        return layout
+
+    @cached_property
+    def responses(self) -> list[int]:
+        """The responses of this micro-batch, ascending."""
+        return [int(r) for r in self.response.unique().tolist() if r >= 0]
+
+    @cached_property
+    def token_counts(self) -> dict[int, int]:
+        numbers = dict.fromkeys(self.responses, 0)
+        return numbers | {response: tokens.numel() for response, tokens in self._tokens.items()}
+
+    def positions_of(self, response: int) -> Tensor:
+        """long: all flat positions of a response, prompt included."""
+        if response not in self._positions:
+            self._positions[response] = (self.response == response).nonzero().squeeze(-1)
+        return self._positions[response]
+
+    def tokens_of(self, response: int, limit: int = 0) -> Tensor:
+        """long: flat positions that predict the response's (first `limit`) tokens, in order."""
+        tokens = self._tokens.get(response, self.token_position[:0])
+        return tokens[:limit] if limit else tokens
+
+    def index_of(self, responses: list[int], device: torch.device) -> slice | Tensor:
+        """Of the batch rows of these responses, in a padded batch; the layers of a pass ask for the same one."""
+        key = (*responses, device)
+        if key not in self._indices:
+            rows = [self._rows[response] for response in responses]
+            in_turn = range(rows[0], rows[0] + len(rows)) if rows else range(0)
+            follows = rows == list(in_turn)  # a slice copies nothing
+            self._indices[key] = slice(in_turn.start, in_turn.stop) if follows else torch.tensor(rows, device=device)
+        return self._indices[key]
+
+    @cached_property
+    def _indices(self) -> dict[tuple[object, ...], slice | Tensor]:
+        return {}
+
+    @cached_property
+    def _positions(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def _tokens(self) -> dict[int, Tensor]:
+        found, counts = self.token_response.unique_consecutive(return_counts=True)
+        return dict(zip(found.tolist(), self.token_position.split(counts.tolist()), strict=True))
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        assert self.row_response is not None
+        return {response: row for row, response in enumerate(self.row_response.tolist())}
+
+
+def before_tokens(response: Tensor, tokens: Tensor, packed: bool) -> Tensor:
+    """long[N]: the flat positions one before each of the `tokens`, bool[B, S], that belong to a response."""
+    wanted = tokens & (response >= 0)
+    if bool(wanted[:, 0].any()):
+        first = int(wanted[:, 0].nonzero()[0])
+        raise AttributionError(
+            f"tokens[{first}, 0] is True: the first position of a row has no position before it that predicts"
+            " it. The mask marks where input_ids holds response tokens, so the prompt comes first"
+        )
+    row, column = wanted.nonzero(as_tuple=True)
+    if packed:
+        stranger = response[row, column - 1] != response[row, column]
+        if bool(stranger.any()):
+            which = int(response[row, column][stranger][0])
+            raise AttributionError(
+                f"response {which} starts with a response token in a packed row: the position before it belongs"
+                " to another response. Mark its prompt's positions with its id too"
+            )
+    return row * response.shape[1] + column - 1
+
+
+# ---------------------------------------------------------------- factors
 
 
 @dataclass(eq=False)
@@ -60,43 +224,14 @@ class Capture:
     layout: Layout
     positions: dict[str, Tensor]
     """Modules that see only some positions (an output head on the response alone): name → flat positions."""
+    role: Role = "both"
+    factors: Mapping[int, float] = field(default_factory=dict)
+    """Response → what turns its captured gradient into that of its target, without a sign."""
     parts: dict[Block, list[Part]] = field(default_factory=dict)
-    directed: Tensor | None = None
-    """bool[B·S]: positions of the responses that loss terms are about, all that modules outside the tail serve; None:
-    every position counts."""
 
-    def direct(self, responses: set[int]) -> None:
-        directed = torch.isin(self.layout.response, torch.tensor(sorted(responses)))
-        self.directed = None if bool(directed.all()) else directed
-
-    @cached_property
-    def _directed_positions(self) -> Tensor:
-        """long: the positions in `directed`."""
-        assert self.directed is not None
-        return self.directed.nonzero().squeeze(-1)
-
-    def wanted(
-        self, site: Site, gradient: Tensor, x: Tensor, scored: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The part of a module's output gradient and input that this capture is about, and its flat positions.
-
-        Positions are None where they are all B·S of the layout, in order. A module that is not `scored` serves loss
-        terms alone.
-        """
-        gradient, x, positions = self._seen(site, gradient, x)
-        if scored or self.directed is None:
-            return gradient, x, positions
-        gradient, x = gradient.flatten(0, -2), x.flatten(0, gradient.dim() - 2)
-        if positions is None:
-            rows = positions = self._directed_positions
-        else:
-            rows = self.directed[positions].nonzero().squeeze(-1)
-            positions = positions[rows]
-        chosen = chosen_rows(rows, gradient.device)
-        return gradient[chosen], x[chosen], positions
-
-    def _seen(self, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the module saw of the rows that are not ignored."""
+    def wanted(self, site: Site, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The part of a module's output gradient and input that belongs to rows that are not ignored, and its flat
+        positions; None where these are all B·S of the layout, in order."""
         batch, length = self.layout.full_shape or self.layout.shape
         seen = gradient.shape[:-1].numel()
         kept = self.layout.kept_rows
@@ -145,8 +280,8 @@ class Capture:
         """Modules of one kind can be taken together: their factors have as many rows, and about the same width."""
         calls = tuple((len(part.u), id(part.positions)) for part in self.parts[block])
         if block.preconditioner is not None:
-            return (block.scored, block.k_out, block.k_in, *calls)
-        return (block.scored, -(-block.k_out // LIKE_WIDTHS), -(-block.k_in // LIKE_WIDTHS), None, *calls)
+            return (block.k_out, block.k_in, *calls)
+        return (-(-block.k_out // LIKE_WIDTHS), -(-block.k_in // LIKE_WIDTHS), None, *calls)
 
     def take(self, blocks: Sequence[Block]) -> list[Part]:
         """The calls of modules of one kind, side by side; they are not kept any longer."""
@@ -156,27 +291,6 @@ class Capture:
         """[M, n, k_out, k_in]: per response Σ u vᵀ over all its positions, its prompt's included."""
         parts = [self._gradients_of(part, responses) for part in calls]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-    def combined(self, calls: Sequence[Part], weights: Mapping[int, Tensor]) -> Tensor:
-        """[M, m, k_out, k_in]: Σ_r weights[r] · (the gradient of r), for weights [m] of some responses; one product
-        where m is 1, and never a gradient for each response."""
-        responses = sorted(weights)
-        table = torch.stack([weights[r] for r in responses])  # [n, m]
-        if table.shape[1] > 1:
-            return torch.einsum("nm,bnoi->bmoi", table.to(calls[0].u), self.gradients(calls, responses))
-        by_response = torch.zeros(max(self.layout.responses) + 2, dtype=table.dtype)  # the last one is for −1
-        by_response[responses] = table[:, 0]
-        by_position = by_response[self.layout.response]
-        total = None
-        for part in calls:
-            factor = by_position if part.positions is None else by_position[part.positions]
-            rows = factor.nonzero().squeeze(-1)
-            chosen = chosen_rows(rows, part.u.device)
-            u, v = part.u[:, chosen], part.v[:, chosen]
-            product = (u * factor[rows][:, None].to(u)).mT @ v
-            total = product if total is None else total + product
-        assert total is not None
-        return total[:, None]
 
     def _gradients_of(self, part: Part, responses: list[int]) -> Tensor:
         if self.layout.row_response is None or part.positions is not None:

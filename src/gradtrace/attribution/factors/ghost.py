@@ -15,10 +15,16 @@ from torch import Tensor, nn
 from gradtrace.attribution.collectives import gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors.capture import Capture
-from gradtrace.attribution.factors.hooks import FactorHooks, full_precision, sides
-from gradtrace.attribution.factors.layout import Layout
-from gradtrace.attribution.factors.modules import Block, Site, select_blocks
+from gradtrace.attribution.factors.capture import Capture, Layout
+from gradtrace.attribution.factors.layers import (
+    Block,
+    FactorHooks,
+    Site,
+    full_precision,
+    oriented,
+    select_blocks,
+    sides,
+)
 from gradtrace.attribution.factors.solvers import TokenRows
 
 
@@ -139,8 +145,3 @@ class GhostProduct:
 
     def close(self) -> None:
         self._hooks.close()
-
-
-def oriented(block: Block, gradient: Tensor) -> Tensor:
-    """A parameter-shaped tensor as d_out × d_in."""
-    return gradient.T if block.sites[0].kind == "conv1d" else gradient

@@ -1,13 +1,12 @@
 """Loss-term credit: every token's own term, differentiated along the direction that its score is about.
 
-The direction of a scope is X = P Σ_r c_r g_r, a tensor of the shape of each weight: one sum that grows with every
-backward pass, whatever part of the scope the pass holds. One forward-mode pass per scope then replaces one backward
-pass per token.
+The direction of a scope is X = P Σ_r c_r g_r, or H⁻¹ of that sum: a tensor of the shape of each weight. One pass in
+forward mode per scope then replaces one backward pass per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,15 +18,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gradtrace.attribution.collectives import Ranks, gathered, is_sharded
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors.labels import Labels
-from gradtrace.attribution.factors.modules import Block, by_block
+from gradtrace.attribution.factors.layers import Block
 from gradtrace.attribution.factors.scopes import Scope, ScopeBatch
-from gradtrace.attribution.factors.store import Store
 from gradtrace.attribution.geometry import Geometry, Source
-from gradtrace.attribution.tangent import SPREAD, Method, directional_derivative
+from gradtrace.attribution.tangent import SPREAD, Method, directional_derivative, faster_method
 
 Terms = Callable[[list[int]], Tensor]
-"""Responses → their tokens' own terms of the step, one after the other: [N], or [2, N] with their log-probs below."""
+"""Responses → their tokens' own terms of the step, one after the other: [N]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +38,25 @@ class SharedTerms:
         return self.run(responses)
 
 
-Directions = dict[Block, Tensor]
-"""Per module [m, k_out, k_in]: one direction for all tokens of a scope, or one for each of its members' tokens."""
+@dataclass(frozen=True, eq=False)
+class HowToScore:
+    """What `score` was given for loss terms."""
+
+    terms: Terms
+    coming: Mapping[str, Tensor]
+    """The gradient that the optimizer will be given next; may be empty."""
+    method: Method | None = None
 
 
 class LossTerms:
-    def __init__(self, model: nn.Module, config: InfluenceConfig, geometry: Geometry, ranks: Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: list[Block], config: InfluenceConfig, geometry: Geometry, ranks: Ranks
+    ) -> None:
         self.model = model
+        self.blocks = blocks
         self.config = config
         self.geometry = geometry
         self.ranks = ranks
-        self.sums: dict[int, Directions] = {}
-        """By id of a scope: this rank's part of Σ_r c_r g_r. Not used by `inverse`, which is not linear in g."""
-        self._pending: dict[int, Directions] = {}
         self.sources: set[Source] = set()
 
     @cached_property
@@ -65,102 +68,69 @@ class LossTerms:
     def sharded(self) -> bool:
         return is_sharded(self.model)
 
-    def weights(self, scope: Scope, factors: Mapping[int, float]) -> dict[int, Tensor]:
-        """Member → [m]: how its gradient counts in the scope's directions; `factors` turn a gradient into a
-        target's."""
-        rows = scope.contrast if self.config.exclude_self_response else scope.contrast[:1]
-        return {r: rows[:, i] * factors[r] for i, r in enumerate(scope.members) if r in factors}
-
-    def add(self, scope: Scope, blocks: Sequence[Block], parts: Tensor) -> None:
-        """What the members that a pass holds bring to the directions of some modules: [M, m, k_out, k_in]."""
-        self._pending.setdefault(id(scope), {}).update(by_block(blocks, parts))
-
-    def commit(self) -> None:
-        """The backward pass went well: what it brought counts."""
-        for scope, parts in self._pending.items():
-            sums = self.sums.setdefault(scope, {})
-            for block, part in parts.items():
-                sums[block] = part if block not in sums else sums[block].add_(part)
-        self._pending = {}
-
-    def forget_pass(self) -> None:
-        """Drop what a backward pass brought that did not come to its end."""
-        self._pending = {}
-
     def score(
         self,
         scopes: list[Scope],
         batches: list[ScopeBatch],
         owners: Mapping[int, int],
         lengths: Mapping[int, int],
-        store: Store,
-        labels: Labels,
-        terms: Terms,
-        method: Method,
-        coming: Mapping[str, Tensor],
+        how: HowToScore,
     ) -> dict[int, Tensor]:
-        """Response → [1 or 2, T_r], scope by scope in the same order on every rank."""
+        """Response → [T_r], scope by scope in the same order on every rank. `lengths`: of this rank's responses;
+        `owners`: the rank of each response."""
         found: dict[int, Tensor] = {}
-        solved = {id(s): (b, i) for b in batches for i, s in enumerate(b.scopes)}
-        linear = self.config.hessian_mode != "inverse"
+        solved = {id(scope): (batch, index) for batch in batches for index, scope in enumerate(batch.scopes)}
         for scope in scopes:
             ranks = {owners.get(response) for response in scope.members}
-            if not scope.has_loss_terms or None in ranks:
+            if None in ranks:
                 continue
-            if linear:
-                directions = self.sums.pop(id(scope), None)
-                if directions is None:  # labels were not known at capture
-                    signs = {r: labels.sign_of(r) for r in scope.members if r in lengths}
-                    directions = store.combined(self.weights(scope, signs))
-            else:
-                batch, index = solved.get(id(scope), (None, 0))
-                # All ranks of a split scope have the whole direction: in a sum over ranks one of them counts.
-                counts = not self.sharded or self.ranks.place == min(rank for rank in ranks if rank is not None)
-                parts = batch.directions if batch is not None and counts else {}
-                directions = {block: part[index] for block, part in parts.items()}
-            if self.ranks.size > 1 and (self.sharded or (linear and len(ranks) > 1)):
-                directions = self._shared(directions, scope, store)
+            batch, index = solved.get(id(scope), (None, 0))
+            # All ranks of a split scope have the whole direction: in a sum over ranks one of them counts.
+            counts = not self.sharded or self.ranks.place == min(rank for rank in ranks if rank is not None)
+            parts = batch.directions if batch is not None and counts else {}
+            directions = {block: part[index] for block, part in parts.items()}
+            if self.sharded and self.ranks.size > 1:
+                directions = self._shared(directions, scope)
             # Passes through shards are collective themselves.
             with nullcontext() if self.sharded else self.ranks.together():
-                found |= self._of(scope, directions, lengths, terms, method, coming)
+                found |= self._of(scope, directions, lengths, how)
         for batch in batches:
             batch.directions.clear()
         return found
 
-    def _shared(self, directions: Directions, scope: Scope, store: Store) -> Directions:
+    def _shared(self, directions: dict[Block, Tensor], scope: Scope) -> dict[Block, Tensor]:
         """The sum over ranks of what each has of a scope's directions, module by module. Collective."""
         rows = len(scope.members) if self.config.exclude_self_response else 1
         return {
-            block: self.ranks.sum(directions.get(block, store.empty(rows, block)).contiguous())
-            for block in store.blocks
+            block: self.ranks.sum(directions.get(block, block.zeros(rows, self.config)).contiguous())
+            for block in self.blocks
         }
 
     def _of(
-        self,
-        scope: Scope,
-        directions: Directions,
-        lengths: Mapping[int, int],
-        terms: Terms,
-        method: Method,
-        coming: Mapping[str, Tensor],
+        self, scope: Scope, directions: dict[Block, Tensor], lengths: Mapping[int, int], how: HowToScore
     ) -> dict[int, Tensor]:
-        """Response → [1 or 2, T_r], of the scope's responses with loss terms that are on this rank."""
-        wanted = scope.loss_term_members
-        rows = len(scope.members) if self.config.exclude_self_response else 1
+        """Response → [T_r], of the scope's responses that are on this rank."""
         scores: dict[int, Tensor] = {}
-        for row in range(rows):
-            members = [scope.members[row]] if self.config.exclude_self_response else wanted
-            members = [response for response in members if response in wanted]
+        for row in range(len(scope.members) if self.config.exclude_self_response else 1):
+            members = [scope.members[row]] if self.config.exclude_self_response else scope.members
             local = [response for response in members if response in lengths]
-            if not members or not (local or self.sharded):
+            if not (local or self.sharded):
                 continue
-            direction, slope = self._weight_shaped({b: d[row] for b, d in directions.items()}, coming)
+            direction, slope = self._weight_shaped({b: d[row] for b, d in directions.items()}, how.coming)
             rate = self._rate(slope, scope.contrast[row], [lengths.get(r, 0) for r in scope.members])
-            if isinstance(terms, SharedTerms):
-                values_of: Callable[[], Tensor] = partial(terms, members)
+            if isinstance(how.terms, SharedTerms):
+                values_of: Callable[[], Tensor] = partial(how.terms, members)
             else:
-                values_of = self._in_rounds(local, terms) if self.sharded else partial(terms, local)
-            scores |= self._along(direction, local, lengths, values_of, method, rate)
+                values_of = self._in_rounds(local, how.terms) if self.sharded else partial(how.terms, local)
+            ranks, method = self.ranks if self.sharded else None, how.method or faster_method(self.model)
+            values = directional_derivative(self.model, values_of, direction, method, ranks=ranks, rate=rate)
+            counts = [lengths[response] for response in local]
+            if values.shape != (sum(counts),):
+                raise AttributionError(
+                    f"terms({local}) returned {list(values.shape)}; these responses have {sum(counts)} tokens, and it"
+                    " must return one term for each, in order"
+                )
+            scores |= zip(local, values.split(counts), strict=True)
         return scores
 
     def _rate(self, slope: Tensor | None, contrast: Tensor, lengths: list[int]) -> Tensor | None:
@@ -173,7 +143,7 @@ class LossTerms:
         return SPREAD * slope / weight if slope is not None and weight else None
 
     def _weight_shaped(
-        self, direction: Directions, coming: Mapping[str, Tensor]
+        self, direction: dict[Block, Tensor], coming: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """By name of the parameter, sharded as it is, and in the geometry of the optimizer where that came not
         before; and how much the contrast of the scope's responses changes along it, None where that is not known."""
@@ -201,25 +171,6 @@ class LossTerms:
         and not to the factors inside the backward pass."""
         exact = self.config.preconditioner_form != "factored" and not block.projected
         return self.config.hessian_mode == "optimizer" and self.geometry.adaptive and exact
-
-    def _along(
-        self,
-        direction: dict[str, Tensor],
-        local: list[int],
-        lengths: Mapping[int, int],
-        values_of: Callable[[], Tensor],
-        method: Method,
-        rate: Tensor | None,
-    ) -> dict[int, Tensor]:
-        ranks = self.ranks if self.sharded else None
-        values = directional_derivative(self.model, values_of, direction, method, ranks=ranks, rate=rate)
-        counts = [lengths[response] for response in local]
-        if values.dim() not in (1, 2) or values.shape[-1] != sum(counts):
-            raise AttributionError(
-                f"terms({local}) returned {list(values.shape)}; these responses have {sum(counts)} tokens, and it must"
-                " return one term for each, in order: [N], or [2, N] with their log-probs below"
-            )
-        return dict(zip(local, torch.atleast_2d(values).split(counts, 1), strict=True))
 
     def _in_rounds(self, local: list[int], terms: Terms) -> Callable[[], Tensor]:
         """Every forward pass gathers weights from all ranks, so all make equally many, one response at a time."""

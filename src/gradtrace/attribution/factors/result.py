@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.factors.captured import Ledger
-from gradtrace.attribution.factors.labels import Labels
-from gradtrace.attribution.factors.scopes import ScopeBatch
+from gradtrace.attribution.factors.scopes import Labels, ScopeBatch
 
 SIGN = "positive: training on this token helps the accepted responses against the rejected ones; negative: the reverse"
 UNIT = "change of the contrast of mean log-probs per unit of learning rate, when training takes this token's step"
@@ -28,17 +26,14 @@ class InfluenceTrace:
     """
 
     position_scores: list[Tensor]
-    """R × [T_r]: taken in the backward pass, by position, in the traced weights or in those of the tail (`meta`),
-    where position and loss-term credit are the same; NaN for tokens past `max_tokens_per_response`."""
+    """R × [T_r]: credit by position, taken in the backward pass; NaN for tokens past `max_tokens_per_response`."""
     loss_term_scores: list[Tensor] | None
-    """R × [T_r]: credit by the token's own loss term, where it was asked for; empty for responses of other groups."""
+    """R × [T_r]: credit by the token's own loss term, where it was asked for."""
     rest_scores: Tensor
     """[R]: position-credit scores of everything but the captured tokens (the prompt's positions), summed; NaN where
     step and target had passes of their own."""
     response_kernel: Tensor
     """[R, R]: g_rᵀ H⁻¹ g_s of the target's gradients; NaN where r and s are not in one scope."""
-    likelier_scores: list[Tensor] | None = None
-    """R × [T_r]: as `loss_term_scores`, of a step that makes the token likelier, whatever training does with it."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Groups that have no scores: id → constant_reward, not_captured, non_finite or other_rank."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -54,33 +49,18 @@ class InfluenceTrace:
 
     @property
     def token_scores(self) -> list[Tensor]:
-        """R × [T_r], in the order of the tokens: by loss term where a response has that, else from the backward pass.
-        With credit='both' by position throughout."""
-        return [self.token_scores_of(response) for response in range(len(self.position_scores))]
-
-    def token_scores_of(self, response: int) -> Tensor:
-        """[T_r]: the `token_scores` of one response."""
-        if self.credit == "both" or self.loss_term_scores is None or not len(self.loss_term_scores[response]):
-            return self.position_scores[response]
-        return self.loss_term_scores[response]
-
-    def credit_of(self, response: int) -> str:
-        """Of its `token_scores`: loss_term, tail or position; empty if it has none."""
-        scores = self.token_scores_of(response)
-        if not len(scores):
-            return ""
-        if scores is self.position_scores[response]:
-            return str(self.meta.get("backward_credit", "position"))
-        return "loss_term"
+        """R × [T_r], in the order of the tokens: by loss term with credit='loss_term', else by position."""
+        by_term = self.loss_term_scores if self.credit == "loss_term" else None
+        return self.position_scores if by_term is None else by_term
 
     def without_step(self, response: int) -> Tensor:
         """bool[T_r]: tokens whose step is exactly zero, as that of a clipped token is: training passes over them."""
-        return self.token_scores_of(response) == 0.0
+        return self.token_scores[response] == 0.0
 
     @property
     def pairwise(self) -> list[Tensor]:
-        """R × [T_r, R]: the effect of each token's step on each response's target (from the backward pass); NaN
-        outside its scope."""
+        """R × [T_r, R]: the effect of each token's step on each response's target, by position; NaN outside its
+        scope, and with credit='loss_term'."""
         responses = len(self.position_scores)
         full = []
         for response, scores in enumerate(self.position_scores):
@@ -104,15 +84,17 @@ class InfluenceTrace:
 
 def assemble(
     batches: list[ScopeBatch],
-    ledger: Ledger,
+    lengths: Mapping[int, int],
+    factors: Mapping[int, float],
     labels: Labels,
     loss_terms: Mapping[int, Tensor],
     config: InfluenceConfig,
 ) -> InfluenceTrace:
-    """The scores of all scopes, back in the order of the responses."""
-    responses, lengths = len(labels), ledger.counts
+    """The scores of all scopes, back in the order of the responses. `lengths`: tokens of this rank's responses;
+    `factors`: target over step gradient of those for which one pass was both."""
+    responses = len(labels)
     like = next((batch.kernel for batch in batches if batch.kernel is not None), torch.zeros(0))
-    position, by_term, likelier = ([like.new_empty(0)] * responses for _ in range(3))
+    position, by_term = ([like.new_empty(0)] * responses for _ in range(2))
     rest = like.new_zeros(responses)
     kernel = like.new_full((responses, responses), torch.nan)
     pairwise: dict[int, tuple[list[int], Tensor]] = {}
@@ -127,15 +109,14 @@ def assemble(
         members = torch.tensor([batch.scopes[index].members for index in scored])  # [S, n]
         tokens_of = torch.tensor([[lengths.get(r, 0) for r in own] for own in members.tolist()])
         kernel[members[:, :, None], members[:, None, :]] = batch.kernel[scored]
-        factors = ledger.factors_of(members)
+        turning = torch.tensor([[factors.get(r, 0.0) for r in own] for own in members.tolist()], dtype=torch.float64)
         signed = torch.ones(members.shape) if labels.sign is None else labels.sign[members]
-        if not ledger.tail:
-            # Of response r as a whole, by linearity: what all its positions together do to the contrast.
-            through = (batch.kernel * batch.contrast.to(batch.kernel)).sum(2)[scored]
-            turned = torch.where(factors == 0, torch.nan, signed / factors).to(like)
-            rest[members] = torch.where((tokens_of > 0).to(like.device), turned * through - of_tokens, 0.0)
+        # Of response r as a whole, by linearity: what all its positions together do to the contrast.
+        through = (batch.kernel * batch.contrast.to(batch.kernel)).sum(2)[scored]
+        turned = torch.where(turning == 0, torch.nan, signed / turning).to(like)
+        rest[members] = torch.where((tokens_of > 0).to(like.device), turned * through - of_tokens, 0.0)
         seen_by_another = batch.contrast[scored].roll(1, 1).diagonal(dim1=1, dim2=2)
-        totals.add(of_tokens + rest[members], seen_by_another, tokens_of, signed * factors)
+        totals.add(of_tokens + rest[members], seen_by_another, tokens_of, signed * turning)
         for index in scored:
             counts, members_of_scope = batch.tokens[index], batch.scopes[index].members
             tokens = list(counts.values())
@@ -143,7 +124,7 @@ def assemble(
             for response, part in zip(counts, parts, strict=True):
                 position[response] = padded(part, lengths[response])
                 if response in loss_terms:
-                    by_term[response], likelier[response] = loss_terms[response][0], loss_terms[response][-1]
+                    by_term[response] = loss_terms[response]
             if batch.pairwise is not None:
                 blocks = batch.pairwise[index, : sum(tokens)].split(tokens)
                 pairwise |= {r: (members_of_scope, block) for r, block in zip(counts, blocks, strict=True)}
@@ -152,7 +133,6 @@ def assemble(
         loss_term_scores=by_term if config.wants_loss_term else None,
         rest_scores=rest,
         response_kernel=kernel,
-        likelier_scores=likelier if any(len(found) > 1 for found in loss_terms.values()) else None,
         credit=config.credit,
         config=config,
         _pairwise=pairwise,
@@ -205,3 +185,31 @@ class Totals:
                 f"labels and lengths explain {found:.1%} of the responses' total scores: the scores repeat whether a"
                 " response was accepted. With hessian_mode=inverse raise reg_scale, or use hessian_mode=optimizer"
             )
+
+
+def counters(batches: list[ScopeBatch], labels: Labels, skipped: Mapping[int, str]) -> dict[str, float]:
+    """What was scored and what was not, under the names of the logs."""
+    mixed, total = len(labels.mixed_groups), len(labels.groups)
+    scored = [
+        (scope, counts) for batch in batches for scope, counts in zip(batch.scopes, batch.tokens, strict=True) if counts
+    ]
+    reasons = list(skipped.values())
+    metrics: dict[str, float] = {
+        "influence_trace/selected_responses": sum(len(counts) for _, counts in scored),
+        "influence_trace/selected_prompts": sum(len(scope.groups) for scope, _ in scored),
+        "influence_trace/uid_total": total,
+        "influence_trace/uid_constant": total - mixed,
+        "influence_trace/uid_mixed": mixed,
+        "influence_trace/rows_emitted": sum(len(counts) for _, counts in scored),
+        "influence_trace/tokens_emitted": sum(sum(counts.values()) for _, counts in scored),
+        "influence_trace/debug_groups_not_captured": reasons.count("not_captured"),
+        "influence_trace/debug_groups_non_finite": reasons.count("non_finite"),
+    }
+    for batch in batches:
+        for name, number in batch.solvers.items():
+            key = f"influence_trace/debug_solver_{name}"
+            metrics[key] = metrics.get(key, 0) + number
+    degrees = [values for batch in batches for values in batch.degrees]
+    if degrees:
+        metrics["influence_trace/effective_dof"] = float(torch.cat(degrees).mean())
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,19 +1,19 @@
-"""Scopes: the sets of responses that are contrasted with each other, and the scores that build up in each."""
+"""Which responses are scored against each other, with which weights, and the scores that build up in each scope."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.config import InfluenceConfig
+from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.factors.capture import Capture
-from gradtrace.attribution.factors.contrast import contrast
-from gradtrace.attribution.factors.labels import Labels
-from gradtrace.attribution.factors.modules import Block, by_block
+from gradtrace.attribution.factors.layers import Block, by_block
 from gradtrace.attribution.factors.solvers import (
     Curvature,
     Damping,
@@ -27,6 +27,91 @@ MAX_BATCH_TOKENS = 4096
 """Small scopes are scored side by side, up to this many (padded) tokens; then matmuls fill the machine."""
 
 
+@dataclass(frozen=True)
+class Labels:
+    """The same on every rank."""
+
+    accepted: Tensor
+    """bool[R]"""
+    group: Tensor
+    """long[R]; −1 = in no group"""
+    advantages: Tensor | None = None
+    """float[R]"""
+    sign: Tensor | None = None
+    """float[R] of ±1: with which sign the captured objective counts the response's log-prob; None = all +1."""
+
+    @staticmethod
+    def of(accepted: Tensor, group: Tensor, advantages: Tensor | None = None, sign: Tensor | None = None) -> Labels:
+        accepted, group = accepted.cpu(), group.cpu()
+        if accepted.dtype != torch.bool or accepted.dim() != 1:
+            raise AttributionError(f"accepted must be bool[R], not {accepted.dtype}{list(accepted.shape)}")
+        if group.shape != accepted.shape or group.is_floating_point():
+            raise AttributionError(
+                f"group must be long[{len(accepted)}] like accepted, not {group.dtype}{list(group.shape)}"
+            )
+        columns = {"advantages": advantages, "sign": sign}
+        for name, column in columns.items():
+            if column is not None:
+                columns[name] = column.detach().cpu()
+                if column.shape != accepted.shape:
+                    raise AttributionError(f"{name} is {list(column.shape)}, but there are {len(accepted)} responses")
+        if sign is not None and bool((sign.abs() != 1).any()):
+            raise AttributionError("sign must hold +1 or −1 for every response (use +1 where the weight is 0)")
+        return Labels(accepted, group, columns["advantages"], columns["sign"])
+
+    def __len__(self) -> int:
+        return len(self.accepted)
+
+    def same_as(self, other: Labels) -> bool:
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+    def sign_of(self, response: int) -> float:
+        return 1.0 if self.sign is None else float(self.sign[response])
+
+    @cached_property
+    def groups(self) -> dict[int, list[int]]:
+        """Group id → its responses."""
+        members: dict[int, list[int]] = {}
+        for response, group in enumerate(self.group.tolist()):
+            if group >= 0:
+                members.setdefault(group, []).append(response)
+        return members
+
+    @cached_property
+    def mixed_groups(self) -> dict[int, list[int]]:
+        """Groups that hold accepted *and* rejected responses."""
+        accepted = self.accepted.tolist()
+        return {g: rs for g, rs in self.groups.items() if 0 < sum(accepted[r] for r in rs) < len(rs)}
+
+
+def contrast(accepted: Tensor, agg: str, exclude_self: bool, advantages: Tensor | None = None) -> Tensor:
+    """[n, n]: row o holds the weights c_r of the responses in the score of a token that belongs to response o.
+
+    Without `exclude_self` all rows are equal. With it the own response has weight 0 and, for `mean`, the
+    means run over those that remain; a side on which none remains has no part in the score.
+    """
+    members = len(accepted)
+    if agg == "mean" and not exclude_self:  # numbers, not tensors: for a few responses these take ten times as long
+        labels = accepted.bool().tolist()
+        share = {True: 1.0 / max(labels.count(True), 1), False: -1.0 / max(labels.count(False), 1)}
+        return torch.tensor([share[label] for label in labels], dtype=torch.float64).expand(members, -1)
+    accepted = accepted.bool()
+    present = torch.ones(members, members, dtype=torch.float64)
+    if exclude_self:
+        present.fill_diagonal_(0.0)
+    if agg == "advantage":
+        if advantages is None:
+            raise AttributionError("contrastive_agg='advantage' needs advantages: pass them to capture() or score()")
+        return present * advantages.double()[None, :]
+    positive = present * accepted.double()[None, :]
+    negative = present * (~accepted).double()[None, :]
+    if agg == "mean":
+        positive = positive / positive.sum(1, keepdim=True).clamp(min=1.0)
+        negative = negative / negative.sum(1, keepdim=True).clamp(min=1.0)
+    return positive - negative
+
+
 @dataclass(eq=False)
 class Scope:
     """Responses that are scored against each other."""
@@ -35,39 +120,20 @@ class Scope:
     members: list[int]
     contrast: Tensor
     """float64[n, n], see `contrast`."""
-    loss_term_groups: list[int] = field(default_factory=list)
-    """Those of `groups` whose tokens have loss-term credit."""
-    loss_term_members: list[int] = field(default_factory=list)
-    """Their responses."""
-
-    @property
-    def has_loss_terms(self) -> bool:
-        return bool(self.loss_term_groups)
 
 
-def build_scopes(
-    labels: Labels, config: InfluenceConfig, loss_term_groups: Collection[int] | None = None
-) -> tuple[list[Scope], dict[int, str]]:
-    """Scopes of the mixed groups, and for every other group the reason why it has none. Of the mixed groups,
-    `loss_term_groups` have loss terms, by default the first of them."""
+def build_scopes(labels: Labels, config: InfluenceConfig) -> tuple[list[Scope], dict[int, str]]:
+    """Scopes of the mixed groups, and for every other group the reason why it has none."""
     mixed = labels.mixed_groups
     skipped = {group: "constant_reward" for group in labels.groups if group not in mixed}
-    with_terms: list[int] = []
-    if config.wants_loss_term:
-        with_terms = [g for g in mixed if loss_term_groups is None or g in loss_term_groups]
-        if loss_term_groups is None and config.loss_term_prompts:
-            with_terms = with_terms[: config.loss_term_prompts]
 
     def scope(groups: list[int]) -> Scope:
         members = [response for group in groups for response in mixed[group]]
         advantages = None if labels.advantages is None else labels.advantages[members]
         weights = contrast(labels.accepted[members], config.contrastive_agg, config.exclude_self_response, advantages)
-        chosen = [group for group in groups if group in with_terms]
-        return Scope(groups, members, weights, chosen, [r for group in chosen for r in mixed[group]])
+        return Scope(groups, members, weights)
 
-    if not mixed:
-        return [], skipped
-    if config.scope == "all_selected":
+    if mixed and config.scope == "all_selected":
         return [scope(list(mixed))], skipped
     return [scope([group]) for group in mixed], skipped
 
@@ -80,9 +146,6 @@ class ScopeBatch:
     tokens: list[dict[int, int]]
     """Per scope: its members whose tokens are on this rank → how many of their tokens are captured, in order."""
     config: InfluenceConfig
-    directed: bool = False
-    """Whether directions are wanted, for loss terms in the geometry of `inverse`; the other geometries are linear and
-    need no scope for theirs."""
     position: Tensor | None = None
     """[S, T]: position-credit scores."""
     pairwise: Tensor | None = None
@@ -90,7 +153,8 @@ class ScopeBatch:
     kernel: Tensor | None = None
     """[S, n, n]: M_r · H⁻¹ M_s"""
     directions: dict[Block, Tensor] = field(default_factory=dict)
-    """Per module [S, 1 or n, k_out, k_in]: the direction whose product with a token's gradient is its score."""
+    """Per module [S, 1 or n, k_out, k_in], where loss terms are wanted: the direction along which they are taken. With
+    hessian_mode=optimizer without P, which is known better when they are."""
     finite: dict[str, Tensor] = field(default_factory=dict)
     """Per module bool[S, n]: whether each response's gradient was finite there."""
     solvers: dict[str, int] = field(default_factory=dict)
@@ -98,6 +162,7 @@ class ScopeBatch:
     """[M·S] each: effective degrees of freedom."""
 
     def __post_init__(self) -> None:
+        self._keeps_pairs = self.config.pairwise and self.config.credit != "loss_term"  # they are of position credit
         self.width = max(sum(counts.values()) for counts in self.tokens)
         self.contrast = torch.stack([scope.contrast for scope in self.scopes])
         owner = self._owner = self._owners()
@@ -125,11 +190,11 @@ class ScopeBatch:
         curvature = self._curvature(blocks, gradients.flatten(0, 1), rows, ranks)
         weights = self.contrast.to(gradients)
         weights_of_modules = weights.repeat(len(blocks), 1, 1)
-        if blocks[0].scored:
-            self._add_scores(curvature, weights_of_modules, modules)
-        if self.directed:
+        self._add_scores(curvature, weights_of_modules, modules)
+        if config.wants_loss_term:
             wanted = weights_of_modules if config.exclude_self_response else weights_of_modules[:, :1]
-            self.directions |= by_block(blocks, curvature.directions(wanted).unflatten(0, modules))
+            along = curvature.directions if config.hessian_mode == "inverse" else curvature.combine
+            self.directions |= by_block(blocks, along(wanted).unflatten(0, modules))
         # Of the sum, not of every entry: one pass, and no wait for the device until the end.
         finite = torch.isfinite(gradients.sum((3, 4)))
         self.finite |= {block.name: found for block, found in zip(blocks, finite, strict=True)}
@@ -157,8 +222,7 @@ class ScopeBatch:
         return OptimizerGeometry(gradients, rows, torch.stack(exact).repeat_interleave(len(self.scopes), 0))
 
     def _add_scores(self, curvature: Curvature, weights: Tensor, modules: tuple[int, int]) -> None:
-        config = self.config
-        if config.pairwise or config.exclude_self_response:
+        if self._keeps_pairs or self.config.exclude_self_response:
             pairwise = curvature.token_scores(torch.eye(weights.shape[1]).to(weights))
             pairwise = pairwise.unflatten(0, modules).sum(0)
             scores = self._of_pairs(pairwise)
@@ -169,7 +233,7 @@ class ScopeBatch:
 
     def _of_pairs(self, pairwise: Tensor) -> Tensor:
         """[S, T]: scores from the effects [S, T, n] on each response, which are kept where they are wanted."""
-        if self.config.pairwise:
+        if self._keeps_pairs:
             self.pairwise = added(self.pairwise, pairwise)
         return (pairwise * self._weight_of_owner.to(pairwise)).sum(2)
 
@@ -178,8 +242,13 @@ class ScopeBatch:
         have without the responses' gradients."""
         config = self.config
         plain = config.hessian_mode != "inverse" and block.preconditioner is None
-        every = config.pairwise or config.exclude_self_response
-        return plain and every and capture.prefers_products(block, self.scopes[0].members, self.width)
+        every = self._keeps_pairs or config.exclude_self_response
+        return (
+            plain
+            and every
+            and not config.wants_loss_term
+            and capture.prefers_products(block, self.scopes[0].members, self.width)
+        )
 
     def add_products(self, blocks: list[Block], found: list[tuple[Tensor, Tensor]]) -> None:
         """The part of M modules: of each scope the products [M, T, n] of tokens and responses, and [M, n, n] of
@@ -220,11 +289,10 @@ def batches_of(
 ) -> list[ScopeBatch]:
     """Scopes of equal size side by side. `lengths`: tokens of every response; `local`: captured ones of this rank."""
     batches = []
-    inverse = config.hessian_mode == "inverse"
-    for kind in sorted({(len(scope.members), scope.has_loss_terms) for scope in scopes}):
+    for size in sorted({len(scope.members) for scope in scopes}):
         chosen: list[Scope] = []
         longest = 0
-        for scope in (s for s in scopes if (len(s.members), s.has_loss_terms) == kind):
+        for scope in (s for s in scopes if len(s.members) == size):
             tokens = sum(lengths[response] for response in scope.members)
             if chosen and max(longest, tokens) * (len(chosen) + 1) > MAX_BATCH_TOKENS:
                 batches.append(chosen)
@@ -233,11 +301,6 @@ def batches_of(
             longest = max(longest, tokens)
         batches.append(chosen)
     return [
-        ScopeBatch(
-            group,
-            [{r: local[r] for r in scope.members if r in local} for scope in group],
-            config,
-            directed=inverse and group[0].has_loss_terms,
-        )
-        for group in batches
+        ScopeBatch(chosen, [{r: local[r] for r in scope.members if r in local} for scope in chosen], config)
+        for chosen in batches
     ]

@@ -221,9 +221,9 @@ def captures(run: Run) -> list[str]:
 
 
 def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
-    from gradtrace.attribution.factors.diagnose import check_gradient_flow
-    from gradtrace.attribution.factors.memory import estimate_memory
-    from gradtrace.attribution.factors.modules import select_blocks
+    from gradtrace.attribution.factors.layers import select_blocks
+    from gradtrace.attribution.factors.one_pass import estimate_memory
+    from gradtrace.commands.doctor.gradient_flow import check_gradient_flow
     from gradtrace.runs import open_run
 
     no_foreign_bars()

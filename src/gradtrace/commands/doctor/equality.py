@@ -39,12 +39,14 @@ class Agreement:
 
 
 def kinds() -> dict[str, InfluenceConfig]:
-    contrast: dict[str, Any] = {"target": "log_prob"}
+    common: dict[str, Any] = {"target": "log_prob"}
+    inverse: dict[str, Any] = {"hessian_mode": "inverse", "reg_scale": 1.0}
     return {
-        "optimizer, loss term": InfluenceConfig(**contrast),
-        "optimizer factored, loss term": InfluenceConfig(**contrast, preconditioner_form="factored"),
-        "identity, position": InfluenceConfig(credit="position", hessian_mode="identity"),
-        "inverse, loss term": InfluenceConfig(hessian_mode="inverse", reg_scale=1.0),
+        "optimizer, loss term": InfluenceConfig(**common),
+        "optimizer factored, loss term": InfluenceConfig(**common, preconditioner_form="factored"),
+        "optimizer, position": InfluenceConfig(**common, credit="position"),
+        "identity, position": InfluenceConfig(**common, credit="position", hessian_mode="identity"),
+        "inverse, loss term": InfluenceConfig(**common, **inverse),
     }
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.attribution.factors.response_gradients import ResponseGradients
 from gradtrace.instruments.blame import BlameConfig
+from gradtrace.instruments.blame.response_gradients import ResponseGradients
 from gradtrace.instruments.blame.sharing import Sharing, UsualNorms
 from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows, Table
 

@@ -21,10 +21,9 @@ from gradtrace.attribution import (
     step_scale,
     target_scale,
 )
-from gradtrace.attribution.factors.captured import Role
+from gradtrace.attribution.factors.capture import Role
 from gradtrace.instruments.contract import Backward
 from gradtrace.instruments.influence.plan import StepPlan
-from gradtrace.trace.columns import GroupStatus
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,6 @@ class InfluenceCapture:
         self.plan: StepPlan | None = None
         self.non_finite: set[int] = set()
         """Groups whose gradients were not finite, so that their optimizer step was not made."""
-        self.loss_term_groups: list[int] = []
-        """The groups whose tokens' own terms are scored; over all mini-batches of the step."""
         self.scored: list[Scored] = []
         self.current: MiniBatch | None = None
 
@@ -78,8 +75,6 @@ class InfluenceCapture:
         """A training step begins."""
         self.plan = plan
         self.non_finite = set()
-        mixed = (plan.status == int(GroupStatus.SCORED)).nonzero().squeeze(-1).tolist()
-        self.loss_term_groups = mixed[: self.config.loss_term_prompts or None]
         self.scored = []
         self.current = None
         self.tracer.reset()
@@ -93,7 +88,7 @@ class InfluenceCapture:
         place[rows] = torch.arange(len(rows))
         self.current = MiniBatch(rows, place, torch.full((len(rows),), optimizer_step))
         if len(rows):
-            self.tracer.begin(self.loss_term_groups)
+            self.tracer.begin()
         return len(rows) > 0
 
     def drop_unscored(self) -> None:
@@ -165,8 +160,6 @@ class InfluenceCapture:
             target_scale=target,
             role=role,
             positions=traced.positions,
-            predicted_at=traced.predicted_at,
-            takes="all" if traced.predicted_at is None else "scores",
             **self._labels(),
         ):
             yield
@@ -176,39 +169,6 @@ class InfluenceCapture:
         spread = torch.zeros(len(self._mini_batch.rows))
         spread[ids] = values.float()
         return spread
-
-    @contextmanager
-    def around_directions(self, traced: Backward) -> Iterator[None]:
-        """The backward pass inside is that of the contrast, Σ_r w_r Σ_t ℓ_t with `direction_weights`, laid out with
-        shared prompts."""
-        assert traced.prompt_rows is not None
-        response = self._mini_batch.place[traced.prompt_rows]
-        with self.tracer.capture(
-            response=response,
-            tokens=torch.zeros_like(response, dtype=torch.bool),
-            positions=traced.positions,
-            predicted_at=traced.predicted_at,
-            role="target",
-            takes="directions",
-            **self._labels(),
-        ):
-            yield
-
-    def direction_weights(self) -> Tensor:
-        """float[R]: of each row of the batch, 0 where it has no part in a direction."""
-        found = torch.zeros(len(self._plan.group))
-        for place, weight in self.tracer.direction_weights().items():
-            found[self._mini_batch.rows[place]] = weight
-        return found
-
-    def directed_rows(self) -> Tensor:
-        """Rows of the mini-batch that the directions of loss terms are made of: the groups that have them, or with
-        `all_selected` every group, where one has them."""
-        rows = self._mini_batch.rows
-        wanted = torch.isin(self._plan.group[rows], torch.tensor(self.loss_term_groups, dtype=torch.long))
-        if self.config.scope == "all_selected":
-            return rows if bool(wanted.any()) else rows[:0]
-        return rows[wanted]
 
     def holds(self, rows: Tensor) -> bool:
         """Whether one of these rows is to be scored."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,11 @@ from torch import Tensor
 
 from gradtrace.algorithms import accepted
 from gradtrace.attribution import SIGN, UNIT, InfluenceConfig
-from gradtrace.attribution.collectives import Ranks
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import log_prob_columns, reward_part_columns, with_gaps
 from gradtrace.instruments.contract import Table
-from gradtrace.instruments.influence.capture import Scored
-from gradtrace.trace.columns import SCORE_OF_CREDIT, Credit, GroupStatus, Selection, ragged
+from gradtrace.trace.columns import GroupStatus, Selection, ragged
 
-OWN_MEANING = ("credit", "step")
-"""Names in the tracer's description that mean something else in a file: its list of credits, the training step."""
 DESCRIBED = (
     *("hessian_mode", "hessian_source", "contrastive_agg", "scope_pass"),
     *("output_function", "exclude_self_response", "response_reduction", "projection_dim_factor"),
@@ -32,112 +27,18 @@ STATUS_OF_REASON = {
 }
 
 
-LARGEST = (
-    "timing_s/",
-    "influence_trace/debug_modules",
-    "influence_trace/debug_responses_captured",
-    "influence_trace/loss_term_prompts",
-    "influence_trace/uid_",
-)
-"""Metrics that are the same on all ranks, or measured side by side: the largest counts."""
-MEANS = ("influence_trace/effective_dof", "influence_trace/label_r2")
-"""Metrics that are averaged. The others are added up."""
-ON_NO_RANK = ("not_captured", "non_finite")
-"""Why a group has no scores on any rank; that another rank has them is no reason."""
-
-
 def describe(config: InfluenceConfig) -> dict[str, Any]:
     """The meaning of the scores, for the file and the viewer."""
-    backward = "tail" if config.tail_only else "position"
+    credits = ["position", "loss_term"] if config.credit == "both" else [config.credit]
     return {
-        "credit": [backward, "loss_term"] if config.wants_loss_term else [backward],
-        "pairwise_credit": backward,
+        "credit": credits,
+        "pairwise_credit": "position" if config.credit != "loss_term" else "",
         **{knob: getattr(config, knob, False) for knob in DESCRIBED},
         "target": config.about,
         "accepted_rejected_scope": config.scope,
         "sign": SIGN,
         "unit": UNIT,
     }
-
-
-# ---------------------------------------------------------------- what observers send
-
-
-def scores_table(scored: Sequence[Scored], non_finite: set[int] | None = None, ranks: Ranks | None = None) -> Table:
-    """What this process has of each response, and the facts of all of them. Columns `position`, `terms`, `likelier`
-    [t or 0], `captured` and `no_step` bool[t], `rest`, `credit` and `optimizer_step` [], `pairs` [t, m] with `members`
-    long[m], the rows that they are with. Collective."""
-    ranks, table = ranks or Ranks(), Table()
-    for part in scored:
-        for local, row in enumerate(part.rows.tolist()):
-            if len(part.trace.position_scores[local]):
-                for name, values in _of_response(part, local).items():
-                    table.put(name, {row: values})
-    of_ranks = ranks.gather([_facts(part, alone=ranks.size == 1) for part in scored])
-    facts = [_together(list(of_mini_batch)) for of_mini_batch in zip(*of_ranks, strict=True)]
-    table.facts = {
-        "skipped": [pair for own in facts for pair in own["skipped"]],
-        "non_finite": sorted(non_finite or ()),
-        "warnings": [warning for own in facts for warning in own["warnings"]],
-        "metrics": combined([own["metrics"] for own in facts], ("influence_trace/debug_modules",)),
-        "meta": {key: value for own in facts for key, value in own["meta"].items() if key not in OWN_MEANING},
-        "mini_batches": len(facts),
-    }
-    return table
-
-
-def _of_response(part: Scored, local: int) -> dict[str, Tensor]:
-    trace = part.trace
-    members, pairs = trace.pairwise_of(local)
-    none = torch.empty(0)
-    return {
-        "position": trace.position_scores[local].float(),
-        "terms": trace.loss_term_scores[local].float() if trace.loss_term_scores else none,
-        "likelier": trace.likelier_scores[local].float() if trace.likelier_scores else none,
-        "captured": trace.captured(local),
-        "no_step": trace.without_step(local),
-        "rest": trace.rest_scores[local].float(),
-        "credit": torch.tensor(int(Credit[trace.credit_of(local).upper()])),
-        "optimizer_step": part.optimizer_step[local],
-        "pairs": pairs.float(),
-        "members": part.rows[torch.tensor(members, dtype=torch.long)],
-    }
-
-
-def _facts(part: Scored, alone: bool) -> dict[str, Any]:
-    """About a mini-batch; `alone`: there are no other ranks."""
-    skipped = part.trace.skipped.items()
-    return {
-        "skipped": [[group, reason] for group, reason in skipped if alone or reason in ON_NO_RANK],
-        "warnings": part.trace.warnings,
-        "metrics": part.trace.metrics,
-        "meta": part.trace.meta,
-    }
-
-
-def _together(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    if len(of_ranks) == 1:
-        return of_ranks[0]
-    skipped = {group: reason for own in of_ranks for group, reason in own["skipped"]}
-    return {
-        "skipped": [[group, reason] for group, reason in skipped.items()],
-        "warnings": list(dict.fromkeys(warning for own in of_ranks for warning in own["warnings"])),
-        "metrics": combined([own["metrics"] for own in of_ranks], LARGEST),
-        "meta": {key: value for own in of_ranks for key, value in own["meta"].items()},
-    }
-
-
-def combined(of_parts: Sequence[dict[str, float]], largest: tuple[str, ...]) -> dict[str, float]:
-    """The numbers of a whole from those that each of its parts has: of names that begin like `largest` the largest,
-    `MEANS` averaged over the parts that have them, the others added up."""
-    total: dict[str, float] = {}
-    for name in dict.fromkeys(name for own in of_parts for name in own):
-        values = [own[name] for own in of_parts if name in own]
-        if name.startswith(largest):
-            total[name] = max(values)
-        else:
-            total[name] = sum(values) / (len(values) if name in MEANS else 1)
-    return total
 
 
 # ---------------------------------------------------------------- what the file holds
@@ -167,7 +68,6 @@ def influence_columns(
         "selection": np.where(whole, Selection.SELECTED, Selection.CUT_AT_TOKEN_CAP).astype(np.uint8),
         "optimizer_step": np.array([int(step) for step in in_order(table, "optimizer_step", scored)], dtype=np.int64),
         "prompt_influence": np.array([float(rest) for rest in in_order(table, "rest", scored)], dtype=np.float32),
-        "credit": np.array([int(credit) for credit in in_order(table, "credit", scored)], dtype=np.uint8),
         "captured": with_gaps(flat(captured, torch.bool), batch, rows, False),
         "no_step": with_gaps(flat(in_order(table, "no_step", scored), torch.bool), batch, rows, False),
         **log_prob_columns(batch, rows),
@@ -185,21 +85,12 @@ def in_order(table: Table, name: str, rows: list[int]) -> list[Tensor]:
 
 
 def score_columns(table: Table, rows: list[int], config: InfluenceConfig) -> dict[str, np.ndarray]:
-    """Scores of the tokens that the policy wrote: of the backward pass for all responses, of their own loss terms for
-    those that have them; zeros for the others, whose `credit` says so."""
-    position = in_order(table, "position", rows)
-
-    def or_zeros(name: str) -> np.ndarray:
-        found = in_order(table, name, rows)
-        own = [v if len(v) else torch.zeros(len(p)) for v, p in zip(found, position, strict=True)]
-        return flat(own, torch.float32)
-
-    backward = Credit.TAIL if config.tail_only else Credit.POSITION
-    columns = {SCORE_OF_CREDIT[backward]: np.nan_to_num(flat(position, torch.float32))}
+    """Scores from captured factors of the tokens that the policy wrote; zeros where none was captured."""
+    columns = {}
+    if config.credit != "loss_term":
+        columns["influence_position"] = np.nan_to_num(flat(in_order(table, "position", rows), torch.float32))
     if config.wants_loss_term:
-        columns["influence_loss_term"] = or_zeros("terms")
-    if any(len(values) for values in in_order(table, "likelier", rows)):
-        columns["influence_likelier"] = or_zeros("likelier")
+        columns["influence_loss_term"] = flat(in_order(table, "terms", rows), torch.float32)
     return columns
 
 

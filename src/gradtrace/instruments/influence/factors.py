@@ -1,4 +1,5 @@
-"""The influence trace beside the weights: captures the passes of training, and scores before the weights move.
+"""The influence trace beside the weights, for scores from captured factors: captures the passes of training, and scores
+before the weights move.
 
 Scores are taken in the first epoch over a rollout, mini-batch by mini-batch, before the optimizer step of that
 mini-batch. A group lies within one mini-batch, so its scores are all of one θ; `optimizer_step` of each row says how
@@ -6,9 +7,8 @@ many steps on this rollout had been taken before (0: the weights that sampled it
 the selected responses of one mini-batch. With `scope_pass` the whole batch is scored at the first θ, in extra passes
 before the first optimizer step, and `all_selected` is the whole step.
 
-Where responses share their prompt in training, the scores of the tail are captured on its passes. The directions of
-loss terms, which are of a contrast and not of the loss, take extra passes before the optimizer step, and so does
-everything that needs the gradient of each response in its prompt, such as `position`.
+Where responses share their prompt in training, no gradient is of one response, and the mini-batch is captured in extra
+passes before the optimizer step, in which every response has its prompt to itself.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from gradtrace.attribution import AttributionError, InfluenceTracer
 from gradtrace.attribution.collectives import is_sharded
-from gradtrace.attribution.factors.captured import Role
+from gradtrace.attribution.factors.capture import Role
 from gradtrace.attribution.factors.loss_terms import SharedTerms, Terms
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows, StepSize, Table
 from gradtrace.instruments.influence import InfluenceTraceConfig
 from gradtrace.instruments.influence.capture import InfluenceCapture
-from gradtrace.instruments.influence.columns import scores_table
+from gradtrace.instruments.influence.factor_table import scores_table
 from gradtrace.instruments.influence.plan import StepPlan
 from gradtrace.instruments.verify.in_training import TrainingCheck
 
@@ -90,13 +90,13 @@ class FactorsObserver(Observer):
             self._mini_batch, self._shares_prompts = update.mini_batch, False
             self.capture.begin(update.rows, update.number)
         for role in self.capture.roles(update.number).own if self._somebody_has(self._scored(rows)) else ():
-            self._listen(rows, role, update.number, apart=self.config.needs_prompts)
+            self._listen(rows, role, update.number)
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
         if self.config.scope_pass or self.capture.current is None or not len(self.capture.current.rows):
             return nullcontext()
-        self._shares_prompts = self._shares_prompts or backward.prompt_rows is not None
-        if backward.prompt_rows is not None and self.config.needs_prompts:
+        if backward.prompt_rows is not None:
+            self._shares_prompts = True
             return nullcontext()
         # Passes over sharded weights are made by all ranks.
         if not self.capture.holds(backward.rows) and not is_sharded(self.host.model):
@@ -115,20 +115,20 @@ class FactorsObserver(Observer):
         """A process has one of these rows: then all of them make the passes."""
         return max(self.host.ranks.gather(len(rows.ids))) > 0
 
-    def _listen(self, rows: Rows, role: Role, number: int, apart: bool = True) -> None:
-        """Extra backward passes of an objective other than the training loss."""
+    def _listen(self, rows: Rows, role: Role, number: int) -> None:
+        """Extra backward passes of an objective other than the training loss, every response with its own prompt."""
 
         def around(backward: Backward) -> AbstractContextManager[Any]:
             return self.capture.around(dataclasses.replace(backward, number=number), role, rides=False)
 
-        self.host.listen(rows, lambda one: self._objective(role, one)[0], around, apart)
+        self.host.listen(rows, partial(self._objective, role), around)
 
     def _objective(self, role: Role, one: Pass) -> Tensor:
-        """[2, b, T]: every token's own term of a log-prob objective, and its log-prob."""
+        """[b, T]: every token's own term of a log-prob objective."""
         advantages = one.column("advantages")
         assert advantages is not None
         weights = self.capture.weights(role, one.mask, one.rows, advantages)
-        return torch.stack([weights.to(one.log_probs) * one.log_probs, one.log_probs])
+        return weights.to(one.log_probs) * one.log_probs
 
     # ------------------------------------------------------------ the optimizer step
 
@@ -138,8 +138,8 @@ class FactorsObserver(Observer):
                 self._scope_pass(update)
                 self._score(update)
         elif self._mini_batch == update.mini_batch and self.capture.current is not None:
-            if self._shares_prompts:
-                self._after_shared_prompts(update)
+            if self._shares_prompts and len(self.capture.current.rows):
+                self._passes_apart(update, update.number, own=False)
             self._score(update)
         self._verify(update)
 
@@ -164,25 +164,6 @@ class FactorsObserver(Observer):
 
             self.host.listen(rows, lambda one: one.terms() * one.mask, around)
 
-    def _after_shared_prompts(self, update: OptimizerStep) -> None:
-        """What passes with shared prompts could not give of the mini-batch that is about to be scored."""
-        if self.config.needs_prompts:
-            if self.capture.current is not None and len(self.capture.current.rows):
-                self._passes_apart(update, update.number, own=False)
-        elif self.config.wants_loss_term:
-            self._direct(update)
-
-    def _direct(self, update: OptimizerStep) -> None:
-        """Capture the directions of loss terms: a contrast asks of a prompt no more than the sum over its responses."""
-        weights, directed = self.capture.direction_weights(), self.capture.directed_rows()
-        own = self.host.own(update)
-        rows = own.pick(own.ids[torch.isin(own.ids, directed)])
-
-        def contrast(one: Pass) -> Tensor:
-            return one.log_probs * (weights.to(one.mask.device)[one.rows, None] * one.mask).to(one.log_probs)
-
-        self.host.listen(rows, contrast, self.capture.around_directions, apart=False)
-
     def _score(self, update: OptimizerStep) -> None:
         if self.capture.current is None or not len(self.capture.current.rows):
             return
@@ -196,11 +177,10 @@ class FactorsObserver(Observer):
             self.capture.score(terms=terms, coming=coming.values if coming is not None else None, **options)
 
     def _terms(self, update: OptimizerStep) -> Terms:
-        """responses → [2, N]: every token's own term of the step, to be raised, and its log-prob."""
-        assert self.capture.current is not None and self.capture.plan is not None
+        """responses → [N]: every token's own term of the step, to be raised."""
+        assert self.capture.current is not None
         rows = self.capture.current.rows
-        groups = torch.tensor(self.capture.loss_term_groups, dtype=torch.long)
-        shared = self.host.shared(update, rows[torch.isin(self.capture.plan.group[rows], groups)])
+        shared = self.host.shared(update, rows)
 
         def run(responses: list[int]) -> Tensor:
             # Idle ranks, which only join collectives where weights are sharded, run any response.
@@ -210,10 +190,8 @@ class FactorsObserver(Observer):
         return SharedTerms(run) if shared.is_shared else run
 
     def _step_terms(self, one: Pass) -> Tensor:
-        """[2, b, T]"""
-        if self.config.output_function != "training_loss":
-            return self._objective("step", one)
-        return torch.stack([-one.terms(), one.log_probs])
+        """[b, T]"""
+        return -one.terms() if self.config.output_function == "training_loss" else self._objective("step", one)
 
     def after_step(self, update: OptimizerStep, moved: bool) -> None:
         if not moved:
@@ -252,7 +230,7 @@ class FactorsObserver(Observer):
             rows = self.host.own(update)
             tokens = int(batch.written_counts[update.rows].sum())
             raised: Callable[[list[int]], Tensor] = lambda places: self.host.values(  # noqa: E731
-                rows.pick(scored.rows[places]), partial(_first, self._step_terms)
+                rows.pick(scored.rows[places]), self._step_terms
             )
             self.table.facts["validity"] = self._check.run(batch, plan, scored, raised, tokens)
         except Exception as error:
@@ -268,7 +246,3 @@ def available_memory() -> int:
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
     return int(lines["MemAvailable"].split()[0]) * 1024
-
-
-def _first(terms: Callable[[Pass], Tensor], one: Pass) -> Tensor:
-    return terms(one)[0]

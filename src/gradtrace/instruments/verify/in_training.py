@@ -73,11 +73,11 @@ class TrainingCheck:
 
 
 def one_group(plan: StepPlan, scored: Scored) -> list[int]:
-    """Places of the responses of one group with both accepted and rejected ones; by loss term where one has that."""
+    """Places of the responses of one group with both accepted and rejected ones."""
     groups = plan.group[scored.rows]
     found: dict[int, list[int]] = {}
     for place, group in enumerate(groups.tolist()):
         if len(scored.trace.token_scores[place]):
             found.setdefault(group, []).append(place)
     mixed = [places for places in found.values() if plan.accepted[scored.rows[places]].unique().numel() == 2]
-    return next((p for p in mixed if scored.trace.credit_of(p[0]) == "loss_term"), mixed[0] if mixed else [])
+    return mixed[0] if mixed else []

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors.hooks import FactorHooks
-from gradtrace.attribution.factors.modules import Block, Site, select_blocks
+from gradtrace.attribution.factors.layers import Block, FactorHooks, Site, select_blocks
 
 
 @dataclass

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution.config import InfluenceConfig
-from gradtrace.attribution.factors.capture import Capture, Part
-from gradtrace.attribution.factors.hooks import FactorHooks, full_precision, sides
-from gradtrace.attribution.factors.layout import Layout
-from gradtrace.attribution.factors.modules import Block, Site, select_blocks
-from gradtrace.attribution.factors.projection import rademacher
+from gradtrace.attribution.factors.capture import Capture, Layout, Part
+from gradtrace.attribution.factors.layers import (
+    Block,
+    FactorHooks,
+    Site,
+    full_precision,
+    rademacher,
+    select_blocks,
+    sides,
+)
 
 LARGEST_STACK = 2**25
 """Numbers in the matrices of one layer that are formed at once."""
@@ -119,8 +124,8 @@ def _stacks(layout: Layout, part: Part) -> Iterator[tuple[list[int], Tensor, Ten
     at_once = max(1, LARGEST_STACK // min(length * length, u.shape[-1] * v.shape[-1]))
     for start in range(0, len(layout.responses), at_once):
         some = layout.responses[start : start + at_once]
-        rows = layout.rows_of(some).to(u.device)
-        yield some, u[rows], v[rows]
+        chosen = layout.index_of(some, u.device)
+        yield some, u[chosen], v[chosen]
 
 
 def _squared_norms(u: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradtrace.attribution import InfluenceConfig
-from gradtrace.attribution.factors.diagnose import check_gradient_flow
+from gradtrace.commands.doctor.gradient_flow import check_gradient_flow
 from tests.attribution.models import padded_objective, random_responses, tiny_model
 
 
