@@ -15,13 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import REPOSITORY, smollm2_path
-from gradtrace.algorithms import accepted
+from gradtrace.algorithms import policy_loss
 from gradtrace.batch import RolloutBatch
 from gradtrace.config.loader import load_config
 from gradtrace.instruments.contract import Reporter
 from gradtrace.instruments.verify.trial import Trial, optimizer_like
 from gradtrace.metrics import Timer
-from gradtrace.policy.policy import KeepDouble
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.components import Components, build_components
 from gradtrace.training.loop import Trainer
@@ -47,23 +46,17 @@ class Keeper(Reporter):
         return batch, None
 
     def kept(self, batch: RolloutBatch, rows: Tensor) -> dict[str, Any]:
-        parts, assigned = self.parts, batch.response_lengths[rows].tolist()
-        prompts = [torch.tensor(batch.prompts[g]) for g in batch.group[rows].tolist()]
-        assert batch.rewards is not None and batch.advantages is not None
+        parts, groups = self.parts, int(batch.group[rows].max()) + 1
+        mini_batch = batch.select(rows)
         return {
             "model": parts.policy.model.state_dict(),
             "model_config": parts.policy.model.config,
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in parts.optimizer.adamw.param_groups],
             "names": [[self._name(p) for p in g["params"]] for g in parts.optimizer.adamw.param_groups],
             "state": {name: parts.optimizer.adamw.state.get(p, {}) for name, p in parts.optimizer.parameters.items()},
-            "sequences": [
-                torch.cat([prompt, batch.responses[r, :length]])
-                for prompt, r, length in zip(prompts, rows.tolist(), assigned, strict=True)
-            ],
-            "prompt_lengths": [len(prompt) for prompt in prompts],
-            "group": batch.group[rows],
-            "accepted": accepted(batch.rewards, batch.group)[rows],
-            "advantages": batch.advantages[rows, 0].double(),
+            "batch": {name: value.clone() for name, value in mini_batch.columns().items()},
+            "prompts": batch.prompts[:groups],
+            "loss": (parts.config.algorithm.policy_loss, parts.config.algorithm.policy_loss_options),
             "temperature": parts.policy.temperature,
             "grad_clip": parts.config.actor.optim.grad_clip,
         }
@@ -102,45 +95,25 @@ def collect(overrides: list[str], steps: dict[int, Path], groups: int, runs: Pat
     gc.collect()
 
 
-class SharedPrompts(Trial):
-    """A trial that computes a group's prompt once when it measures: most of its tokens are prompt on SmolLM2."""
-
-    def contrasts(self, groups: list[int]) -> Tensor:
-        """[G]: of each group."""
-        found = []
-        for g in groups:
-            members = self.members[g]
-            means = torch.stack([values.mean() for values in self._behind_one_prompt(members)])
-            good = self.accepted[members]
-            found.append(means[good].mean() - means[~good].mean())
-        return torch.stack(found)
-
-    def _behind_one_prompt(self, responses: list[int]) -> list[Tensor]:
-        """The log-probs of each response's tokens, [T_r] each; all of them are answers to one prompt."""
-        prompt = self.sequences[responses[0]][: self.prompt_lengths[responses[0]]]
-        answers = [self.sequences[r][len(prompt) :] for r in responses]
-        ids = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True)
-        double = next(self.model.parameters()).dtype == torch.float64
-        with KeepDouble() if double else contextlib.nullcontext():
-            read = self.model(input_ids=prompt[None], use_cache=True, logits_to_keep=1)
-            read.past_key_values.batch_repeat_interleave(len(ids))
-            written = self.model(input_ids=ids, past_key_values=read.past_key_values).logits[:, :-1]
-            logits = torch.cat([read.logits.expand(len(ids), -1, -1), written], 1) / self.temperature
-            found = torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
-        return [values[: len(own)] for values, own in zip(found, answers, strict=True)]
-
-
-def trial_of(path: Path, dtype: torch.dtype = torch.float64) -> Trial:
-    """In this precision, from a file of `collect`."""
+def trial_of(path: Path, dtype: torch.dtype = torch.float64, number: int = 0, groups: int = 0) -> Trial:
+    """In this precision, from a file of `collect`: its mini-batch `number` of so many groups (0: all of them)."""
     kept = torch.load(path, weights_only=False)
     model = AutoModelForCausalLM.from_config(kept["model_config"])
     model.load_state_dict(kept["model"])
     model = model.to(dtype).eval()
     optimizer = optimizer_like(torch.optim.AdamW, model, kept["groups"], kept["names"], kept["state"])
-    names = ("sequences", "prompt_lengths", "group", "accepted", "advantages", "temperature", "grad_clip")
-    # Two passes for one pay where more than half of the tokens are prompt.
-    kind = SharedPrompts if 2 * sum(kept["prompt_lengths"]) > sum(map(len, kept["sequences"])) else Trial
-    return kind(model, optimizer, **{name: kept[name] for name in names})
+    batch = RolloutBatch(prompts=kept["prompts"], **kept["batch"])
+    if groups:
+        batch = batch.select(batch.group // groups == number)
+    name, options = kept["loss"]
+    return Trial(
+        model,
+        optimizer,
+        batch,
+        temperature=kept["temperature"],
+        grad_clip=kept["grad_clip"],
+        loss=policy_loss(name, **options),
+    )
 
 
 def countdown_overrides() -> list[str]:

@@ -1,15 +1,18 @@
-"""Does a score predict training? The yardstick of every score that this product shows.
+"""Does influence predict training? The yardstick of every score that this product shows.
 
-From real states of real runs (weights, Adam's moments, a rollout) one real optimizer step is taken on single tokens,
-on single responses and on random halves of a group or of the mini-batch, in float64 (scores of SmolLM2 are taken in
-float32, as training has them: in float64 they take as long as the steps). What each does to the contrast of
-accepted and rejected responses is measured, what momentum does by itself is subtracted, and Spearman's rank
-correlation with each score is taken per group. Shown are means over groups with 95 % bootstrap intervals, and paired
-differences to |A|(1−p), which needs no gradient at all. Beside each score stands what it costs: the update with it
-over that without.
+From real states of real runs (weights, Adam's moments, mini-batches) real optimizer steps are taken in true float64,
+with the gradient of a whole mini-batch in which one token weighs half as much again, and half as much. The difference
+between the two is what training on the token does: to the objective of the mini-batch, and to its own group's part of
+it. Both are compared with what scores say (Spearman, Pearson), over the tokens of a mini-batch and over those of a
+group; the scores are computed in float32, as training has them. Beside them stands |A|(1−p), which needs no
+gradient. The books: the sum of a group's influence against the measured change of its objective by the real step, less
+what momentum and weight decay do alone.
+
+The demo: 40 mini-batches of 8 groups before steps 21, 41 and 61, seeds that were used for nothing else. SmolLM2-135M on
+countdown: five mini-batches of 4 groups after some steps, and the books of more.
 
 States and results stay in --folder: what is there is not made again, so a run that was interrupted goes on.
-`--write-docs` rewrites the table and the picture of docs/validity.md from all results in the folder.
+`--write-docs` rewrites the tables and the picture of docs/validity.md from all results in the folder.
 """
 
 from __future__ import annotations
@@ -17,229 +20,211 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks._validity_page import write_page
 from benchmarks._validity_states import collect, countdown_overrides, trial_of
 from benchmarks.common import REPOSITORY, emit, machine, parse_arguments, study_arguments
-from gradtrace.attribution import InfluenceConfig
-from gradtrace.instruments.verify.measure import Scores, Size, planned
-from gradtrace.instruments.verify.trial import BASELINE, Trial
-from gradtrace.instruments.verify.verification import Verification, exact, gains_of, table_of, usual_scores
-from gradtrace.intervals import Interval
+from gradtrace.instruments.verify.measure import Effects, Pairs, Size, pearson, planned, pooled, slope, spearman
+from gradtrace.instruments.verify.trial import BASELINE, Scores, Trial
+from gradtrace.instruments.verify.verification import INFLUENCE, INFLUENCE_OWN, factor_scores, flat_pairs
 
-BY_NORM = "|A|·‖g‖²"
-DEFAULT, TAIL = "optimizer, loss term", "optimizer, tail"
-
-
-@dataclass(frozen=True)
-class Score:
-    config: InfluenceConfig
-    coming: bool = False
-    """Whether v̂ has this batch's gradient in it."""
-
-
-def older(**knobs: Any) -> InfluenceConfig:
-    return InfluenceConfig.older(**{"projection_dim_factor": 0, "pairwise": False, **knobs})
-
-
-def scores(projection: int) -> dict[str, Score]:
-    """Every kind of score, by the name it has in the table."""
-    inverse = {"hessian_mode": "inverse"}
-    head = {"module_name_filter": (".*",)}
-    found = {name: Score(config) for name, config in usual_scores().items()} | {
-        DEFAULT: Score(exact(), coming=True),
-        "optimizer (state before), loss term": Score(exact()),
-        "optimizer, loss term, output head too": Score(exact(**head), coming=True),
-        "optimizer (state before), loss term, output head too": Score(exact(**head)),
-        "optimizer factored, loss term": Score(exact(preconditioner_form="factored")),
-        f"optimizer factored, loss term, projected 1/{projection}": Score(exact(projection_dim_factor=projection)),
-    }
-    for scale in (10.0, 1.0, 0.1):
-        found[f"inverse λ={scale:g}·tr/n, loss term"] = Score(exact(**inverse, reg_scale=scale))
-    found |= {
-        "inverse λ=.1·tr/D, loss term": Score(exact(**inverse, reg_rule="per_dimension")),
-        "inverse λ=.1·tr/D, position (the older default)": Score(older()),
-        "inverse, tokens' curvature, position": Score(older(hessian_source="token")),
-        "inverse, own response left out, position": Score(older(exclude_self_response=True)),
-    }
-    return found
-
-
-def few_scores() -> dict[str, Score]:
-    """For a model on which every score takes its time: what the product shows, showed, and what tells them apart."""
-    everything = scores(32)
-    names = [
-        *(DEFAULT, "optimizer (state before), loss term", "optimizer factored, loss term"),
-        *("optimizer factored, loss term, projected 1/32", "identity, loss term", TAIL, "identity, tail"),
-    ]
-    former = Score(older(projection_dim_factor=32))
-    return {name: everything[name] for name in names} | {
-        "inverse λ=.1·tr/D, position, projected 1/32 (the older default)": former
-    }
-
-
-# ---------------------------------------------------------------- one state
-
-
-def update_seconds(trial: Trial) -> tuple[float, float]:
-    """What forward and backward pass of the kept groups take, and what the optimizer's step does."""
-    begun = time.perf_counter()
-    gradient = trial.subset_gradient({r: torch.ones(trial.lengths[r], dtype=torch.bool) for r in trial.responses})
-    middle = time.perf_counter()
-    trial._steps.effect(gradient, lambda: torch.zeros(()))
-    return middle - begun, time.perf_counter() - middle
-
-
-def scored(trial: Trial, chosen: dict[str, Score]) -> tuple[dict[str, Scores], dict[str, float]]:
-    """What every score says of the trial's tokens, and what it costs."""
-    update_seconds(trial)  # warms up
-    passes, step = update_seconds(trial)
-    predictions: dict[str, Scores] = {}
-    cost: dict[str, float] = {}
-    for name, score in chosen.items():
-        begun = time.perf_counter()
-        predictions[name] = trial.scores(score.config, score.coming)
-        cost[name] = (time.perf_counter() - begun + step) / (passes + step)
-    return predictions, cost
-
-
-def judge(
-    path: Path, chosen: dict[str, Score], size: Size, seed: int, scores_in: torch.dtype = torch.float64
-) -> dict[str, Any]:
-    """{"agreement": score → kind → one number per group, "cost": score → ratio, …} of one state."""
-    trial = trial_of(path, scores_in)
-    if not trial.members:  # every group had one constant reward
-        return {"agreement": {}, "cost": {}, "groups": 0, "steps_taken": 0}
-    groups = list(trial.members)[: size.groups]
-    trial.keep(groups)
-    predictions, cost = scored(trial, chosen)
-    if scores_in != torch.float64:
-        del trial
-        trial = trial_of(path)
-        trial.keep(groups)
-    predictions |= trial.baselines()
-    effects = [some.take_all(trial) for some in planned(trial, size, seed)]
-    singles = [some for some in effects if some.kind == "single_token"]
-    predictions[BY_NORM] = {r: v for some in singles for r, v in some.squared_norms(trial).items()}
-    agreement = Verification(DEFAULT, predictions, effects, 0.0).agreement
-    return {"agreement": agreement, "cost": cost, "groups": len(groups), "steps_taken": trial.steps_taken}
-
-
-# ---------------------------------------------------------------- all of them
+Found = dict[str, Any]
+"""What was measured of one mini-batch."""
 
 
 @dataclass(frozen=True)
 class Source:
     name: str
-    overrides: list[str]
-    steps: list[int]
+    """demo or smollm2, and the seed."""
+    overrides: Callable[[], list[str]]
+    mini_batches: dict[int, int]
+    """State → how many mini-batches of its rollout are measured. The state after so many steps."""
     groups: int
-    """Of the rollout, from which the mini-batch is made."""
-    size: Size
+    """Of a mini-batch."""
+    tokens: int
+    """Of a group that are measured; 0: the books alone."""
+    factors: bool = True
+    """Scores from captured factors as well."""
 
-    def states(self, folder: Path) -> dict[int, Path]:
-        return {step: folder / f"{self.name}_{step}.pt" for step in self.steps}
+    def state(self, folder: Path, step: int) -> Path:
+        return folder / f"{self.name}_{step}.pt"
+
+    def result(self, folder: Path, step: int, number: int) -> Path:
+        return folder / f"{self.name}_{step}_{number}.json"
 
 
-def sources(quick: bool, smollm2: bool) -> list[Source]:
-    def demo(seed: int, steps: list[int], size: Size) -> Source:
-        overrides = ["recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"]
-        return Source(f"demo{seed}", overrides, steps, 8, size)
+def demo_overrides(seed: int) -> list[str]:
+    return ["recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"]
 
+
+def sources(quick: bool) -> list[Source]:
     if quick:
-        return [demo(0, [2], Size(groups=2, tokens=24, halves=8, whole_batch=True))]
-    full = Size(groups=8, tokens=0, halves=24, whole_batch=True)
-    found = [demo(seed, [5, 20, 40], full) for seed in (0, 1, 2)]
-    if smollm2:
-        found.append(
-            Source("smollm2", countdown_overrides(), list(range(3, 9)), 4, Size(groups=1, tokens=16, halves=0))
-        )
+        return [Source("demo0", partial(demo_overrides, 0), {2: 1}, 4, 6)]
+    parts = {20: 4, 40: 3, 60: 3}
+    demo = [Source(f"demo{seed}", partial(demo_overrides, seed), parts, 8, 16) for seed in (21, 22, 23, 24)]
+    return [
+        *demo,
+        Source("smollm2", countdown_overrides, dict.fromkeys((4, 5, 6, 7, 8), 1), 4, 3, factors=False),
+        Source("smollm2books", countdown_overrides, dict.fromkeys((9, 10), 1), 4, 0, factors=False),
+    ]
+
+
+# ---------------------------------------------------------------- one mini-batch
+
+
+def scores_of(trial: Trial, factors: bool) -> dict[str, Scores]:
+    """What every score says of the trial's tokens."""
+    found: dict[str, Scores] = {
+        INFLUENCE: trial.influence(),
+        INFLUENCE_OWN: trial.influence_own(list(trial.members)),
+    }
+    if factors:
+        found |= {name: trial.factors(config) for name, config in factor_scores().items()}
     return found
+
+
+def judge(path: Path, number: int, groups: int, tokens: int, factors: bool = True) -> Found | None:
+    """Everything about one mini-batch; None where no group of it has different rewards."""
+    trial = trial_of(path, torch.float32, number, groups)
+    if not trial.members:
+        return None
+    predictions = scores_of(trial, factors)
+    del trial
+    trial = trial_of(path, torch.float64, number, groups)
+    predictions |= trial.baselines()
+    size = Size(groups=len(trial.members) if tokens else 0, tokens=tokens, halves=0)
+    effects = [one.take_all(trial) for one in planned(trial, size, seed=number)]
+    done = {group: {r: trial.done[r] for r in rows} for group, rows in trial.members.items()}
+    of_done = {name: [flat_pairs(scores, rows) for rows in done.values()] for name, scores in predictions.items()}
+    return {
+        "tokens": sum(len(one.measured) for one in effects),
+        "batch": {name: both([one.pairs(scores) for one in effects]) for name, scores in predictions.items()},
+        "own": {name: of_groups(effects, scores) for name, scores in predictions.items()},
+        "done": {
+            name: both([flat_pairs(scores, rows) for rows in done.values()]) for name, scores in predictions.items()
+        },
+        "books": [[float(said.sum()), float(did.sum())] for said, did in of_done[INFLUENCE]],
+    }
+
+
+def both(pairs: list[Pairs]) -> list[float]:
+    """Spearman and Pearson over all steps together."""
+    return [pooled(pairs, spearman), pooled(pairs, pearson)]
+
+
+def of_groups(effects: list[Effects], scores: Scores) -> list[list[float]]:
+    """The same of each group for itself, of what tokens do to their own prompt."""
+    return [both([one.pairs(scores, own=True)]) for one in effects]
 
 
 def run(source: Source, folder: Path, deadline: float) -> None:
     """What is missing of a source's states and results, until the deadline."""
-    states = source.states(folder)
-    results = {step: path.with_suffix(".json") for step, path in states.items()}
-    if all(path.exists() for path in results.values()) or time.time() > deadline:
-        return
-    missing = {step: path for step, path in states.items() if not results[step].exists()}
-    for step, path in sorted(missing.items(), key=lambda item: not item[1].exists()):  # what is there comes first
-        if time.time() > deadline:
-            return
-        if not path.exists():
-            collect(source.overrides, {s: p for s, p in missing.items() if s >= step}, source.groups, folder)
-        of_smollm2 = source.name == "smollm2"
-        chosen, scores_in = (few_scores(), torch.float32) if of_smollm2 else (scores(4), torch.float64)
-        found = judge(path, chosen, source.size, step, scores_in)
-        results[step].write_text(json.dumps(found | {"source": source.name, "step": step}))
-        path.unlink()
-        print(f"{source.name} step {step}: {found['groups']} groups, {found['steps_taken']} steps", flush=True)
+    missing = {
+        step: [n for n in range(count) if not source.result(folder, step, n).exists()]
+        for step, count in source.mini_batches.items()
+    }
+    missing = {step: numbers for step, numbers in missing.items() if numbers}
+    # The state after `step` steps is the one before the next.
+    states = {step + 1: source.state(folder, step) for step in missing}
+    absent = {step: path for step, path in states.items() if not path.exists()}
+    if absent and time.time() < deadline:
+        collect(source.overrides(), absent, source.groups * max(source.mini_batches.values()), folder)
+    for step, numbers in missing.items():
+        for number in numbers:
+            if time.time() > deadline:
+                return
+            begun = time.time()
+            found = judge(source.state(folder, step), number, source.groups, source.tokens, source.factors)
+            about = {"source": source.name, "step": step, "mini_batch": number}
+            source.result(folder, step, number).write_text(json.dumps(about | (found or {"books": []})))
+            said = f"{found['tokens']} tokens" if found else "no group with different rewards"
+            if found and found["tokens"]:
+                said += f", Spearman {found['batch'][INFLUENCE][0]:.3f}, baseline {found['batch'][BASELINE][0]:.3f}"
+            print(f"{source.name} step {step} mini-batch {number}: {said}, {time.time() - begun:.0f} s", flush=True)
+        source.state(folder, step).unlink()
 
 
-def gather(results: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Score → kind → numbers of all groups, in one order for all scores."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for result in results:
-        for name, kinds in result["agreement"].items():
-            for kind, values in kinds.items():
-                found.setdefault(name, {}).setdefault(kind, []).extend(values)
-    return found
+# ---------------------------------------------------------------- all of them
 
 
-def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    agreement = gather(results)
-    costs: dict[str, list[float]] = {}
-    for result in results:
-        for name, value in result["cost"].items():
-            costs.setdefault(name, []).append(value)
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, and 10th and 90th percentile."""
+    known = np.asarray([value for value in values if value == value])
+    if not len(known):
+        return {"median": float("nan"), "low": float("nan"), "high": float("nan"), "count": 0}
+    low, median, high = np.percentile(known, [10, 50, 90])
+    return {"median": float(median), "low": float(low), "high": float(high), "count": len(known)}
+
+
+def summary(results: list[Found]) -> Found:
+    """Question → score → Spearman and Pearson as `spread`; and the books."""
+    measured = [one for one in results if one.get("tokens")]
+    table: Found = {}
+    for question in ("batch", "own", "done"):
+        for name in measured[0][question] if measured else ():
+            values = [
+                pair for one in measured for pair in (one["own"][name] if question == "own" else [one[question][name]])
+            ]
+            names = ("spearman", "pearson")
+            table.setdefault(question, {})[name] = {
+                kind: spread([pair[place] for pair in values]) for place, kind in enumerate(names)
+            }
+    books = torch.tensor([pair for one in results for pair in one["books"]], dtype=torch.float64).reshape(-1, 2)
     return {
-        "table": table_of(agreement),
-        "gains": gains_of(agreement),
-        "cost": {n: statistics.median(v) for n, v in costs.items()},
+        "table": table,
+        "mini_batches": len(measured),
+        "tokens": sum(one["tokens"] for one in measured),
+        "books": {"groups": len(books), "slope": slope(*columns(books)), "pearson": pearson(*columns(books))},
     }
 
 
-def ratios_of(demo: dict[str, Any], smollm2: dict[str, Any] | None) -> dict[str, float | Interval]:
-    def mean(found: dict[str, Any], name: str, kind: str) -> Interval:
-        value: Interval = found["table"][name][kind]
-        return value
+def columns(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    return pairs[:, 0], pairs[:, 1]
 
-    ratios: dict[str, float | Interval] = {
-        "single_token_default": mean(demo, DEFAULT, "single_token"),
-        "single_token_default_low": float(demo["table"][DEFAULT]["single_token"].low),
-        "single_token_tail": mean(demo, TAIL, "single_token"),
-        "single_token_baseline": mean(demo, BASELINE, "single_token"),
-        "half_tokens_default": mean(demo, DEFAULT, "half_tokens"),
-        "half_tokens_baseline": mean(demo, BASELINE, "half_tokens"),
+
+def ratios_of(model: str, found: Found) -> dict[str, float]:
+    table = found["table"]
+    ratios = {
+        f"{model}_books_slope": found["books"]["slope"],
+        f"{model}_books_pearson": found["books"]["pearson"],
     }
-    if smollm2 is not None:
-        ratios["single_token_default_smollm2"] = mean(smollm2, DEFAULT, "single_token")
-        ratios["single_token_baseline_smollm2"] = mean(smollm2, BASELINE, "single_token")
-        ratios["single_token_gain_low_smollm2"] = float(smollm2["gains"][DEFAULT]["single_token"].low)
+    for question, own in (("batch", INFLUENCE), ("own", INFLUENCE_OWN)):
+        for label, name in ((question, own), (f"{question}_baseline", BASELINE)):
+            cell = table[question][name]
+            ratios |= {f"{model}_{label}_{kind}": cell[kind]["median"] for kind in ("spearman", "pearson")}
+        ratios[f"{model}_{question}_spearman_p10"] = table[question][own]["spearman"]["low"]
+    ratios[f"{model}_done_spearman"] = table["done"][INFLUENCE]["spearman"]["median"]
     return ratios
 
 
-def show(title: str, found: dict[str, Any], groups: int) -> None:
-    print(f"\n{title}: {groups} groups; mean [95 %]; cost = update with the score over update without")
-    for name, kinds in found["table"].items():
-        cells = "  ".join(f"{kind} {value}" for kind, value in kinds.items())
-        print(f"{name:52s} {found['cost'].get(name, 1.0):5.2f}×  {cells}")
+def show(model: str, found: Found) -> None:
+    books = found["books"]
+    print(f"\n{model}: {found['mini_batches']} mini-batches, {found['tokens']} tokens; median [10 %, 90 %]")
+    for question, names in found["table"].items():
+        for name, cell in names.items():
+            cells = "  ".join(
+                f"{kind} {own['median']:.3f} [{own['low']:.2f}, {own['high']:.2f}]" for kind, own in cell.items()
+            )
+            print(f"{question:6s} {name:26s} {cells}")
+    print(f"books: slope {books['slope']:.3f}, Pearson {books['pearson']:.4f} over {books['groups']} groups")
 
 
 def plain(found: Any) -> Any:
-    """Intervals as lists, for JSON."""
-    if isinstance(found, Interval):
-        return [round(found.mean, 4), round(found.low, 4), round(found.high, 4), found.count]
-    return {key: plain(value) for key, value in found.items()} if isinstance(found, dict) else found
+    """Rounded, for JSON."""
+    if isinstance(found, dict):
+        return {key: plain(value) for key, value in found.items()}
+    return round(found, 4) if isinstance(found, float) and found == found else None if found != found else found
 
 
 def extra_arguments(parser: argparse.ArgumentParser) -> None:
@@ -253,24 +238,23 @@ def main(arguments: list[str] | None = None) -> None:
     folder = Path(tempfile.mkdtemp()) / "quick" if args.quick else args.folder
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.time() + 60 * args.minutes
-    everything = sources(args.quick, smollm2=args.only != "demo")
-    for source in everything:
+    for source in sources(args.quick):
         if args.only is None or source.name.startswith(args.only):
             run(source, folder, deadline)
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     parts = {kind: [r for r in results if r["source"].startswith(kind)] for kind in ("demo", "smollm2")}
-    found = {kind: summary(some) for kind, some in parts.items() if some}
+    found = {kind: summary(some) for kind, some in parts.items() if any(one.get("tokens") for one in some)}
     for kind, some in found.items():
-        show(kind, some, sum(r["groups"] for r in parts[kind]))
+        show(kind, some)
     if args.quick:
         shutil.rmtree(folder.parent)
-    if "demo" not in found:
-        print("no result of the demo yet")
+    if not found:
+        print("no result yet")
         return
     if args.write_docs:
-        write_page(REPOSITORY / "docs", found, {kind: sum(r["groups"] for r in some) for kind, some in parts.items()})
-    detail = {kind: plain(some) for kind, some in found.items()}
-    emit("validity", ratios_of(found["demo"], found.get("smollm2")), detail | {"machine": machine()})
+        write_page(REPOSITORY / "docs", found)
+    ratios = {label: value for kind, some in found.items() for label, value in ratios_of(kind, some).items()}
+    emit("validity", ratios, {kind: plain(some) for kind, some in found.items()} | {"machine": machine()})
 
 
 if __name__ == "__main__":

@@ -7,14 +7,18 @@
   gradtrace verify runs/big/checkpoints/global_step_40     one of verl's: it is joined into a plain one first
   gradtrace verify runs/demo/policy optimizer=adamw lr=1e-4    a plain model: say whose steps
   gradtrace verify runs/theirs --model models/mine lr=1e-5     scores that `gradtrace attribute` made of stored rollouts
-  gradtrace verify runs/demo trainer.influence_trace.credit=tail --fresh     another score, without training again
+  gradtrace verify runs/demo trainer.influence_trace.credit=position --fresh     another score, without training again
 
-A token's score says what training on this token does to the contrast of accepted and rejected responses. So from the
-checkpoint's weights and optimizer state real optimizer steps are taken: on single tokens, on single responses, on
-random halves of a group's tokens. What each did is measured, what momentum does by itself is subtracted, and the rank
-correlation with what the scores said is shown, for every credit and geometry, beside |A|(1−p), which needs no gradient.
-The verdict is about the scores that the run stored, where the step after the checkpoint was traced; else about fresh
-ones with the run's settings. 1 is perfect, 0 is chance. Nothing of the run is changed.
+A token's influence says, in nats, what training on this token does to the objective of its mini-batch. So from the
+checkpoint's weights and optimizer state real optimizer steps are taken with the gradient of the mini-batch, in which a
+single token, a single response or a random half of a group's tokens weighs half as much again, and half as much. The
+difference of the objective between the two is what training on them does; momentum drops out. Shown are rank
+correlations with what scores said, for the mini-batch's objective and for that of the token's own prompt, beside
+|A|(1−p), which needs no gradient. 1 is perfect, 0 is chance. Sums over groups are compared with what the step did to
+the groups as well.
+
+The verdict is about the influence that the run stored, where the step after the checkpoint was traced: on its first
+mini-batch, which was scored at these weights. Else it is about fresh responses. Nothing of the run is changed.
 
 Results go to RUN/verify/step_N: report.html (with pictures), report.json, predicted_vs_measured.svg. When the budget is
 spent, or after Ctrl-C, the same command goes on where it was. KEY=VALUE sets a key of the run, or optimizer
@@ -73,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from gradtrace.commands.verify.page import better_score, terminal_table
+    from gradtrace.commands.verify.page import books_sentence, terminal_table
     from gradtrace.commands.verify.session import run_verify
 
     no_foreign_bars()
@@ -103,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     colour = {True: "green", False: "red", None: "yellow"}[record["trustworthy"]]
     say(console, record["verdict"], mark=f"[{colour}]verdict[/{colour}]")
     say(console, f"Scores: {record['scores']}. Pictures: {outcome.folder / 'report.html'}")
-    if better := better_score(record):
-        say(console, better)
+    if books := books_sentence(record):
+        say(console, books)
     return EXIT[record["trustworthy"]]
 
 

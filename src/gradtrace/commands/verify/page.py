@@ -11,27 +11,30 @@ from rich.table import Table
 from gradtrace.commands.pages import html_page, html_table
 from gradtrace.commands.pages.picture import Curve, escape, line_picture
 from gradtrace.instruments.verify.measure import KINDS, ranks
-from gradtrace.instruments.verify.verification import CLEAR, in_brackets, number, usual_scores
+from gradtrace.instruments.verify.verification import ASKED, DONE, TITLES, in_brackets, number
 from gradtrace.intervals import Interval
 
+SHOWN = ("token", "token_pearson", "token_own", "response", "half", DONE)
+"""Questions that have a column in the terminal; report.json has all of them."""
 
-def rank_picture(record: dict[str, Any], key: str, kind: str = "single_token") -> str:
-    """Where each step stood among those of its group, by prediction and by measurement. `key`: predicted (by the score
-    that is judged) or baseline."""
-    x: list[float] = []
-    y: list[float] = []
-    for steps in record["steps"]:
-        if steps["kind"] == kind and len(steps["measured"]) > 1:
-            last = len(steps["measured"]) - 1
-            x += (ranks(torch.tensor(steps[key])) / last).tolist()
-            y += (ranks(torch.tensor(steps["measured"])) / last).tolist()
+
+def rank_picture(record: dict[str, Any], key: str, kind: str = "token") -> str:
+    """Where each step stood among those of the mini-batch, by prediction and by measurement. `key`: predicted (by the
+    score that is judged) or baseline."""
+    side = "measured_own" if record["question"] == ASKED["token_own"] else "measured"
+    pairs = [
+        (said, did)
+        for steps in record["steps"]
+        if steps["kind"] == kind
+        for said, did in zip(steps[key], steps[side], strict=True)
+        if said is not None
+    ]
+    x, y = (ranks(torch.tensor(values)) / max(len(pairs) - 1, 1) for values in zip(*pairs, strict=True) or ((), ()))
     name = record["judged"] if key == "predicted" else record["baseline"]
-    value = record["table"][name].get(kind, [None])[0]
-    label = "–" if value is None else f"Spearman {number(value)}"
     return line_picture(
-        [Curve(label, x, y, marks=True)],
+        [Curve(f"{len(pairs)} steps", x.tolist(), y.tolist(), marks=True)],
         f"{name}: real steps on {KINDS[kind]}",
-        "rank in its group by prediction (0 = hurts most, 1 = helps most)",
+        "rank by prediction (0 = hurts most, 1 = helps most)",
         "rank by what the step really did; on the line: predicted exactly",
         width=560,
         identity=True,
@@ -41,11 +44,10 @@ def rank_picture(record: dict[str, Any], key: str, kind: str = "single_token") -
 def cells(record: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Column titles, and for each score its name and its cells; the best on single tokens first."""
     table = record["table"]
-    kinds = [kind for kind in KINDS if any(kind in found for found in table.values())]
-    single = {name: found["single_token"][0] for name, found in table.items()}
+    there = [name for name in SHOWN if any(name in found for found in table.values())]
+    single = {name: found["token"][0] for name, found in table.items()}
     order = sorted(table, key=lambda name: 2.0 if single[name] is None else -single[name])
-    rows = [(name, [_cell(table[name].get(kind)) for kind in kinds]) for name in order]
-    return [KINDS[kind] for kind in kinds], rows
+    return [TITLES[name] for name in there], [(name, [_cell(table[name].get(key)) for key in there]) for name in order]
 
 
 def _cell(value: list[float | None] | None) -> str:
@@ -55,31 +57,25 @@ def _cell(value: list[float | None] | None) -> str:
     return in_brackets(Interval(mean, low, high, int(count)))
 
 
-def better_score(record: dict[str, Any]) -> str:
-    """How to set the best score of the table, where it is clearly better than the one that is judged; else empty."""
-    scores = {name: found["single_token"][0] for name, found in record["table"].items() if ", " in name}
-    known = {name: value for name, value in scores.items() if value is not None and name in usual_scores()}
-    if not known:
+def books_sentence(record: dict[str, Any]) -> str:
+    """How the sums of the judged scores over groups compare with what the step did to them; empty where unknown."""
+    books = record["books"]
+    if books["slope"] is None or books["pearson"] is None:
         return ""
-    best = max(known, key=lambda name: known[name])
-    if known[best] < (record["table"][record["judged"]]["single_token"][0] or 0.0) + CLEAR:
-        return ""
-    config, prefix = usual_scores()[best], "trainer.influence_trace."
-    knobs = {"hessian_mode": config.hessian_mode, "credit": config.credit, "projection_dim_factor": 0}
-    if config.credit == "loss_term":
-        knobs["loss_term_prompts"] = 0
-    words = " ".join(f"{prefix}{name}={value}" for name, value in knobs.items())
-    return f"A better score here is '{best}' ({number(known[best])}): {words}"
+    return (
+        f"Sum over a group against the measured change of its objective, without momentum's: slope "
+        f"{number(books['slope'])}, Pearson {number(books['pearson'])} over {len(books['measured'])} groups"
+    )
 
 
 def terminal_table(record: dict[str, Any]) -> Table:
     titles, rows = cells(record)
     table = Table(
-        title=f"rank correlation with real optimizer steps, step {record['step']}: mean over "
-        f"{record['groups']} group{'s' * (record['groups'] != 1)} [95 %]",
+        title=f"rank correlation with the change of the mini-batch's objective by real optimizer steps, step "
+        f"{record['step']}: {record['groups']} group{'s' * (record['groups'] != 1)} [95 %]",
         title_justify="left",
         caption=f"→ judged; no gradient at all: the |A| rows. {record['steps_taken']} of {record['steps_planned']} "
-        "planned steps taken.",
+        "planned pairs of steps taken.",
         caption_justify="left",
     )
     table.add_column("score", no_wrap=True)
@@ -96,22 +92,25 @@ def page(record: dict[str, Any]) -> str:
     titles, rows = cells(record)
     pictures = "".join(
         f"<div>{rank_picture(record, key, kind)}</div>"
-        for kind in ("single_token", "half_tokens")
+        for kind in ("token", "half")
         if any(steps["kind"] == kind for steps in record["steps"])
         for key in ("predicted", "baseline")
     )
     word = {True: "yes", False: "no", None: "undecided"}[record["trustworthy"]]
     about = (
-        f"Scores: {record['scores']}. {record['steps_taken']} of {record['steps_planned']} planned "
-        f"steps of the real optimizer (learning rate {record['learning_rate']:.3g}) were taken on parts of "
-        f"{record['groups']} groups, each from the same state, in {record['precision']}. What a step does to the "
-        "contrast of accepted and rejected responses, minus what momentum does by itself, is compared with the sum of "
-        "the scores of the tokens it was taken on: Spearman's rank correlation, mean over groups, 95 % interval "
-        "(Student's t)."
+        f"Scores: {record['scores']}. The question: {record['question']}? {record['steps_taken']} of "
+        f"{record['steps_planned']} planned pairs of steps of the real optimizer (learning rate "
+        f"{record['learning_rate']:.3g}) were taken from the same state, in {record['precision']}: with the gradient "
+        "of the whole mini-batch, in which a token, a response or half of a group's tokens weighs half as much again, "
+        "and half as much. The difference of the objective between the two, in nats, is compared with the sum of the "
+        "scores: Spearman's rank correlation (Pearson's where it says so) over all steps of the mini-batch, 95 % "
+        "interval by the jackknife over groups. In their own prompt: with the change of the own prompt's part of the "
+        "objective, mean over groups. What the step did to it: with the change of the token's own term."
     )
     return html_page(
         f"Can the scores of {record['checkpoint']} be trusted? {word}",
         f'<p class="verdict">{escape(record["verdict"])}.</p>',
+        f"<p>{escape(books)}.</p>" if (books := books_sentence(record)) else "",
         f"<p>{escape(about)}</p>",
         f'<div class="pictures">{pictures}</div>',
         html_table(("score", *titles), [(name, *values) for name, values in rows], marked=record["judged"]),

@@ -14,23 +14,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import accepted
+from gradtrace.algorithms import Denominator, LossInputs, LossOutputs, policy_loss, token_weights
+from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.attribution import InfluenceConfig
+from gradtrace.batch import RolloutBatch
 from gradtrace.commands.pages import write_report
 from gradtrace.commands.rollouts.attribution import scoring_run
 from gradtrace.commands.verify.page import page, rank_picture
 from gradtrace.config.root import Config
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.columns import response_advantages
 from gradtrace.instruments.influence import INFLUENCE_TRACE
-from gradtrace.instruments.verify.measure import Scores, Size
-from gradtrace.instruments.verify.trial import Trial, in_precision
-from gradtrace.instruments.verify.verification import OWN, Verification, Verifier, usual_scores
+from gradtrace.instruments.own_loop import stored_batch
+from gradtrace.instruments.verify.measure import Size
+from gradtrace.instruments.verify.trial import Scores, Trial, in_precision, plain_surrogate
+from gradtrace.instruments.verify.verification import (
+    OWN,
+    Scoring,
+    Verification,
+    Verifier,
+    asked_of,
+    scoring,
+    usual_scores,
+)
 from gradtrace.metrics import Timer
 from gradtrace.rollout.sampler import evaluation_mode
 from gradtrace.runs import NotStoredError, Run, open_run
 from gradtrace.terminal import StageProgress
-from gradtrace.trace.columns import Credit
 from gradtrace.trace.reader import StepUnreadableError
 from gradtrace.trace.results import ResultStore
 from gradtrace.trace.step import Step
@@ -38,7 +47,7 @@ from gradtrace.training.checkpoint import OPTIMIZER
 from gradtrace.training.experience import Experience
 from gradtrace.training.state import NextStep, completed
 
-STORED = "stored scores"
+STORED, STORED_OWN = "stored influence", "stored influence on own prompt"
 TOKEN_BUDGET = 16384
 
 
@@ -62,19 +71,15 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Material:
-    """Groups to take steps on, and what is known of them."""
+    """A mini-batch to take steps on, and what is known of it."""
 
-    sequences: list[Tensor]
-    prompt_lengths: list[int]
-    group: Tensor
-    accepted: Tensor
-    advantages: Tensor
+    batch: RolloutBatch
+    weights: Tensor | None
+    """float64[R]: what the loss multiplies the terms of each response by; None: by the run's aggregation."""
     given: dict[str, Scores]
     """Stored scores; empty where there are none."""
     origin: str
     """Where the scores that are judged come from."""
-    written: list[Tensor]
-    """Of each response which tokens the policy wrote."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +121,15 @@ def run_verify(
         settings=[settings.seed, settings.optimizer, settings.lr, settings.precision],
         stored=stored is not None and (stored.step if settings.model else True),
     )
-    material = (
-        of_trace(stored, settings.size.groups) if stored is not None else sampled(loaded, settings, store, progress)
-    )
-    trial = trial_of(run.settings, loaded, material)
-    scores = {OWN: own} if (own := own_score(run.settings, message)) is not None else {}
-    with evaluation_mode(trial.model):
-        verifier = Verifier(trial, scores | usual_scores(), material.given, settings.size, settings.seed, store)
+    material = mini_batch_of(stored, run.settings) if stored is not None else sampled(loaded, settings, store, progress)
+    groups = settings.size.groups
+    with evaluation_mode(loaded.policy.model):
+        trial = trial_of(run.settings, loaded, material)
+        scores, question = usual_scores(trial, groups), "token"
+        if not material.given:
+            question, own = own_score(run.settings, trial, groups)
+            scores = own | scores
+        verifier = Verifier(trial, scores, material.given, settings.size, settings.seed, store, question)
         found = verifier.run(settings.budget, progress)
     facts = {
         "checkpoint": str(run.checkpoint(resumable=True).folder.resolve()),
@@ -193,67 +200,48 @@ def stored_step(run: Run) -> Step | None:
     return step if usable else None
 
 
-def of_trace(step: Step, groups: int) -> Material:
-    """The first so many groups of a stored step, which the checkpoint's weights sampled. Those that were scored
-    at these weights come first, then those of later mini-batches; of both, groups with loss-term scores."""
-    credit = step["credit"] if "credit" in step else np.zeros(step.n_responses, dtype=np.uint8)
-    number, late = step["group"], step["optimizer_step"]
-    order = sorted(set(number.tolist()), key=lambda g: (late[number == g].max(), credit[number == g].max(), g))
-    rows = [r for g in order[:groups] for r in np.flatnonzero(number == g).tolist()]
-    prompts = [torch.from_numpy(step.group(int(number[r])).prompt_ids.astype(np.int64)) for r in rows]
-    tokens = [torch.from_numpy(step.tokens(r)["token_id"].astype(np.int64)) for r in rows]
-    written = [torch.from_numpy(step.written(r)) for r in rows]
-    scores = {
-        place: torch.from_numpy(np.array(step.influence(r))).double()[written[place]] for place, r in enumerate(rows)
-    }
-    given: dict[str, Scores] = {STORED: scores}
-    kinds = sorted({int(credit[r]) for r in rows})
-    for kind in kinds if len(kinds) > 1 else ():
-        own = {place: scores[place] for place, r in enumerate(rows) if credit[r] == kind}
-        given[f"{STORED}, {Credit(kind).name.lower().replace('_', ' ')}"] = own
-    later = {int(number[r]) for r in rows if late[r]}
+def mini_batch_of(step: Step, run: Config) -> Material:
+    """The first mini-batch of a stored step, which was scored at the weights of the checkpoint."""
+    if "influence" not in step:
+        raise GradtraceError(
+            f"step {step.step} has scores from captured factors, whose unit is not nats of the objective: `--fresh` "
+            "verifies the run's settings on fresh responses"
+        )
+    batch = stored_batch(step)
+    first = torch.from_numpy(step["optimizer_step"] == 0)
+    if "attributed" in step.meta:  # all mini-batches at the same weights
+        first &= batch.group < (run.actor.mini_batch_size or len(batch.prompts))
+    rows = first.nonzero().squeeze(-1).tolist()
+    given = {}
+    for name, column in ((STORED, "influence"), (STORED_OWN, "influence_own")):
+        if column in step:
+            flat = torch.from_numpy(step[column].astype(np.float64))
+            flat[torch.from_numpy(~step["captured"])] = math.nan
+            written = torch.from_numpy(step["loss_mask"]) if "loss_mask" in step else torch.ones_like(flat).bool()
+            own, masks = (values.split(batch.response_lengths.tolist()) for values in (flat, written))
+            given[name] = {place: own[r][masks[r]] for place, r in enumerate(rows)}
+    if all(bool(own.isnan().all()) for own in given.get(STORED_OWN, {}).values()):
+        given.pop(STORED_OWN, None)
     origin = f"stored by training step {step.step}"
     if "attributed" in step.meta:
         origin = f"of {step.meta['model']} on the rollouts of step {step.step}"
-    if later:
-        most = int(late[rows].max())
-        origin += f", {len(later)} of {len(order[:groups])} groups up to {most} optimizer step{'s' * (most > 1)} later"
-    return Material(
-        [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)],
-        [len(prompt) for prompt in prompts],
-        torch.tensor([order.index(int(number[r])) for r in rows]),
-        torch.from_numpy(step["accepted"][rows]),
-        torch.from_numpy(step["advantage"][rows].astype(np.float64)),
-        given,
-        origin,
-        written,
-    )
+    weights = torch.from_numpy(step["loss_weight"].astype(np.float64))[first] if "loss_weight" in step else None
+    return Material(batch.select(first), weights, given, f"{origin}, its first mini-batch")
 
 
 def sampled(loaded: NextStep, settings: Settings, store: ResultStore, progress: StageProgress) -> Material:
-    """Responses to the next prompts of the run, sampled and judged as training does."""
+    """A mini-batch of responses to the next prompts of the run, sampled and judged as training does."""
     run = loaded.components.config
 
     def sample() -> tuple[Any, dict[str, Any]]:
         progress("sampling", 0, 1)
-        experience = Experience.of(loaded.components, max(2 * settings.size.groups, run.actor.mini_batch_size))
+        experience = Experience.of(loaded.components, run.actor.mini_batch_size or run.data.train_batch_size)
         generator = torch.Generator().manual_seed(1_000_003 * settings.seed + 3)
         batch, _ = experience.collect(generator, Timer())
         batch = completed(loaded.components, loaded.policy, batch, TOKEN_BUDGET)
         return batch, {"temperature": run.rollout.temperature}
 
-    batch = store.get_batch("rollout", sample)
-    rewards = batch.need("rewards")
-    return Material(
-        [torch.tensor(batch.prompts[g] + ids) for g, ids in zip(batch.group.tolist(), batch.response_ids, strict=True)],
-        batch.prompt_lengths.tolist(),
-        batch.group,
-        accepted(rewards, batch.group, run.trainer.influence_trace.accepted_threshold),
-        response_advantages(batch).double(),
-        {},
-        "fresh",
-        [mask[:n] for mask, n in zip(batch.response_mask, batch.response_lengths.tolist(), strict=True)],
-    )
+    return Material(store.get_batch("rollout", sample), None, {}, "fresh")
 
 
 # ---------------------------------------------------------------- what is measured
@@ -263,32 +251,33 @@ def trial_of(run: Config, loaded: NextStep, material: Material) -> Trial:
     for parameter, state in loaded.optimizer.state.items():
         for key, value in state.items():
             state[key] = in_precision(value, parameter)
-    lengths = [int(mask.sum()) for mask in material.written]
-    per_step = (run.actor.mini_batch_size or run.data.train_batch_size) * run.rollout.n
+    batch, weights = material.batch, material.weights
+    if weights is None:
+        mask = batch.response_mask
+        denominator = Denominator.of(mask, run.rollout.max_new_tokens)
+        weights = token_weights(mask, run.algorithm.aggregation, denominator, torch.float64).amax(1)
     return Trial(
         loaded.policy.model,
         loaded.optimizer,
-        material.sequences,
-        material.prompt_lengths,
-        material.group,
-        material.accepted,
-        material.advantages,
+        batch,
         temperature=run.rollout.temperature,
         grad_clip=run.actor.optim.grad_clip,
-        tokens=round(per_step * sum(lengths) / len(lengths)),
-        written=material.written,
+        loss=loss_of(run.algorithm),
+        weights=weights,
     )
 
 
-def own_score(run: Config, message: Callable[[str], None]) -> InfluenceConfig | None:
-    """The run's own settings, for every group; None where they are not about the step that training takes."""
+def loss_of(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutputs]:
+    """The run's policy loss; the plain surrogate where that needs a reference policy, which is not here."""
+    loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
+    return plain_surrogate if "ref_log_probs" in loss.needs else loss
+
+
+def own_score(run: Config, trial: Trial, groups: int) -> tuple[str, dict[str, Scoring]]:
+    """The question that the run's own settings answer, and the score where it is none of the usual ones."""
     settings = run.trainer.influence_trace
-    if settings.output_function not in ("training_loss", "log_prob_advantage"):
-        message(
-            f"trainer.influence_trace.output_function={settings.output_function} scores another step than the one that "
-            "training takes: the run's own settings are left out."
-        )
-        return None
     names = [field.name for field in dataclasses.fields(InfluenceConfig)]
-    knobs = {name: getattr(settings, name) for name in names}
-    return InfluenceConfig(**{**knobs, "pairwise": False, "loss_term_prompts": 0})
+    config = InfluenceConfig(**{name: getattr(settings, name) for name in names} | {"pairwise": False})
+    if config.is_parts and asked_of(config) == "token":
+        return "token", {}
+    return asked_of(config), {OWN: scoring(trial, config, groups)}

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrace.algorithms import AdvantageInputs, accepted, advantage
+from gradtrace.algorithms import AdvantageInputs, advantage
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.own_loop import batch_of_lists
 from gradtrace.instruments.verify.measure import Size
 from gradtrace.instruments.verify.trial import Trial, working_copy
 from gradtrace.instruments.verify.verification import (
     Verification,
     Verifier,
+    asked_of,
+    scoring,
     silent,
     usual_scores,
 )
@@ -41,7 +44,7 @@ def verify(
     config: InfluenceConfig | None = None,
     temperature: float = 1.0,
     grad_clip: float = 0.0,
-    batch_tokens: int = 0,
+    weights: Sequence[float] | None = None,
     groups: int = 8,
     tokens: int = 24,
     halves: int = 12,
@@ -51,40 +54,43 @@ def verify(
     folder: str | Path | None = None,
     progress: StageProgress = silent,
 ) -> Verification:
-    """Take real optimizer steps on single tokens, single responses and random halves of groups of a rollout, and say
-    how well scores predicted them. Model, optimizer and gradients are the same afterwards, bit by bit.
+    """Take real optimizer steps of one mini-batch in which single tokens, single responses and halves of groups weigh
+    more or less, and say how well scores predicted what they did to its objective. Model, optimizer and gradients are
+    the same afterwards, bit by bit.
 
-    Lists have one entry per response; responses with one prompt are a group. `advantages`: GRPO's where left out.
-    `loss_mask`: for each token of each response whether the policy wrote it; left out: all of them. T_r counts these.
-    `scores`: your own, one tensor [T_r] per response, by name if there are several; the verdict is about the first.
-    `config`: settings of the score that is judged where none is given. `grad_clip`: as your loop clips. `batch_tokens`:
-    over how many tokens your loss averages (0: those of these responses). `budget`: seconds. `folder`: keep what was
-    measured there, and go on from it. `precision`: float32, float64, or auto."""
+    Lists have one entry per response of the mini-batch that the next step is taken on; responses with one prompt are a
+    group. `advantages`: GRPO's where left out. `loss_mask`: for each token of each response whether the policy wrote
+    it; left out: all of them. T_r counts these. `scores`: your own, one tensor [T_r] per response, by name if there are
+    several; the verdict is about the first. `config`: settings of the score that is judged where none is given; left
+    out: influence. `grad_clip`: as your loop clips. `weights`: what your loss multiplies the terms of each response by;
+    left out: one over the tokens of all responses. `budget`: seconds. `folder`: keep what was measured there, and go on
+    from it. `precision`: float32, float64, or auto."""
     check_lists(prompt_ids, response_ids, rewards)
     keys: dict[tuple[int, ...], int] = {}
     group = torch.tensor([keys.setdefault(tuple(map(int, ids)), len(keys)) for ids in prompt_ids])
     judged = torch.as_tensor(rewards, dtype=torch.float64)
-    own, steps, original = working_copy(model, optimizer, precision)
-    trial = Trial(
-        own,
-        steps,
-        [torch.tensor([*p, *r]) for p, r in zip(prompt_ids, response_ids, strict=True)],
-        [len(ids) for ids in prompt_ids],
-        group,
-        accepted(judged, group),
-        grpo(judged, group) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64),
-        temperature=temperature,
-        grad_clip=grad_clip,
-        tokens=batch_tokens,
-        original=original,
-        written=written_tokens(response_ids, loss_mask),
+    own_advantages = grpo(judged, group) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64)
+    batch = batch_of_lists(
+        list(keys), response_ids, judged, group, written_tokens(response_ids, loss_mask), advantages=own_advantages
     )
-    named = scores if isinstance(scores, Mapping) else {} if scores is None else {GIVEN: scores}
-    given = {name: checked(name, some, trial.lengths) for name, some in named.items()}
-    wanted = ({} if config is None else {"this score": config}) | usual_scores()
-    store = None if folder is None else ResultStore(Path(folder), "verification", identity(trial, seed, config))
+    own, steps, original = working_copy(model, optimizer, precision)
     with evaluation_mode(own):
-        verifier = Verifier(trial, wanted, given, Size(groups, tokens, halves), seed, store)
+        trial = Trial(
+            own,
+            steps,
+            batch,
+            temperature=temperature,
+            grad_clip=grad_clip,
+            weights=None if weights is None else torch.as_tensor(weights, dtype=torch.float64),
+            original=original,
+        )
+        named = scores if isinstance(scores, Mapping) else {} if scores is None else {GIVEN: scores}
+        given = {name: checked(name, some, trial.counts) for name, some in named.items()}
+        wanted = {"this score": scoring(trial, config, groups)} if config is not None else {}
+        store = None if folder is None else ResultStore(Path(folder), "verification", identity(trial, seed, config))
+        question = "token" if given or config is None else asked_of(config)
+        size = Size(groups, tokens, halves)
+        verifier = Verifier(trial, wanted | usual_scores(trial, groups), given, size, seed, store, question)
         return verifier.run(budget, progress)
 
 
@@ -134,11 +140,14 @@ def grpo(rewards: Tensor, group: Tensor) -> Tensor:
 
 def identity(trial: Trial, seed: int, config: InfluenceConfig | None) -> dict[str, Any]:
     """What a folder of results is about: these tokens at these weights."""
-    weights = sum(float(p.detach().double().abs().sum()) for p in trial.model.parameters())
+    assert trial.weights is not None
+    batch, weights = trial.batch, sum(float(p.detach().double().abs().sum()) for p in trial.model.parameters())
     return {
-        "sequences": [ids.tolist() for ids in trial.sequences],
-        "advantages": trial.advantages.tolist(),
-        "written": [mask.tolist() for mask in trial.masks],
+        "prompts": batch.prompts,
+        "responses": batch.response_ids,
+        "advantages": batch.need("advantages").sum(1).tolist(),
+        "written": batch.response_mask.tolist(),
+        "loss_weights": trial.weights.tolist(),
         "weights": weights,
         "seed": seed,
         "config": repr(config),

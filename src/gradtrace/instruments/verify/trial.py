@@ -1,194 +1,253 @@
-"""One mini-batch at one state of training: what steps on parts of it really do, and what every score says they do.
+"""One mini-batch at one state of training: what its tokens really do in the coming optimizer step, and what scores say.
 
-The step of a token is its term of the policy gradient at the weights that sampled it, A_r ℓ_t / N with N the tokens
-of the mini-batch. What is measured is a group's contrast, the mean of its accepted responses' mean log-probs minus
-that of the rejected ones, after a real optimizer step on the chosen tokens alone, minus the same after a step with a
-zero gradient: momentum and weight decay move the weights, too, and are not the tokens' doing.
+J is minus the loss of the mini-batch as it is trained, in nats. What training on a token does is measured by brute
+force: two real optimizer steps with the gradient of the whole mini-batch, in which the token weighs half as much again
+and half as much as it does, and the difference of J between the two. What momentum and weight decay do is in both, and
+drops out. J is also taken apart into the groups' parts of it: a token acts on its own prompt and on the others.
+
+A float64 model is float64 inside, too (`KeepDouble`): one token's effect is smaller than float32's rounding.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradtrace.algorithms import LossInputs, LossOutputs, accepted
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
-from gradtrace.attribution.factors.result import InfluenceTrace
+from gradtrace.attribution.parts import TokenParts, token_parts
+from gradtrace.attribution.update import second_moment_source
+from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.policy import KeepDouble
+from gradtrace.policy.loss import fill_statistics, policy_terms
+from gradtrace.policy.microbatch import MicroBatch, MicroBatches
+from gradtrace.policy.policy import Policy
 
 Gradient = dict[str, Tensor]
+Scores = Mapping[int, Tensor]
+"""Row → [T_r], one number for every token that the policy wrote; NaN where there is none."""
 FREE = (BASELINE := "|A|(1−p)", "|A|·surprisal", "|A|")
 """Scores that need no gradient."""
+HALF = 0.5
+"""By how much of itself a token's weight is changed, up and down."""
+TOKEN_BUDGET = 4096
+"""Tokens of a forward and backward pass."""
+
+
+def plain_surrogate(inputs: LossInputs) -> LossOutputs:
+    """−A·π/π_old, without a clip."""
+    return LossOutputs(-inputs.advantages * inputs.log_ratio.exp(), {})
 
 
 @dataclass(eq=False)
 class Trial:
     model: nn.Module
-    """In float64 where that fits: the effect of one token's step is smaller than float32's rounding."""
+    """In float64 where that fits."""
     optimizer: torch.optim.Optimizer
-    sequences: list[Tensor]
-    """long[S_r]: prompt and response."""
-    prompt_lengths: list[int]
-    group: Tensor
-    """long[R]"""
-    accepted: Tensor
-    """bool[R]"""
-    advantages: Tensor
-    """float[R]"""
+    batch: RolloutBatch
+    """The whole mini-batch, with advantages."""
     temperature: float = 1.0
     grad_clip: float = 0.0
-    tokens: int = 0
-    """N, the tokens of the mini-batch that training would take; 0: those of the responses that are here."""
+    """The norm to which gradients are clipped, as training does; 0: not at all."""
+    loss: Callable[[LossInputs], LossOutputs] = plain_surrogate
+    """Every token's own term, before aggregation."""
+    weights: Tensor | None = None
+    """float64[R]: what the loss multiplies each response's terms by; None: 1 / N, N being the mini-batch's tokens."""
     original: Original | None = None
     """What model and optimizer were copied from, where they were."""
-    written: list[Tensor] | None = None
-    """Of each response which tokens the policy wrote, T_r of them; None: all."""
-    step_terms: Callable[[list[int]], list[Tensor]] | None = None
-    """Responses → [T_r] each: what training raises, token by token, where that is more than A ℓ_t."""
     _steps: RealSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self._steps = RealSteps(self.model, self.optimizer, self.grad_clip, self.original)
-        self._idle: dict[tuple[int, ...], Tensor] = {}
-        after = [len(s) - p for s, p in zip(self.sequences, self.prompt_lengths, strict=True)]
-        self.masks = self.written or [torch.ones(length, dtype=torch.bool) for length in after]
-        self.lengths = [int(mask.sum()) for mask in self.masks]
-        self.tokens = self.tokens or sum(self.lengths)
-        mixed = [g for g in self.group.unique().tolist() if self.accepted[self.group == g].unique().numel() == 2]
-        self.members = {g: (self.group == g).nonzero().squeeze(-1).tolist() for g in mixed}
-        """Of the groups that have a contrast."""
+        self.policy = Policy(self.model, next(self.model.parameters()).device, self.temperature, full_precision=True)
+        batch, mask = self.batch, self.batch.response_mask
+        count = int(mask.sum())
+        if self.weights is None:
+            self.weights = torch.full((len(batch),), 1.0 / max(count, 1), dtype=torch.float64)
+        advantages = batch.need("advantages").double() * mask
+        batch = batch.replace(advantages=advantages, sampler_log_probs=batch.sampler_log_probs.double())
+        self.counts = batch.written_counts.tolist()
+        rows = advantages.any(1).nonzero().squeeze(-1)
+        """Terms of the others are 0, and so is what training on them does."""
+        self.members = {g: rows[batch.group[rows] == g].tolist() for g in batch.group[rows].unique().tolist()}
+        """Group → its rows, in ascending order."""
+        self.rows = [r for members in self.members.values() for r in members]
+        with torch.no_grad():
+            self.batch = fill_statistics(self.policy, batch, self._micro_batches(batch), rows) if len(rows) else batch
         self.steps_taken = 0
-
-    @property
-    def responses(self) -> list[int]:
-        """Those of the groups that have a contrast."""
-        return [r for members in self.members.values() for r in members]
-
-    def keep(self, groups: list[int]) -> None:
-        """Only these groups are scored and measured from now on; the step's normaliser stays that of the
-        mini-batch."""
-        self.members = {g: self.members[g] for g in groups}
 
     # ------------------------------------------------------------ passes
 
-    def log_probs(self, responses: list[int]) -> list[Tensor]:
-        """The log-probs of each response's tokens, one tensor [T_r] per response."""
-        ids, tokens = self._padded(responses)
-        first = next(self.model.parameters())
-        with KeepDouble() if first.dtype == torch.float64 else contextlib.nullcontext():
-            logits = self.model(input_ids=ids.to(first.device), use_cache=False).logits
-            chosen = logits[:, :-1][tokens[:, 1:].to(first.device)] / self.temperature
-            found = torch.log_softmax(chosen, -1).gather(-1, ids[tokens][:, None].to(first.device)).squeeze(-1)
-        return list(found.split([self.lengths[r] for r in responses]))
+    def _micro_batches(self, batch: RolloutBatch) -> MicroBatches:
+        return MicroBatches(batch, TOKEN_BUDGET, self.policy.best_layout())
 
-    def _padded(self, responses: list[int]) -> tuple[Tensor, Tensor]:
-        """ids and where the policy wrote them, [B, S]. Padding on the right is 0: nothing before it sees it."""
-        longest = max(len(self.sequences[r]) for r in responses)
-        ids = torch.zeros(len(responses), longest, dtype=torch.long)
-        tokens = torch.zeros(len(responses), longest, dtype=torch.bool)
-        for i, r in enumerate(responses):
-            ids[i, : len(self.sequences[r])] = self.sequences[r]
-            tokens[i, self.prompt_lengths[r] : len(self.sequences[r])] = self.masks[r]
-        return ids, tokens
+    def _passes(self, rows: list[int]) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """Forward passes over these rows: each with float64[r, T], every token's own term of J, 0 outside the mask."""
+        assert self.weights is not None and self.batch.old_log_probs is not None
+        for micro in self._micro_batches(self.batch)(torch.tensor(rows)):
+            log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
+            old = micro.column(self.batch, "old_log_probs", log_probs.device)
+            terms = policy_terms(self.loss, self.batch, micro, log_probs.double(), old, entropies)
+            weights = self.weights[micro.rows].to(terms.device)
+            yield micro, -(terms * weights[:, None]).masked_fill(~micro.mask.to(terms.device), 0.0)
 
-    def contrasts(self, groups: list[int]) -> Tensor:
-        """[G]: of each group."""
-        responses = [r for g in groups for r in self.members[g]]
-        means = dict(zip(responses, (values.mean() for values in self.log_probs(responses)), strict=True))
-        found = []
-        for g in groups:
-            good = [means[r] for r in self.members[g] if self.accepted[r]]
-            bad = [means[r] for r in self.members[g] if not self.accepted[r]]
-            found.append(torch.stack(good).mean() - torch.stack(bad).mean())
-        return torch.stack(found)
+    def terms(self, rows: list[int]) -> list[Tensor]:
+        """[T_r] of each of these rows: every token's own term of J."""
+        found: dict[int, Tensor] = {}
+        for micro, terms in self._passes(rows):
+            for index, row in enumerate(micro.rows.tolist()):
+                found[row] = terms[index, micro.mask[index]]
+        return [found[row] for row in rows]
+
+    def objectives(self) -> Tensor:
+        """float64[G]: of each group of `members` its part of J."""
+        own = dict(zip(self.rows, self.terms(self.rows), strict=True))
+        return torch.stack([torch.stack([own[r].sum() for r in rows]).sum() for rows in self.members.values()]).cpu()
+
+    def gradient_of(self, chosen: Mapping[int, Tensor]) -> Gradient:
+        """∇ of the loss of some tokens: row → bool[T_r]."""
+        names, parameters = zip(*self._steps.parameters.items(), strict=True)
+        total: Gradient = {}
+        for micro, terms in self._passes(sorted(chosen)):
+            of_rows = [terms[i, micro.mask[i]][chosen[r].to(terms.device)] for i, r in enumerate(micro.rows.tolist())]
+            found = torch.autograd.grad(-torch.cat(of_rows).sum(), parameters, allow_unused=True)
+            for name, own in zip(names, found, strict=True):
+                if own is not None:
+                    total[name] = total[name].add_(own) if name in total else own
+        return total
+
+    @cached_property
+    def gradient(self) -> Gradient:
+        """∇ of the loss of the mini-batch, before clipping."""
+        return self.gradient_of({r: torch.ones(self.counts[r], dtype=torch.bool) for r in self.rows})
+
+    @property
+    def is_first_step(self) -> bool:
+        """Adam's state is empty: its step is like the gradient's sign."""
+        return second_moment_source(self.model, self.optimizer, self.gradient) == "batch_gradient"
 
     # ------------------------------------------------------------ what real steps do
 
-    def effect(self, gradient: Gradient, groups: list[int]) -> float:
-        """The change of the sum of the groups' contrasts by a step along the gradient, without momentum's own."""
-        key = tuple(groups)
-        if key not in self._idle:
-            self._idle[key] = self._steps.effect({}, lambda: self.contrasts(groups)).double()
-        found = self._steps.effect(gradient, lambda: self.contrasts(groups)).double()
+    def effect(self, chosen: Mapping[int, Tensor]) -> Tensor:
+        """float64[G]: what training on these tokens does to each group's part of J."""
+        own = self.gradient_of(chosen)
+        ends = []
+        for half in (HALF, -HALF):
+            changed = {
+                name: whole + half * own[name] if name in own else whole.clone()
+                for name, whole in self.gradient.items()
+            }
+            ends.append(self._steps.effect(changed, self.objectives))
         self.steps_taken += 1
-        return float((found - self._idle[key]).sum())
+        return (ends[0] - ends[1]) / (2 * HALF)
 
-    def subset_gradient(self, chosen: dict[int, Tensor]) -> Gradient:
-        """Of the loss of some tokens: response → bool[T_r]."""
-        responses = [r for r, mask in chosen.items() if bool(mask.any())]
-        if not responses:
-            return {}
-        own = zip(responses, self._raised(responses), strict=True)
-        terms = [-values[chosen[r].to(values.device)].sum() / self.tokens for r, values in own]
-        names, weights = zip(*self._steps.parameters.items(), strict=True)
-        found = torch.autograd.grad(torch.stack(terms).sum(), weights, allow_unused=True)
-        return {name: g for name, g in zip(names, found, strict=True) if g is not None}
-
-    def _raised(self, responses: list[int]) -> list[Tensor]:
-        """What a step raises, [T_r] for each response: A ℓ_t, or what the host says."""
-        if self.step_terms is not None:
-            return self.step_terms(responses)
-        return [
-            float(self.advantages[r]) * values for r, values in zip(responses, self.log_probs(responses), strict=True)
-        ]
+    @cached_property
+    def done(self) -> dict[int, Tensor]:
+        """Row → float64[T_r]: the change of each token's own term of J by the real step, less what momentum and weight
+        decay do alone."""
+        whole = {name: own.clone() for name, own in self.gradient.items()}
+        after, idle = (
+            self._steps.effect(gradient, lambda: torch.cat(self.terms(self.rows)).cpu())
+            for gradient in (whole, {name: torch.zeros_like(own) for name, own in whole.items()})
+        )
+        return dict(zip(self.rows, (after - idle).split([self.counts[r] for r in self.rows]), strict=True))
 
     # ------------------------------------------------------------ what scores say
 
-    def traced(self, config: InfluenceConfig, coming: bool = True) -> InfluenceTrace:
-        """The product's scores of the mini-batch, from backward passes of its loss, one for each mixed group."""
-        responses = self.responses
-        advantages = self.advantages[responses]
-        older = config.about == "output_function"
-        kept = {p: p.grad for p in self._steps.parameters.values()}
-        self.model.zero_grad()
-        with InfluenceTracer(self.model, config=config, optimizer=self.optimizer) as tracer:
-            for members in self.members.values():
-                places = torch.tensor([responses.index(r) for r in members])
-                _, tokens = self._padded(members)
-                raised = torch.cat(self._raised(members)).sum()
-                with tracer.capture(
-                    response=places,
-                    tokens=tokens,
-                    accepted=self.accepted[responses],
-                    group=self.group[responses],
-                    advantages=advantages,
-                    scale=-float(self.tokens),
-                    target_scale=None if older else -self.tokens / advantages,
-                    sign=torch.where(advantages < 0, -1.0, 1.0) if older else None,
-                ):
-                    (-raised / self.tokens).backward()
-            if self.grad_clip:
-                nn.utils.clip_grad_norm_(self._steps.parameters.values(), self.grad_clip)
-            trace = tracer.score(
-                terms=lambda chosen: torch.cat(self._raised([responses[place] for place in chosen])),
-                coming=True if coming else None,
-            )
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
-        return trace
+    def parts(self, groups: list[int] | None = None) -> TokenParts:
+        """The product's score of every token of `rows`, in this order; of `groups` also the one in the objective of
+        their own prompt."""
+        place = {r: index for index, r in enumerate(self.rows)}
+        measured = {g: [place[r] for r in self.members[g]] for g in groups or ()}
+        with self._gradient_in_place() as factor:
+            terms = lambda: [-own for own in self.terms(self.rows)]  # noqa: E731
+            return token_parts(self.model, self.optimizer, terms, clip_factor=factor, measured=measured)
 
-    def scores(self, config: InfluenceConfig, coming: bool = True) -> dict[int, Tensor]:
-        """Response → [T_r], of the mixed groups."""
-        trace = self.traced(config, coming)
-        return {r: trace.token_scores[place].double().cpu() for place, r in enumerate(self.responses)}
+    @contextlib.contextmanager
+    def _gradient_in_place(self) -> Iterator[float]:
+        """Inside, `.grad` is the clipped gradient of the mini-batch. Gives what clipping has multiplied it by."""
+        parameters = self._steps.parameters
+        kept = {name: p.grad for name, p in parameters.items()}
+        for name, p in parameters.items():
+            p.grad = self.gradient[name].clone() if name in self.gradient else None
+        try:
+            yield self._steps.clip()
+        finally:
+            for name, p in parameters.items():
+                p.grad = kept[name]
+
+    def influence(self) -> dict[int, Tensor]:
+        """Row → the tokens' parts in the mini-batch's objective."""
+        return dict(zip(self.rows, self.parts().tokens, strict=True))
+
+    def influence_own(self, groups: list[int]) -> dict[int, Tensor]:
+        """The same in the objective of their own prompt."""
+        found = self.parts(groups).measured.values()
+        return {self.rows[place]: own for one in found for place, own in zip(one.responses, one.tokens, strict=True)}
+
+    def factors(self, config: InfluenceConfig) -> dict[int, Tensor]:
+        """Scores from captured factors, by backward passes of the loss, one for each group."""
+        assert self.weights is not None and self.batch.advantages is not None
+        rows, size = self.rows, [self.counts[r] for r in self.rows]
+        place = {r: index for index, r in enumerate(rows)}
+        advantages = self.batch.advantages[rows].sum(1) / torch.tensor(size)
+        weights, group = self.weights[rows], self.batch.group[rows]
+        good = advantages > 0 if self.batch.rewards is None else accepted(self.batch.rewards, self.batch.group)[rows]
+        of_log_probs = None if config.about == "output_function" else -1.0 / (weights * advantages)
+        kept = {p: p.grad for p in self._steps.parameters.values()}
+        try:
+            self.model.zero_grad()
+            with InfluenceTracer(self.model, config=config, optimizer=self.optimizer) as tracer:
+                for members in self.members.values():
+                    micro = MicroBatches(self.batch, 1, "padded").sequences.padded(torch.tensor(members))
+                    with tracer.capture(
+                        response=torch.tensor([place[r] for r in members]),
+                        tokens=micro.tokens,
+                        accepted=good,
+                        group=group,
+                        advantages=advantages,
+                        scale=-1.0 / weights,
+                        target_scale=of_log_probs,
+                        sign=None if of_log_probs is not None else advantages.sign(),
+                        positions=self.policy.seen_by_head(micro),
+                    ):
+                        log_probs, _ = self.policy.statistics(micro)
+                        terms = advantages[[place[r] for r in members], None] * micro.unflatten(log_probs)
+                        (-(terms * self.weights[members, None])).sum().backward()
+                self._steps.clip()
+                trace = tracer.score(terms=lambda some: self._raised([rows[i] for i in some]), coming=True)
+        finally:
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
+        return {r: trace.token_scores[index].double().cpu() for index, r in enumerate(rows)}
+
+    def _raised(self, rows: list[int]) -> Tensor:
+        """[N]: A ℓ of every token, what a step on it raises, apart from the normaliser."""
+        assert self.batch.advantages is not None
+        found: dict[int, Tensor] = {}
+        for micro in self._micro_batches(self.batch)(torch.tensor(rows)):
+            log_probs = micro.unflatten(self.policy.statistics(micro)[0])
+            for index, row in enumerate(micro.rows.tolist()):
+                mask = micro.mask[index]
+                found[row] = log_probs[index, mask] * self.batch.advantages[row, : len(mask)][mask].to(log_probs)
+        return torch.cat([found[row] for row in rows])
 
     def baselines(self) -> dict[str, dict[int, Tensor]]:
-        """Scores that need no gradient: response → [T_r]."""
+        """Scores that need no gradient: row → [T_r]."""
+        assert self.batch.old_log_probs is not None and self.batch.advantages is not None
         found: dict[str, dict[int, Tensor]] = {name: {} for name in FREE}
-        for members in self.members.values():
-            with torch.no_grad():
-                log_probs = self.log_probs(members)
-            for r, values in zip(members, log_probs, strict=True):
-                size, own = float(self.advantages[r].abs()), values.cpu()
-                factors = (1 - own.exp(), -own, torch.ones_like(own))
-                for name, factor in zip(FREE, factors, strict=True):
-                    found[name][r] = size * factor
+        for r in self.rows:
+            mask = self.batch.response_mask[r]
+            size, log_probs = self.batch.advantages[r, mask].abs(), self.batch.old_log_probs[r, mask]
+            for name, factor in zip(FREE, (1 - log_probs.exp(), -log_probs, torch.ones_like(log_probs)), strict=True):
+                found[name][r] = size * factor
         return found
 
 
@@ -316,14 +375,20 @@ class RealSteps:
         for name, p in self.parameters.items():
             found = gradient.get(name)
             p.grad = torch.zeros_like(p) if found is None else found.detach().to(p.dtype)
-        if self.grad_clip:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip)
+        self.clip()
         try:
             self.optimizer.step()
             with torch.no_grad():
                 return measure()
         finally:
             self.restore()
+
+    def clip(self) -> float:
+        """Clip `.grad` as training does. Returns what it was multiplied by."""
+        if not self.grad_clip:
+            return 1.0
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip))
+        return min(1.0, self.grad_clip / (norm + 1e-6))
 
     @torch.no_grad()
     def restore(self) -> None:

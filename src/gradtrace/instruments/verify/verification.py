@@ -5,14 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import torch
 
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.verify.measure import Effects, Scores, Size, interval, planned
-from gradtrace.instruments.verify.trial import BASELINE, FREE, Trial
+from gradtrace.instruments.verify.measure import (
+    QUESTIONS,
+    Effects,
+    Pairs,
+    Size,
+    answers,
+    interval,
+    jackknife,
+    pearson,
+    planned,
+    slope,
+    spearman,
+)
+from gradtrace.instruments.verify.trial import BASELINE, FREE, Scores, Trial
 from gradtrace.intervals import Interval, paired_difference
 from gradtrace.terminal import StageProgress
 from gradtrace.trace.files import DamagedError, JsonLines, unseal
@@ -20,8 +35,13 @@ from gradtrace.trace.results import ResultStore
 from gradtrace.trace.run_files import acquire_lock, release_lock
 
 Agreement = dict[str, dict[str, list[float]]]
-"""Score → kind of step → one rank correlation per group, in one order for all scores."""
+"""Score → question (a key of `QUESTIONS`, or DONE) → one number per group, in one order for all scores."""
+Scoring = Callable[[], Scores]
+INFLUENCE, INFLUENCE_OWN = "influence", "influence on own prompt"
 OWN = "this run's score"
+DONE = "done"
+"""The other reading of a score: not what training on the token does, but what the step does to the token."""
+TITLES = {name: question.title for name, question in QUESTIONS.items()} | {DONE: "what the step did to it"}
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -38,20 +58,37 @@ GOOD = 0.7
 """A score whose interval begins here is trusted, even where the baseline is as good."""
 
 
-def exact(**knobs: Any) -> InfluenceConfig:
-    """Settings of a score of all groups, without projection."""
-    common = {"projection_dim_factor": 0, "loss_term_prompts": 0, "pairwise": False}
-    return InfluenceConfig(**{**common, **knobs})
-
-
-def usual_scores() -> dict[str, InfluenceConfig]:
-    """Credit by geometry: what the product offers."""
-    credits = {"loss term": "loss_term", "tail": "tail", "position": "position"}
+def factor_scores() -> dict[str, InfluenceConfig]:
+    """Scores from captured factors, exact: what there is beside influence."""
     return {
-        f"{geometry}, {name}": exact(hessian_mode=geometry, credit=credit)
-        for name, credit in credits.items()
-        for geometry in ("optimizer", "identity")
+        "identity, loss term": InfluenceConfig(hessian_mode="identity", pairwise=False),
+        "identity, position": InfluenceConfig(hessian_mode="identity", credit="position", pairwise=False),
+        "optimizer, position": InfluenceConfig(credit="position", pairwise=False),
     }
+
+
+def usual_scores(trial: Trial, groups: int) -> dict[str, Scoring]:
+    """What the product offers. `groups`: how many have influence on their own prompt."""
+    measured = list(trial.members)[:groups]
+    return {
+        INFLUENCE: trial.influence,
+        INFLUENCE_OWN: partial(trial.influence_own, measured),
+        **{name: partial(trial.factors, config) for name, config in factor_scores().items()},
+    }
+
+
+def scoring(trial: Trial, config: InfluenceConfig, groups: int) -> Scoring:
+    """How a score with these settings is computed."""
+    if not config.is_parts:
+        return partial(trial.factors, config)
+    if asked_of(config) == "token":
+        return trial.influence
+    return partial(trial.influence_own, list(trial.members)[:groups])
+
+
+def asked_of(config: InfluenceConfig) -> str:
+    """The question that scores with these settings answer."""
+    return "token" if config.scope == "all_selected" else "token_own"
 
 
 def table_of(agreement: Agreement) -> dict[str, dict[str, Interval]]:
@@ -67,6 +104,25 @@ def gains_of(agreement: Agreement) -> dict[str, dict[str, Interval]]:
     }
 
 
+@dataclass(frozen=True)
+class Books:
+    """Sums of influence over groups against what the step did to the groups."""
+
+    predicted: list[float]
+    """Of each group."""
+    measured: list[float]
+    """The change of its objective by the real step, less what momentum and weight decay do alone."""
+
+    @property
+    def slope(self) -> float:
+        """1: the sums are the changes."""
+        return slope(torch.tensor(self.predicted), torch.tensor(self.measured))
+
+    @property
+    def pearson(self) -> float:
+        return pearson(torch.tensor(self.predicted), torch.tensor(self.measured))
+
+
 @dataclass(frozen=True, eq=False)
 class Verification:
     """How well scores predicted what real optimizer steps do."""
@@ -77,8 +133,14 @@ class Verification:
     effects: list[Effects]
     seconds: float
     """That this call took."""
+    done: Mapping[int, Scores] = field(default_factory=dict)
+    """Group → row → what the step did to each token's own term, less what momentum and weight decay do alone."""
     left_out: list[str] = field(default_factory=list)
     """Scores that the budget did not reach."""
+    question: str = "token"
+    """The one that the verdict is about."""
+    is_first_step: bool = False
+    """Adam's state is empty."""
 
     @property
     def steps_taken(self) -> int:
@@ -92,15 +154,24 @@ class Verification:
     def agreement(self) -> Agreement:
         found: Agreement = {}
         for name, scores in self.predictions.items():
-            kinds = found.setdefault(name, {})
-            for effects in self.effects:
-                known = any(r in scores for step in effects.chosen for r in step)
-                kinds.setdefault(effects.kind, []).append(effects.agreement(scores) if known else math.nan)
-        return found
+            found[name] = {key: answers(self.effects, scores, question) for key, question in QUESTIONS.items()}
+            pairs = [flat_pairs(scores, rows) for rows in self.done.values()]
+            found[name][DONE] = jackknife([own for own in pairs if len(own[0]) > 1], spearman)
+        # Kinds that nothing was planned of, and readings that were not reached, have no column.
+        there = {key for kinds in found.values() for key, values in kinds.items() if values}
+        return {name: {key: values for key, values in kinds.items() if key in there} for name, kinds in found.items()}
 
     @property
     def table(self) -> dict[str, dict[str, Interval]]:
         return table_of(self.agreement)
+
+    @property
+    def books(self) -> Books:
+        """Of the groups in which the judged score has a number for every token."""
+        scores = self.predictions[self.judged]
+        pairs = [flat_pairs(scores, rows, whole=True) for rows in self.done.values()]
+        there = [own for own in pairs if len(own[0])]
+        return Books([float(one.sum()) for one, _ in there], [float(other.sum()) for _, other in there])
 
     @property
     def is_trustworthy(self) -> bool | None:
@@ -112,8 +183,10 @@ class Verification:
         return self._judgement()[1]
 
     def _judgement(self) -> tuple[bool | None, str]:
-        found = {name: kinds["single_token"] for name, kinds in self.agreement.items()}
-        return judgement(found[self.judged], {name: found[name] for name in FREE}, self.judged)
+        found = {name: kinds[self.question] for name, kinds in self.agreement.items()}
+        free = {name: found[name] for name in FREE}
+        trusted, said = judgement(found[self.judged], free, self.judged, ASKED[self.question])
+        return trusted, f"{said}. {FIRST_STEP}" if self.is_first_step and trusted is not None else said
 
     def record(self) -> dict[str, Any]:
         """Everything that is shown, for report.json."""
@@ -124,31 +197,62 @@ class Verification:
                 for name, kinds in table.items()
             }
 
-        agreement = self.agreement
+        agreement, books = self.agreement, self.books
         return {
             "verdict": self.verdict,
             "trustworthy": self.is_trustworthy,
+            "question": ASKED[self.question],
             "judged": self.judged,
             "baseline": BASELINE,
-            "groups": len({tuple(e.groups) for e in self.effects if e.measured}),
+            "groups": len({e.group for e in self.effects if e.measured}),
             "steps_taken": self.steps_taken,
             "steps_planned": self.steps_planned,
             "left_out": self.left_out,
+            "first_step": self.is_first_step,
             "columns": "mean, low and high end of a 95 % interval over groups, groups",
             "table": plain(table_of(agreement)),
             "gain_over_baseline": plain(gains_of(agreement)),
+            "books": {
+                "slope": finite(books.slope),
+                "pearson": finite(books.pearson),
+                "predicted": books.predicted,
+                "measured": books.measured,
+            },
             "steps": [
                 {
                     "kind": effects.kind,
-                    "group": effects.groups[0],
-                    "measured": effects.measured,
-                    "predicted": effects.predicted(self.predictions[self.judged]),
+                    "group": effects.group,
+                    "measured": [step[0] for step in effects.measured],
+                    "measured_own": [step[1] for step in effects.measured],
+                    "predicted": [finite(v) for v in effects.predicted(self.predictions[self.judged])],
                     "baseline": effects.predicted(self.predictions[BASELINE]),
                 }
                 for effects in self.effects
                 if effects.measured
             ],
         }
+
+
+ASKED = {
+    "token": "what training on a token does to the mini-batch's objective",
+    "token_own": "what training on a token does to its own prompt's objective",
+}
+"""The questions that a verdict can be about."""
+FIRST_STEP = (
+    "Adam's state is empty: its first step is like the gradient's sign and hardly depends on how much a token weighs; "
+    "influence then says what the step does to a token"
+)
+
+
+def flat_pairs(scores: Scores, done: Scores, whole: bool = False) -> Pairs:
+    """Scores and changes of a group's tokens, one after the other, where there are scores; `whole`: nothing unless
+    there are scores of all of them."""
+    own = [scores[r] if r in scores else torch.full_like(values, math.nan) for r, values in done.items()]
+    predicted, measured = torch.cat(own), torch.cat(list(done.values()))
+    known = ~predicted.isnan()
+    if whole and not bool(known.all()):
+        known = torch.zeros_like(known)
+    return predicted[known], measured[known]
 
 
 def finite(value: float) -> float | None:
@@ -172,7 +276,7 @@ def judgement(
     values: Sequence[float],
     free: Mapping[str, Sequence[float]],
     judged: str = OWN,
-    steps: str = "single-token steps",
+    question: str = ASKED["token"],
 ) -> tuple[bool | None, str]:
     """Whether a score is to be trusted, and the sentence that says so. `values`: its correlation in each group; `free`:
     the same of baselines without a gradient, the strongest of which it has to beat."""
@@ -181,7 +285,9 @@ def judgement(
     rival = max(known, key=lambda name: known[name].mean, default=BASELINE)
     gain = paired_difference(values, free[rival])
     who = "scores of this run" if judged.startswith(("this run", "stored")) else judged
-    said = f"{who} predict {steps} with {in_brackets(own)}, the baseline {BASELINE} has {in_brackets(base)}"
+    said = f"{who} predict {question} with {in_brackets(own)}, the baseline {BASELINE} has {in_brackets(base)}"
+    if judged == INFLUENCE:
+        said = said.replace(" predict ", " predicts ", 1)
     if rival != BASELINE and number(known[rival].mean) != number(base.mean):
         said += f", {rival} {in_brackets(known[rival])}"
     if base.count >= FEW_GROUPS and not own.count:
@@ -207,24 +313,23 @@ class Verifier:
     def __init__(
         self,
         trial: Trial,
-        scores: Mapping[str, InfluenceConfig],
+        scores: Mapping[str, Scoring],
         given: Mapping[str, Scores] | None = None,
         size: Size | None = None,
         seed: int = 0,
         store: ResultStore | None = None,
+        question: str = "token",
     ) -> None:
         """`scores`: to be computed; `given`: those that are there already. The first of them all is judged. `store`:
         where scores and steps stay."""
-        size = size or Size()
-        self.trial, self.scores, self.store = trial, scores, store
+        self.trial, self.scores, self.store, self.question = trial, scores, store, question
         self.given = dict(given or {})
         if not trial.members:
             raise GradtraceError(
-                "no group has both accepted and rejected responses: there is no contrast to change. Take "
-                "more groups, or more responses to each prompt"
+                "every response has advantage 0: each group's rewards are all alike, and training on it does nothing. "
+                "Take more groups, or more responses to each prompt"
             )
-        trial.keep(list(trial.members)[: size.groups])
-        self.effects = planned(trial, size, seed)
+        self.effects = planned(trial, size or Size(), seed)
 
     def run(self, budget: float = math.inf, progress: StageProgress = silent) -> Verification:
         """`budget`: seconds after which no further step begins."""
@@ -234,27 +339,40 @@ class Verifier:
                 acquire_lock(self.store.folder)
                 at_the_end.callback(release_lock, self.store.folder)
             predictions, left_out = self._predictions(begun + FOR_SCORES * budget, progress)
+            done = self._done() if time.monotonic() < begun + budget else {}
             self._measure(begun + budget, progress)
-        judged = next(iter(predictions))
-        return Verification(judged, predictions, self.effects, time.monotonic() - begun, left_out)
+        return Verification(
+            next(iter(predictions)),
+            predictions,
+            self.effects,
+            time.monotonic() - begun,
+            done,
+            left_out,
+            self.question,
+            self.trial.is_first_step,
+        )
 
     def _predictions(self, deadline: float, progress: StageProgress) -> tuple[dict[str, Scores], list[str]]:
         found: dict[str, Scores] = dict(self.given)
         left_out = []
-        for done, (name, config) in enumerate(self.scores.items()):
+        for done, (name, scoring) in enumerate(self.scores.items()):
             progress("scoring", done, len(self.scores))
-            kept = self.store is not None and self.store.has(f"score_{slug(name)}")
+            kept = self.store is not None and self.store.has(slug(name))
             if found and time.monotonic() > deadline and not kept:
                 left_out.append(name)
                 continue
-            found[name] = self._score(name, config)
+            found[name] = self._kept(slug(name), scoring)
         return found | self.trial.baselines(), left_out
 
-    def _score(self, name: str, config: InfluenceConfig) -> Scores:
+    def _kept(self, name: str, made: Scoring) -> Scores:
         if self.store is None:
-            return self.trial.scores(config)
-        kept = self.store.get(f"score_{slug(name)}", lambda: {str(r): v for r, v in self.trial.scores(config).items()})
+            return made()
+        kept = self.store.get(name, lambda: {str(r): values for r, values in made().items()})
         return {int(r): values for r, values in kept.items()}
+
+    def _done(self) -> dict[int, Scores]:
+        done = self._kept("step_done", lambda: self.trial.done)
+        return {group: {r: done[r] for r in rows} for group, rows in self.trial.members.items()}
 
     def _measure(self, deadline: float, progress: StageProgress) -> None:
         lines = self._kept_steps()
@@ -264,7 +382,7 @@ class Verifier:
                 progress("taking steps", total - sum(e.left for e in self.effects), total)
                 effects.take_next(self.trial)
                 if lines is not None:
-                    lines.append({"of": place, "measured": effects.measured[-1], "norm": effects.norms[-1]})
+                    lines.append({"of": place, "measured": effects.measured[-1]})
         progress("taking steps", total - sum(e.left for e in self.effects), total)
 
     def _kept_steps(self) -> JsonLines | None:
@@ -277,11 +395,9 @@ class Verifier:
                 record = unseal(line)
             except DamagedError as error:
                 raise GradtraceError(f"{lines.path} is damaged: {error}. Delete {lines.path.parent}") from None
-            effects = self.effects[record["of"]]
-            effects.measured.append(record["measured"])
-            effects.norms.append(record["norm"])
+            self.effects[record["of"]].measured.append(record["measured"])
         return lines
 
 
 def slug(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
+    return "score_" + "".join(letter if letter.isalnum() else "_" for letter in name)
