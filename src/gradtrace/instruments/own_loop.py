@@ -20,9 +20,8 @@ from gradtrace.instruments.entropy_trace import RECORD as ENTROPY_RECORD
 from gradtrace.instruments.entropy_trace.reporter import entropy_columns
 from gradtrace.instruments.influence import RECORD as INFLUENCE_RECORD
 from gradtrace.instruments.influence.capture import Scored
-from gradtrace.instruments.influence.columns import describe, influence_columns
-from gradtrace.instruments.influence.factor_table import scores_table
-from gradtrace.instruments.influence.file_of_parts import parts_columns, table_of_parts
+from gradtrace.instruments.influence.columns import parts_columns, table_of_parts
+from gradtrace.instruments.influence.factor_columns import describe, influence_columns, scores_table
 from gradtrace.instruments.influence.plan import status_by_advantage, status_by_contrast
 from gradtrace.instruments.record import Record
 from gradtrace.segments import Segment

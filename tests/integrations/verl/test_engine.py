@@ -16,8 +16,8 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.columns import response_columns
 from gradtrace.instruments.contract import OptimizerStep, Table
 from gradtrace.instruments.influence import INFLUENCE_TRACE, InfluenceTraceConfig
-from gradtrace.instruments.influence.columns import influence_columns
-from gradtrace.instruments.influence.file_of_parts import BOOKS, parts_columns
+from gradtrace.instruments.influence.columns import BOOKS, parts_columns
+from gradtrace.instruments.influence.factor_columns import influence_columns
 from gradtrace.instruments.influence.observer import influence_observer
 from gradtrace.instruments.observers import Observers
 from gradtrace.policy.load import load_policy

@@ -19,8 +19,8 @@ from gradtrace.batch import RolloutBatch
 from gradtrace.config.root import Config
 from gradtrace.instruments.contract import OptimizerStep
 from gradtrace.instruments.influence import INFLUENCE_TRACE
-from gradtrace.instruments.influence.columns import influence_columns
-from gradtrace.instruments.influence.file_of_parts import parts_columns
+from gradtrace.instruments.influence.columns import parts_columns
+from gradtrace.instruments.influence.factor_columns import influence_columns
 from gradtrace.instruments.influence.observer import influence_observer
 from gradtrace.instruments.influence.plan import StepPlan, status_by_advantage, status_by_contrast
 from gradtrace.instruments.observers import Observers

@@ -245,7 +245,9 @@ def _validity(run: RunReader, rows: dict[int, dict[str, Any]]) -> Iterator[Healt
     both = [row for row in rows.values() if all(isinstance(row.get(name), int | float) for name in names)]
     if both:
         own, base = ([float(row[name]) for row in both] for name in names)
-        said = judgement(own, {BASELINE: base}, steps="steps on half of a group's tokens")[1]
+        said = judgement(
+            own, {BASELINE: base}, question="what half of the tokens of some responses do to the objective"
+        )[1]
         yield notable(f"{said[0].upper()}{said[1:]} ({len(both)} checks during training).")
     for report in sorted((run.path / "verify").glob("step_*/report.json"))[-1:]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):

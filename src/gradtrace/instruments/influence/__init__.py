@@ -80,6 +80,12 @@ class InfluenceTraceConfig(InfluenceConfig, TraceConfig):
                 "mini-batch by one forward pass, so there is nothing to limit: leave it out, or set "
                 f"{path}hessian_mode=inverse or {path}credit=position."
             )
+        if self.verify_every and not self.is_parts:
+            raise GradtraceError(
+                f"{path}verify_every={self.verify_every} holds the default score against real optimizer steps, and "
+                "these settings ask for scores from captured factors: leave it out, or run `gradtrace verify` on a "
+                "checkpoint."
+            )
         if self.verify_every % self.write_every:
             raise GradtraceError(
                 f"{path}verify_every={self.verify_every}: scores are made every {self.write_every} steps "

@@ -14,7 +14,6 @@ passes before the optimizer step, in which every response has its prompt to itse
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,18 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.attribution import AttributionError, InfluenceTracer
+from gradtrace.attribution import InfluenceTracer
 from gradtrace.attribution.collectives import is_sharded
 from gradtrace.attribution.factors.capture import Role
 from gradtrace.attribution.factors.loss_terms import SharedTerms, Terms
-from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows, StepSize, Table
 from gradtrace.instruments.influence import InfluenceTraceConfig
 from gradtrace.instruments.influence.capture import InfluenceCapture
-from gradtrace.instruments.influence.factor_table import scores_table
+from gradtrace.instruments.influence.factor_columns import scores_table
 from gradtrace.instruments.influence.plan import StepPlan
-from gradtrace.instruments.verify.in_training import TrainingCheck
 
 
 class FactorsObserver(Observer):
@@ -51,10 +48,6 @@ class FactorsObserver(Observer):
         self._shares_prompts = False
         """Its passes of training shared their prompts."""
         self._had_scope_pass = False
-        self._to_verify: RolloutBatch | None = None
-        self._check: TrainingCheck | None = None
-        if settings.verify_every:
-            self._check = TrainingCheck(host.model, host.optimizer, host.temperature, host.grad_clip)
         if host.step_size is not None:
             self._check_memory(host.step_size)
 
@@ -77,7 +70,6 @@ class FactorsObserver(Observer):
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
         self._mini_batch, self._had_scope_pass = -1, False
-        self._to_verify = plan.to_verify
         self.tracer.attach()
         self.capture.start(plan)
 
@@ -141,7 +133,6 @@ class FactorsObserver(Observer):
             if self._shares_prompts and len(self.capture.current.rows):
                 self._passes_apart(update, update.number, own=False)
             self._score(update)
-        self._verify(update)
 
     def _scope_pass(self, update: OptimizerStep) -> None:
         """Capture the whole batch at the weights as they are."""
@@ -210,35 +201,6 @@ class FactorsObserver(Observer):
 
     def close(self) -> None:
         self.tracer.close()
-
-    # ------------------------------------------------------------ verify_every
-
-    def _verify(self, update: OptimizerStep) -> None:
-        """Hold the first scores of a step against real optimizer steps, every `verify_every` steps."""
-        plan, batch = self.capture.plan, self._to_verify
-        if self._check is None or plan is None or batch is None or not self.capture.scored:
-            return
-        self._to_verify = None
-        self.tracer.close()
-        try:
-            if self.host.next_gradient() is None:
-                raise AttributionError(
-                    "its passes belong to several optimizer steps, so its scores to different weights. Run "
-                    "`gradtrace verify` on a checkpoint, or gradtrace.verify() between two rollouts"
-                )
-            scored = self.capture.scored[-1]
-            rows = self.host.own(update)
-            tokens = int(batch.written_counts[update.rows].sum())
-            raised: Callable[[list[int]], Tensor] = lambda places: self.host.values(  # noqa: E731
-                rows.pick(scored.rows[places]), self._step_terms
-            )
-            self.table.facts["validity"] = self._check.run(batch, plan, scored, raised, tokens)
-        except Exception as error:
-            if self.config.on_error == "raise":
-                raise
-            self.table.facts["unverified"] = str(error)
-        finally:
-            self.tracer.attach()
 
 
 def available_memory() -> int:

@@ -25,6 +25,7 @@ from gradtrace.attribution.update import parameter_updates, second_moment_source
 from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows
 from gradtrace.instruments.influence import InfluenceTraceConfig
 from gradtrace.instruments.influence.plan import StepPlan
+from gradtrace.instruments.verify.in_training import TrainingCheck
 
 STRONGEST = 6
 """Tokens of a measured group whose alternatives are looked at."""
@@ -67,10 +68,12 @@ class PartsObserver(Observer):
         self.config = settings
         self.measured: list[ObservedGroup] = []
         self.plan: StepPlan | None = None
+        self._check = TrainingCheck(host) if settings.verify_every else None
+        self._to_verify = False
 
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
-        self.plan, self.measured = plan, []
+        self.plan, self.measured, self._to_verify = plan, [], plan.verify
         self.table.facts = {"updates": [], "books": [], "alternatives": [], "non_finite": [], "refused": ""}
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
@@ -95,6 +98,19 @@ class PartsObserver(Observer):
                     self._put_own(one, gradient, coming.clip_factor, pairs=group in measured)
                 self.measured += [one] if group in measured else []
             self._measure_momentum(gradient)
+        self._verify(update, rows, found)
+
+    def _verify(self, update: OptimizerStep, rows: Rows, found: Tensor) -> None:
+        """Hold the first scores of the step against real optimizer steps."""
+        if self._check is None or not self._to_verify:
+            return
+        self._to_verify = False
+        try:
+            self.table.facts["validity"] = self._check.run(rows, found, lambda one: objective(one)[0], update.step)
+        except Exception as error:
+            if self.config.on_error == "raise":
+                raise
+            self.table.facts["unverified"] = str(error)
 
     def _groups(self, wanted: Tensor, update: OptimizerStep) -> list[int]:
         """Those of these groups that are in the mini-batch, the same in every process."""

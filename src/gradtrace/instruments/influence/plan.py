@@ -38,8 +38,8 @@ class StepPlan:
     """long[…]: groups whose tokens are also scored on their own prompt."""
     measured: Tensor
     """long[…]: those of them that are measured."""
-    to_verify: RolloutBatch | None = None
-    """The batch, in a step whose scores are held against real optimizer steps."""
+    verify: bool = False
+    """The scores of this step are held against real optimizer steps."""
 
     @staticmethod
     def of(
@@ -66,7 +66,7 @@ class StepPlan:
             kept=kept_rows(batch),
             own=none if own is None else own,
             measured=none if measured is None else measured,
-            to_verify=batch if verify else None,
+            verify=verify,
         )
 
     @property

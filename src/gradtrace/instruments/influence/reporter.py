@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradtrace.batch import RolloutBatch
 from gradtrace.instruments.contract import Reporter, Table, TrainingRun
-from gradtrace.instruments.influence.columns import describe, influence_columns
-from gradtrace.instruments.influence.file_of_parts import parts_columns, parts_metrics
+from gradtrace.instruments.influence.columns import parts_columns, parts_metrics
+from gradtrace.instruments.influence.factor_columns import describe, influence_columns
 from gradtrace.instruments.influence.plan import (
     StepPlan,
     groups_to_measure,

@@ -273,7 +273,7 @@ class TraceSession:
             self._around_slice.enter_context(observers.around_backward(self._host.pass_of_slice()))
 
     def _score(self) -> None:
-        """The first pass over the rollout is complete and the optimizer step comes next: observers look at its gradient."""
+        """The rollout has had its first pass, and the optimizer step comes next: observers look at its gradient."""
         if self._steps is None or (rollout := self._still_traced()) is None:
             return
         rollout.batch = rollout.complete(self.ranks)
