@@ -59,6 +59,15 @@ def test_every_cell_has_a_row_and_the_files_say_the_same(done: Path) -> None:
     assert "| 4 | identity | 4 |" in markdown and "| **4** | " in markdown
 
 
+def test_scores_in_nats_and_those_of_captured_factors_stand_in_one_table_by_their_names(tmp_path: Path) -> None:
+    settings = [*overrides(tmp_path), "sweep.influence.hessian_mode=optimizer,identity"]
+    assert main(["ablate", *settings, "--out", str(tmp_path / "out"), "--repeat", "1"]) == 0
+    table = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert [cell["status"] for cell in table["cells"]] == ["done", "done"]
+    assert [cell["score"] for cell in table["cells"]] == ["influence", "influence_loss_term"]
+    assert table["agreement"]["score"] == "mixed" and table["agreement"]["matrix"][0][1] is not None
+
+
 def test_cells_differ_by_their_settings_alone(done: Path) -> None:
     """A cell computed again, alone and later, has the same scores to the last bit; other settings have others."""
     grid = parse_grid(words(done))
@@ -100,7 +109,7 @@ def test_a_folder_of_another_rollout_is_refused(done: Path, tmp_path: Path) -> N
 
 def test_a_failing_cell_is_named_and_the_others_go_on(done: Path, tmp_path: Path) -> None:
     sweep = "sweep.influence.module_name_filter=[mlp],[no_such_layer]"
-    grid = parse_grid([*overrides(done), sweep])
+    grid = parse_grid([*overrides(done), "trainer.influence_trace.hessian_mode=identity", sweep])
     ablate(grid, tmp_path / "out", repeat=1)
     collect(tmp_path / "out")
     first, second = json.loads((tmp_path / "out" / "ablation.json").read_text())["cells"]

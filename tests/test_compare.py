@@ -18,6 +18,8 @@ from gradtrace.commands.pages.picture import Curve, line_picture, number_text, s
 from gradtrace.errors import GradtraceError
 from gradtrace.intervals import mean_interval, paired_difference, t_quantile, welch_difference
 from gradtrace.trace.run_files import RunFiles
+from gradtrace.trace.writer import TraceWriter
+from tests.trace.trace_fakes import influence_columns
 
 STEPS = 11
 
@@ -274,6 +276,25 @@ def test_the_command_prints_a_table_and_writes_every_format(folder: Path, capsys
     numbers = json.loads((folder.parent / "out.json").read_text())["comparisons"][0]
     assert [group["label"] for group in numbers["groups"]] == ["plain", "tracin"]
     assert numbers["groups"][1]["difference_to_first"]["mean"] == pytest.approx(0.5)
+
+
+def test_influence_in_nats_and_that_of_captured_factors_are_not_compared(folder: Path) -> None:
+    in_nats = influence_columns()
+    older = {name: values for name, values in in_nats.items() if not name.startswith("influence")}
+    older["influence_position"] = in_nats["influence"]
+    runs = []
+    for name, columns in (("nats", in_nats), ("older", older), ("without", None)):
+        path = write_run(folder.parent / name, 0, 0.05)
+        RunFiles(path).log(STEPS, {"score": 1.0, "influence_trace/validity": 0.9})
+        if columns is not None:
+            with TraceWriter(path, "influence_trace", on_error="raise") as writer:
+                writer.write(1, columns)
+        runs.append(load_run(path))
+    assert [run.influence_unit for run in runs] == ["nats", "influence", ""]
+    with pytest.raises(GradtraceError, match="nats in nats, and in the unit of captured factors in older"):
+        compare(group_runs(runs), "influence_trace/validity")
+    assert compare(group_runs(runs), "score").groups
+    assert compare(group_runs([runs[0], runs[2]]), "influence_trace/validity").groups
 
 
 def test_bad_requests_are_said_in_one_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,9 @@ def test_versions_are_shown_without_a_model(capsys: pytest.CaptureFixture[str]) 
 def test_a_healthy_model(saved_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", saved_model]) == 0
     shown = capsys.readouterr().out
+    assert "gradient reaches all" in shown and "memory" in shown and "copy of the trained weights" in shown
+    assert main(["doctor", "--model", saved_model, "hessian_mode=identity"]) == 0
+    shown = capsys.readouterr().out
     assert "healthy" in shown and "14 selected layers" in shown and "memory" in shown
 
 
@@ -48,7 +51,9 @@ def test_every_knob_of_the_trace_counts_in_the_estimate(saved_model: str, capsys
     inverse = ("hessian_mode=inverse", "credit=position", "projection_dim_factor=1")
     dense = estimate(*inverse, "trainer.influence_trace.solver=dense")
     assert len({estimate(), estimate(*inverse), dense, estimate(*inverse, "solver=dense", "max_hessian_dim=16")}) == 4
-    assert estimate("max_modules=2") != estimate() != estimate("max_tokens_per_response=3")
+    identity = "hessian_mode=identity"
+    assert estimate(identity, "max_modules=2") != estimate(identity)
+    assert estimate(identity) != estimate(identity, "max_tokens_per_response=3")
     assert main(["doctor", "--model", saved_model, "max_module=2"]) == 2
     assert "max_modules" in capsys.readouterr().err
     assert main(["doctor", "--model", saved_model, "max_modules=many"]) == 2
@@ -58,9 +63,10 @@ def test_every_knob_of_the_trace_counts_in_the_estimate(saved_model: str, capsys
 def test_captures_are_shown_module_by_module(
     saved_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", "--model", saved_model, "max_modules=2"]) == 0
+    assert main(["doctor", "--model", saved_model, "hessian_mode=identity", "max_modules=2"]) == 0
     assert "1 fw, 1 bw" in capsys.readouterr().out
-    traced = ("trainer.influence_trace.enable=true", "trainer.total_steps=1", "trainer.validation.every=0")
+    factors = "trainer.influence_trace.hessian_mode=identity"
+    traced = ("trainer.influence_trace.enable=true", factors, "trainer.total_steps=1", "trainer.validation.every=0")
     run_dir = train(small.config(tmp_path, *traced)).run_dir
     found = open_run(run_dir).step("influence_trace", 1).meta["captures"]
     assert found and all(forward == backward > 0 for forward, backward in found.values())
@@ -70,7 +76,7 @@ def test_captures_are_shown_module_by_module(
 
 
 def test_a_filter_that_matches_nothing_is_a_problem(saved_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", saved_model, "--filter", "c_attn"]) == 1
+    assert main(["doctor", "--model", saved_model, "hessian_mode=identity", "--filter", "c_attn"]) == 1
     assert "matches none" in capsys.readouterr().out
 
 

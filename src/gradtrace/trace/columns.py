@@ -218,23 +218,6 @@ class SegmentRole(enum.IntEnum):
     """Not the policy, and no more is known: a tool's result, a template."""
 
 
-class Credit(enum.IntEnum):
-    """What a response's score of a token counts."""
-
-    LOSS_TERM = 0
-    """The token's own term of the loss, in all traced weights."""
-    TAIL = 1
-    """The same, in the last block's weights, where a position feeds no later one: it costs no extra pass."""
-    POSITION = 2
-    """All that flows through the token's position, later tokens' terms included."""
-
-
-SCORE_OF_CREDIT = {
-    Credit.LOSS_TERM: "influence_loss_term",
-    Credit.TAIL: "influence_tail",
-    Credit.POSITION: "influence_position",
-}
-"""Where a response's scores of each credit stand. Where it has none of that credit, the column holds zeros."""
 PAIRWISE = ("pairwise_member_offsets", "pairwise_member", "pairwise_offsets", "pairwise")
 """The effect of tokens on single responses: these columns come together."""
 

@@ -175,7 +175,7 @@ class Step:
         return Pairwise(self.ragged("pairwise", r).reshape(-1, len(members)), members)
 
     def token_table(self) -> dict[str, np.ndarray]:
-        """A row per token: step, group, response, position, the token columns and the response columns."""
+        """A row per token: step, group, response, position, the columns of tokens, responses and groups."""
         lengths = np.diff(self["token_offsets"])
         response = np.repeat(np.arange(self.n_responses), lengths)
         table = {
@@ -190,6 +190,8 @@ class Step:
                 table[name] = self[name]
             elif column.level == "response" and not column.is_offsets and name != "group":
                 table[name] = self[name][response]
+            elif column.level == "group" and column.ragged_by is None and not column.is_offsets and name != "group_id":
+                table[name] = self[name][self["group"]][response]
         return table
 
     def to_pandas(self) -> pandas.DataFrame:

@@ -39,13 +39,10 @@ from gradtrace.training.experience import Experience
 from gradtrace.training.state import completed
 
 SWEEP = "sweep.influence."
-NOT_SWEPT = ("enable", "write_every", "fsync", "on_error", "profile_timing")
+NOT_SWEPT = ("enable", "write_every", "fsync", "on_error", "profile_timing", "measure")
 """Knobs of the trace that change no score, time or memory of a pass."""
 
-ALWAYS = [
-    f"trainer.influence_trace.{setting}"
-    for setting in ("enable=true", "write_every=1", "on_error=raise", "loss_term_prompts=0")
-]
+ALWAYS = [f"trainer.influence_trace.{setting}" for setting in ("enable=true", "write_every=1", "on_error=raise")]
 
 
 @dataclass(frozen=True)

@@ -221,14 +221,43 @@ def captures(run: Run) -> list[str]:
 
 
 def _check_model(console: Any, args: argparse.Namespace, config: Any) -> int:
-    from gradtrace.attribution.factors.layers import select_blocks
-    from gradtrace.attribution.factors.one_pass import estimate_memory
-    from gradtrace.commands.doctor.gradient_flow import check_gradient_flow
     from gradtrace.runs import open_run
 
     no_foreign_bars()
     overrides = ["model.device=cpu", "model.attention=auto"]
     model = open_run(args.model, overrides).policy(trainable=True, precision="float32").model
+    check = _check_whole_model if config.is_parts else _check_layers
+    return check(console, args, model, config)
+
+
+def _check_whole_model(console: Any, args: argparse.Namespace, model: Any, config: Any) -> int:
+    """The default score moves the weights along the coming step: all of them must have a gradient, and a copy."""
+    with console.status("one small forward and backward pass …"):
+        _small_loss(model).backward()
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    without = [name for name, p in trainable.items() if p.grad is None or not bool(p.grad.isfinite().all())]
+    if without or not trainable:
+        names = f"{', '.join(without[:SHOWN_LAYERS])}{' …' if len(without) > SHOWN_LAYERS else ''}" or "nothing trains"
+        say(console, f"no finite gradient reaches {len(without)} weights: {names}", mark="[red]problem[/red]")
+        return 1
+    weights = sum(p.numel() * p.element_size() for p in trainable.values())
+    responses, tokens = args.responses or RESPONSES, args.tokens or TOKENS
+    stored = responses * tokens * 4 * (1 + (responses if config.pairwise else 0))
+    say(
+        console,
+        f"memory   {_size(weights)} for a copy of the trained weights while they are moved, and for {responses} "
+        f"responses × {tokens} tokens at most {_size(stored)} of scores",
+    )
+    console.print(f"[green]healthy[/green]  gradient reaches all {len(trainable)} trained weights")
+    return 0
+
+
+def _check_layers(console: Any, args: argparse.Namespace, model: Any, config: Any) -> int:
+    """Scores from captured factors need hooks that see gradient in every selected layer."""
+    from gradtrace.attribution.factors.layers import select_blocks
+    from gradtrace.attribution.factors.one_pass import estimate_memory
+    from gradtrace.commands.doctor.gradient_flow import check_gradient_flow
+
     with console.status("one small forward and backward pass …"):
         report = check_gradient_flow(model, lambda: _small_loss(model), config)
     if report.layers:

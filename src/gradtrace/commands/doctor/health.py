@@ -218,7 +218,7 @@ def _influence(run: RunReader, rows: dict[int, dict[str, Any]]) -> Iterator[Heal
     strange = [step for step in empty if step not in without_contrast]
     if strange:
         yield problem(
-            f"The influence trace has no rows in {_some(strange)}, although groups were mixed: the hooks saw nothing. "
+            f"The influence trace has no rows in {_some(strange)}, although groups were mixed. "
             "`gradtrace doctor --model` shows which layers gradient reaches.",
         )
     if without_contrast:
@@ -236,7 +236,9 @@ def _influence(run: RunReader, rows: dict[int, dict[str, Any]]) -> Iterator[Heal
     if counts[GroupStatus.NON_FINITE]:
         yield problem(f"{counts[GroupStatus.NON_FINITE]} traced groups had gradients that were not finite.")
     if counts[GroupStatus.NOT_CAPTURED]:
-        yield problem(f"{counts[GroupStatus.NOT_CAPTURED]} groups were not captured by the hooks.")
+        yield problem(
+            f"{counts[GroupStatus.NOT_CAPTURED]} groups have no scores: not captured, or not in one mini-batch."
+        )
 
 
 def _validity(run: RunReader, rows: dict[int, dict[str, Any]]) -> Iterator[HealthNote]:
