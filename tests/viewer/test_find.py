@@ -28,7 +28,7 @@ def falling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One prompt in two steps: first all of its four answers pass, then one."""
     path = tmp_path_factory.mktemp("falling") / "run"
     written(path, ANSWERS, [1.0, 1.0, 1.0, 1.0], step=1)
-    written(path, ANSWERS, [0.0, 1.0, 0.0, 0.0], step=4, scores={"loss_term": LOSS_TERM})
+    written(path, ANSWERS, [0.0, 1.0, 0.0, 0.0], step=4, scores={"influence": LOSS_TERM})
     return path
 
 

@@ -30,6 +30,12 @@ def scored(view: ScoredStep) -> int:
     return next(g for g in range(view.n_groups) if view.status(g) == GroupStatus.SCORED)
 
 
+def nats(text: str) -> float:
+    """ "−0.3 m-nats" as a number."""
+    number, unit = text.split()
+    return float(number.replace("−", "-")) * {"nats": 1.0, "m-nats": 1e-3, "µ-nats": 1e-6}[unit]
+
+
 def parameters(page: Page) -> str:
     return str(page.evaluate("location.hash"))
 
@@ -51,7 +57,7 @@ def token(page: Page, response: int, position: int, slot: int = 1):  # type: ign
 def test_run_page_draws_the_logged_numbers(viewer: Watched, runs_dir: Path) -> None:
     page = viewer.open("#/run?smooth=0")
     expect(page.locator("h1")).to_have_text("chains")
-    expect(page.locator(".chart")).to_have_count(6)
+    expect(page.locator(".chart")).to_have_count(7)
     rows, _ = open_run(runs_dir / "chains").metrics()
     reward = page.locator("[data-chart=reward] .values b")
     expect(reward).to_have_text(f"{rows[-1]['critic/rewards/mean']:.3f}")
@@ -229,7 +235,8 @@ def test_hover_tells_every_metric_and_covers_nothing(viewer: Watched, view: Scor
         f"{view.need('entropy')[at]:.3f} nats",
         f"−{-view.need('log_prob')[at]:.3f}",
         "influence",
-        "by position",
+        "on own prompt",
+        "by the step",
         "advantage",
     ):
         expect(readout).to_contain_text(text)
@@ -245,19 +252,21 @@ def test_clicking_a_token_shows_its_effect_on_every_sibling(viewer: Watched, vie
     token(page, 3, 8).click()
     block = view.pairwise(view.members(scored)[3])
     assert block is not None
-    effects = block.scores[8]
+    effects = block.scores[8].astype(float)
+    largest = float(np.abs(effects).max())
     expect(page.locator(".dock h3").first).to_contain_text("r3, position 8")
     expect(page.locator(".bar-column")).to_have_count(8)
     for index, effect in enumerate(effects):
         label = page.locator(".bar-column", has_text=re.compile(f"r{index}$")).get_attribute("title") or ""
-        shown = float(label.split(": ")[1].split(". ")[0].replace("−", "-"))
-        assert shown == pytest.approx(effect, abs=0.006)
+        unit = 1e-3 if "m-nats" in (page.locator(".dock h3").nth(1).text_content() or "") else 1.0
+        shown = unit * float(label.split(": ")[1].split(". ")[0].replace("−", "-"))
+        assert shown == pytest.approx(effect, abs=0.006 * largest)
         remark = page.locator(f".row[aria-label^='Response r{index},'] .remarks b").text_content() or ""
-        assert float(remark.replace("−", "-")) == pytest.approx(effect, abs=float(0.0006 + 0.01 * abs(effect)))
-    accepted = np.array([bool(view.need("accepted")[r]) for r in view.members(scored)])
-    total = effects[accepted].mean() - effects[~accepted].mean()
+        assert nats(remark) == pytest.approx(effect, abs=0.006 * largest)
     shown = page.locator(".sum-table dd.total").text_content() or ""
-    assert float(shown.replace("−", "-")) == pytest.approx(total, abs=0.001)
+    assert unit * float(shown.replace("−", "-")) == pytest.approx(effects.sum(), abs=0.01 * largest)
+    own = view.need("influence_own")[view.tokens(view.members(scored)[3])][8]
+    assert effects.sum() == pytest.approx(own, rel=1e-4)  # and so the panel and the token agree
     expect(page.locator(".meta.tinted")).to_have_count(8)
     expect(page.locator(".t.sel")).to_have_count(2)
     page.keyboard.press("ArrowRight")
@@ -278,9 +287,8 @@ def test_clicking_a_response_shows_what_every_token_does_to_it(viewer: Watched, 
     block = view.pairwise(view.members(scored)[1])
     assert block is not None
     item = page.get_by_role("tooltip").locator("span", has_text=re.compile("^on r5"))
-    assert float((item.first.text_content() or "").removeprefix("on r5").replace("−", "-")) == pytest.approx(
-        block.scores[12, 5], abs=0.006
-    )
+    shown = nats((item.first.text_content() or "").removeprefix("on r5"))
+    assert shown == pytest.approx(block.scores[12, 5], abs=1e-3)
     page.reload()
     expect(page.locator(".legend.slot-1 .target")).to_contain_text("on r5")
     page.locator(".legend.slot-1 .target button").click()

@@ -302,4 +302,8 @@ def _strongest_groups(table: dict[str, Any], count: int) -> list[int]:
 
     ranked = sorted(table["groups"], key=lambda group: -strength(group))
     scored = [group["group"] for group in ranked if group["status"] == "scored"]
-    return (scored or [group["group"] for group in ranked])[:count]
+    chosen = (scored or [group["group"] for group in ranked])[:count]
+    measured = [group["group"] for group in ranked if "change" in group]
+    if chosen and measured and not set(measured) & set(chosen):
+        chosen[-1] = measured[0]  # one group shows what a step really did
+    return chosen
