@@ -260,7 +260,7 @@ def test_clicking_a_token_shows_its_effect_on_every_sibling(viewer: Watched, vie
         label = page.locator(".bar-column", has_text=re.compile(f"r{index}$")).get_attribute("title") or ""
         unit = 1e-3 if "m-nats" in (page.locator(".dock h3").nth(1).text_content() or "") else 1.0
         shown = unit * float(label.split(": ")[1].split(". ")[0].replace("−", "-"))
-        assert shown == pytest.approx(effect, abs=0.006 * largest)
+        assert shown == pytest.approx(effect, abs=0.051 * largest)  # two digits fit above a bar
         remark = page.locator(f".row[aria-label^='Response r{index},'] .remarks b").text_content() or ""
         assert nats(remark) == pytest.approx(effect, abs=0.006 * largest)
     shown = page.locator(".sum-table dd.total").text_content() or ""

@@ -109,7 +109,8 @@ function sumPart({ sum, score, unit, scoreName, shownName, sign, excludesSelf })
     element("dt", "", label),
     element("dd", "", style.signed(value)),
   ]);
-  const name = inNats ? "= its influence on its own prompt" : "= influence of this token";
+  const own = shownName ? `= its score by ${scoreName} credit` : "= influence of this token";
+  const name = inNats ? "= its influence on its own prompt" : own;
   const total = [element("dt", "total", name), element("dd", "total", style.signed(sum.total))];
   const meaning = sum.total > 0 ? `Positive: ${sign}.` : `Negative: the reverse of “${sign}”.`;
   const other = inNats

@@ -158,7 +158,7 @@ export function fillMetaCell(row) {
   for (const [name, value] of Object.entries(group.isChain ? {} : response.reward_parts))
     add(name, rewardText(value), "a part of the reward, before its weight in the sum");
   const hints = {
-    "Σ influence": "over the tokens of this response",
+    "Σ influence": "influence, summed over the tokens of this response",
     "Σ at prompt": "the part that falls on positions of the prompt",
   };
   const names = group.isChain || !group.scores.length ? [] : Object.keys(hints).slice(0, hasPromptPart(group) ? 2 : 1);
@@ -193,12 +193,15 @@ function describe(response, group) {
 export function showSums(row, score, style) {
   const { group, response } = row;
   const values = group.values("influence", score);
-  const total = values ? withUnit(style.signed(sumOver(values, response)), style) : MISSING;
+  const sum = values ? style.signed(sumOver(values, response)) : MISSING;
+  const total = withUnit(sum, style);
   const prompt =
     score === "influence_position" && response.prompt_influence !== null
       ? style.signed(response.prompt_influence)
       : MISSING;
-  for (const [index, cell] of row.sumCells.entries()) cell.textContent = [total, prompt][index];
+  for (const [index, cell] of row.sumCells.entries()) cell.textContent = [sum, prompt][index];
+  const [first] = row.sumCells;
+  if (first && style.unit) first.previousElementSibling.textContent = `Σ ${style.unit}`; // narrow: both do not fit beside
   const { reward_parts: parts, first_wrong: wrong } = response;
   const remarks = [
     group.isChain && group.scores.length ? `Σ ${total}` : "",
