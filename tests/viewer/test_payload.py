@@ -275,3 +275,12 @@ def test_a_strange_configuration_is_no_problem() -> None:
     assert describe({}) == ""
     assert describe({"model": None, "rollout": 3, "trainer": [1]}) == ""
     assert "lr 1e-06" in describe({"actor": {"optim": {"lr": 1e-6}}})
+
+
+def test_a_run_says_which_scores_it_has() -> None:
+    def described(**knobs: str) -> str:
+        return describe({"trainer": {"influence_trace": {"enable": True, **knobs}}})
+
+    assert described() == "influence: what each step does to every token, in nats"
+    factors = described(credit="both", hessian_mode="inverse", accepted_rejected_scope="per_prompt")
+    assert factors == "influence from captured factors: position and loss-term credit, response curvature, own group"

@@ -3,7 +3,7 @@
   gradtrace attribute runs/theirs --model models/mine               all steps of imported rollouts
   gradtrace attribute runs/theirs --model models/mine --step 3 --group 0 --group 4 --budget 10m
   gradtrace attribute runs/demo --model runs/demo/checkpoints/step_000020 --step 21 --output runs/anew
-  gradtrace attribute runs/theirs --model models/mine trainer.influence_trace.credit=tail actor.mini_batch_size=16
+  gradtrace attribute runs/theirs --model models/mine trainer.influence_trace.credit=position actor.mini_batch_size=16
 
 RUN is any run with rollouts: imported (`gradtrace trace import`), recorded or our own. MODEL is a transformers folder,
 a checkpoint or a run. Scores are those of the influence trace, as training would write them at these weights: the
