@@ -6,18 +6,21 @@ import copy
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTracer
+from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTracer, parts
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.parts import ComingStep, token_parts
 from gradtrace.attribution.update import other_direction, step_direction
+from gradtrace.policy.policy import KeepDouble
 from tests.attribution.models import FAMILIES, Responses, random_responses, tiny_model, token_log_probs
+from tests.attribution.test_model_kinds import exact, mixture
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
@@ -39,10 +42,12 @@ def own_terms(model: nn.Module, batch: Responses) -> list[Tensor]:
     return [row[mask] for row, mask in zip(terms, tokens, strict=True)]
 
 
-def trained(kind: str, steps: int = 3, family: str = "qwen2") -> tuple[nn.Module, torch.optim.Optimizer, Responses]:
+def trained(
+    kind: str, steps: int = 3, family: str = "qwen2", model: nn.Module | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer, Responses]:
     """A model some steps into its training, with the gradient of the next batch in `.grad`."""
-    model = tiny_model(family)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    model = model or tiny_model(family)
+    optimizer = OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
     for seed in range(steps):
         optimizer.zero_grad()
         torch.cat(own_terms(model, random_responses(seed=seed))).sum().backward()
@@ -58,7 +63,7 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, gradient: dict[s
     made: tuple[nn.Module, torch.optim.Optimizer] = copy.deepcopy((model, optimizer))
     own, steps = made
     for name, p in own.named_parameters():
-        p.grad = gradient[name].clone()
+        p.grad = gradient[name].clone() if name in gradient else None
     steps.step()
     return own
 
@@ -111,20 +116,24 @@ def test_training_on_a_token_does_for_the_objective_what_the_step_does_to_the_to
     """By brute force: a token's weight in the whole step is changed by half of itself, up and down."""
     model, optimizer, batch = trained(kind, steps=20)
     found = torch.cat(token_parts(model, optimizer, lambda: own_terms(model, batch)).tokens)
-    gradient, names = gradients(model), [name for name, _ in model.named_parameters()]
-    terms = torch.cat(own_terms(model, batch))
+    both = torch.stack([found, effects_of_weights(model, optimizer, batch)])
+    ranks = both.argsort(dim=1).argsort(dim=1).double()
+    assert float(torch.corrcoef(both)[0, 1]) > 0.99 and float(torch.corrcoef(ranks)[0, 1]) > 0.95
+
+
+def effects_of_weights(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Responses) -> Tensor:
+    """float64[N]: what half of each token's weight in the step, more or less, does to J."""
+    gradient, weights = gradients(model), {n: p for n, p in model.named_parameters() if p.requires_grad}
     measured = []
-    for term in terms:
-        own = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
+    for term in torch.cat(own_terms(model, batch)):
+        own = torch.autograd.grad(term, list(weights.values()), retain_graph=True, materialize_grads=True)
         ends = []
         for factor in (0.5, -0.5):
-            changed = {name: gradient[name] + factor * g for name, g in zip(names, own, strict=True)}
+            changed = {name: gradient[name] + factor * g for name, g in zip(weights, own, strict=True)}
             with torch.no_grad():
                 ends.append(-float(torch.cat(own_terms(stepped(model, optimizer, changed), batch)).sum()))
         measured.append(ends[0] - ends[1])
-    both = torch.stack([found, torch.tensor(measured, dtype=torch.float64)])
-    ranks = both.argsort(dim=1).argsort(dim=1).double()
-    assert float(torch.corrcoef(both)[0, 1]) > 0.99 and float(torch.corrcoef(ranks)[0, 1]) > 0.95
+    return torch.tensor(measured, dtype=torch.float64)
 
 
 def test_the_books_balance() -> None:
@@ -140,6 +149,95 @@ def test_the_books_balance() -> None:
         measured = sum(float((idle[r] - after[r]).sum()) for r in rows)
         assert part == pytest.approx(measured, rel=0.1, abs=0.05 * abs(found.total))
     assert found.total == pytest.approx(sum(found.of_groups(batch.group).values()), rel=1e-12)
+
+
+# ---------------------------------------------------------------- kinds of models
+
+
+def adapted(**knobs: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"], **knobs)
+    return get_peft_model(tiny_model(), lora).double()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "lora": lambda: adapted(init_lora_weights=False),
+    "lora at its start": adapted,
+    "lora and a head that is trained": lambda: adapted(init_lora_weights=False, modules_to_save=["lm_head"]),
+    "qwen2_moe": lambda: exact(mixture("qwen2_moe")),
+    "mixtral": lambda: exact(mixture("mixtral")),
+    "tied": lambda: tiny_model("llama", tied=True),
+    "tied gpt2": lambda: tiny_model("gpt2", tied=True),
+}
+
+
+def moved_by_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """A copy after a real step that forgets what earlier batches left in the first moment, without weight decay."""
+    own: tuple[nn.Module, torch.optim.Optimizer] = copy.deepcopy((model, optimizer))
+    for state in own[1].state.values():
+        state["exp_avg"].zero_()
+    for group in own[1].param_groups:
+        group["weight_decay"] = 0.0
+    return stepped(*own, gradients(model))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_parts_of_every_kind_of_model_are_what_the_batch_brings_to_a_real_step(kind: str) -> None:
+    with KeepDouble():
+        model, optimizer, batch = trained("adamw", model=MODELS[kind]())
+        found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+        assert found.moved and found.second_moment == "state_with_batch"
+        moved = moved_by_batch(model, optimizer)
+        with torch.no_grad():
+            expected = [a - b for a, b in zip(own_terms(model, batch), own_terms(moved, batch), strict=True)]
+    for ours, theirs in zip(found.tokens, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["lora", "qwen2_moe", "mixtral", "tied"])
+def test_the_two_readings_agree_for_every_kind_of_model(kind: str) -> None:
+    with KeepDouble():
+        model, optimizer, batch = trained("adamw", steps=20, model=MODELS[kind]())
+        found = torch.cat(token_parts(model, optimizer, lambda: own_terms(model, batch)).tokens)
+        both = torch.stack([found, effects_of_weights(model, optimizer, batch)])
+    assert float(torch.corrcoef(both)[0, 1]) > 0.99
+
+
+def test_rows_of_an_embedding_that_were_never_seen_move_as_in_a_real_step() -> None:
+    """Their second moment is this batch's alone. With the state before the step, 0, they would explode."""
+    model, optimizer, batch = trained("adamw")
+    seen = {int(token) for ids in batch.sequences for token in ids}
+    rare, embedding = max(seen), model.get_input_embeddings().weight  # type: ignore[operator]
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[embedding][key][rare] = 0.0
+    found = token_parts(model, optimizer, lambda: own_terms(model, batch))
+    moved = moved_by_batch(model, optimizer)
+    with torch.no_grad():
+        expected = [a - b for a, b in zip(own_terms(model, batch), own_terms(moved, batch), strict=True)]
+    for ours, theirs in zip(found.tokens, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-14)
+    step = dict(step_direction(model, optimizer, gradients(model)))["model.embed_tokens.weight"]
+    assert 0 < float(step[rare].abs().max()) <= optimizer.param_groups[0]["lr"]
+
+
+def test_no_second_copy_of_the_direction_exists() -> None:
+    """The direction is made weight by weight: of all the others at that moment there is none."""
+    model, optimizer, batch = trained("adamw")
+    alive: list[weakref.ref[Tensor]] = []
+    at_once: list[int] = []
+
+    def noted(*arguments: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, step in step_direction(*arguments, **options):
+            alive.append(weakref.ref(step))
+            at_once.append(sum(one() is not None for one in alive))
+            yield name, step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "step_direction", noted)
+        token_parts(model, optimizer, lambda: own_terms(model, batch))
+    assert len(at_once) == len(list(model.parameters())) and max(at_once) <= 2
 
 
 # ---------------------------------------------------------------- in the objective of a group
@@ -337,6 +435,14 @@ def test_an_optimizer_of_another_model_or_without_gradients_is_an_error() -> Non
         AttributionError, match="Rprop is not known; those of torch's Adagrad, Adam, AdamW, Adamax, NAdam"
     ):
         token_parts(model, unknown, lambda: own_terms(model, batch))
+    factored = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    with pytest.raises(AttributionError, match="Adafactor is not known"):
+        token_parts(model, factored, lambda: own_terms(model, batch))
+    coded = copy.deepcopy(optimizer.state[next(model.parameters())])
+    optimizer.state[next(model.parameters())]["exp_avg_sq"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(AttributionError, match="exp_avg_sq` as a code"):
+        token_parts(model, optimizer, lambda: own_terms(model, batch))
+    optimizer.state[next(model.parameters())] = coded
     optimizer.zero_grad()
     with pytest.raises(AttributionError, match=r"after loss\.backward"):
         token_parts(model, optimizer, lambda: own_terms(model, batch))
