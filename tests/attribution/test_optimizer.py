@@ -413,11 +413,3 @@ def test_totals_that_repeat_the_labels_are_told_where_damping_can_be_changed(mod
     totals.add(weights * lengths, weights, lengths, torch.ones_like(weights))
     totals.judge(trace)
     assert trace.metrics["influence_trace/label_r2"] > 0.999 and bool(trace.warnings) == said
-
-
-def test_a_projection_that_leaves_next_to_nothing_is_told() -> None:
-    batch = responses_of(RIDING, groups=2, n=4)
-    coarse = traced(tiny_model(), batch, config_of(hessian_mode="identity", projection_dim_factor=8), RIDING)
-    assert len(coarse.warnings) == 1 and "projection_dim_factor=0" in coarse.warnings[0]
-    exact = traced(tiny_model(), batch, config_of(hessian_mode="identity"), RIDING)
-    assert not exact.warnings

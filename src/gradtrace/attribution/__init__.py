@@ -9,70 +9,43 @@ is imported when one of them is asked for. `directional_derivative` gives forwar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradtrace.attribution.config import InfluenceConfig
-    from gradtrace.attribution.errors import AttributionError
-    from gradtrace.attribution.factors.ghost import GhostProduct
-    from gradtrace.attribution.factors.objectives import (
-        Passes,
-        TrainingPass,
-        needs_own_backward,
-        objective,
-        objective_sign,
-        objective_weights,
-        plan_passes,
-        step_scale,
-        target_scale,
-    )
-    from gradtrace.attribution.factors.result import SIGN, UNIT, InfluenceTrace
-    from gradtrace.attribution.geometry import Factored, Geometry
-    from gradtrace.attribution.parts import TokenParts
-    from gradtrace.attribution.tangent import directional_derivative
-    from gradtrace.attribution.tracer import InfluenceTracer
+    from gradtrace.attribution.config import InfluenceConfig as InfluenceConfig
+    from gradtrace.attribution.errors import AttributionError as AttributionError
+    from gradtrace.attribution.factors.ghost import GhostProduct as GhostProduct
+    from gradtrace.attribution.factors.objectives import Passes as Passes
+    from gradtrace.attribution.factors.objectives import TrainingPass as TrainingPass
+    from gradtrace.attribution.factors.objectives import needs_own_backward as needs_own_backward
+    from gradtrace.attribution.factors.objectives import objective as objective
+    from gradtrace.attribution.factors.objectives import objective_sign as objective_sign
+    from gradtrace.attribution.factors.objectives import objective_weights as objective_weights
+    from gradtrace.attribution.factors.objectives import plan_passes as plan_passes
+    from gradtrace.attribution.factors.objectives import step_scale as step_scale
+    from gradtrace.attribution.factors.objectives import target_scale as target_scale
+    from gradtrace.attribution.factors.result import SIGN as SIGN
+    from gradtrace.attribution.factors.result import UNIT as UNIT
+    from gradtrace.attribution.factors.result import InfluenceTrace as InfluenceTrace
+    from gradtrace.attribution.geometry import Factored as Factored
+    from gradtrace.attribution.geometry import Geometry as Geometry
+    from gradtrace.attribution.parts import TokenParts as TokenParts
+    from gradtrace.attribution.tangent import directional_derivative as directional_derivative
+    from gradtrace.attribution.tracer import InfluenceTracer as InfluenceTracer
 
-__all__ = [
-    "SIGN",
-    "UNIT",
-    "AttributionError",
-    "Factored",
-    "Geometry",
-    "GhostProduct",
-    "InfluenceConfig",
-    "InfluenceTrace",
-    "InfluenceTracer",
-    "Passes",
-    "TokenParts",
-    "TrainingPass",
-    "directional_derivative",
-    "needs_own_backward",
-    "objective",
-    "objective_sign",
-    "objective_weights",
-    "plan_passes",
-    "step_scale",
-    "target_scale",
-]
-_MODULE_OF = {
-    "Factored": "geometry",
-    "Geometry": "geometry",
-    "AttributionError": "errors",
-    "GhostProduct": "factors.ghost",
-    "InfluenceConfig": "config",
-    "InfluenceTrace": "factors.result",
-    "InfluenceTracer": "tracer",
-    "Passes": "factors.objectives",
-    "TokenParts": "parts",
-    "SIGN": "factors.result",
-    "TrainingPass": "factors.objectives",
-    "UNIT": "factors.result",
-    "directional_derivative": "tangent",
-    "needs_own_backward": "factors.objectives",
-    "objective": "factors.objectives",
-    "objective_sign": "factors.objectives",
-    "objective_weights": "factors.objectives",
-    "plan_passes": "factors.objectives",
-    "step_scale": "factors.objectives",
-    "target_scale": "factors.objectives",
+_NAMES = {
+    "config": ("InfluenceConfig",),
+    "errors": ("AttributionError",),
+    "factors.ghost": ("GhostProduct",),
+    "factors.objectives": (
+        *("Passes", "TrainingPass", "needs_own_backward", "objective", "objective_sign", "objective_weights"),
+        *("plan_passes", "step_scale", "target_scale"),
+    ),
+    "factors.result": ("SIGN", "UNIT", "InfluenceTrace"),
+    "geometry": ("Factored", "Geometry"),
+    "parts": ("TokenParts",),
+    "tangent": ("directional_derivative",),
+    "tracer": ("InfluenceTracer",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""What an optimizer does to a gradient: Adam divides it, element by element, by √v̂ + ε; SGD leaves it as it is.
+"""What Adam does to a gradient: it divides it, element by element, by √v̂ + ε; SGD leaves it as it is.
 
 The influence of one gradient on another, per unit of learning rate, is therefore g · P h with P = diag(1 / (√v̂ + ε)).
 v̂ is the bias-corrected second moment of the optimizer's state, or, where the gradient of the coming step is known,
-the one that this step will see. This is the only place that knows how optimizers store it.
+the one that this step will see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradtrace.attribution.collectives import on_mesh
+from gradtrace.attribution.collectives import gathered, on_mesh
 from gradtrace.attribution.errors import AttributionError
 
 Source = Literal["state_before", "state_with_batch", "batch_gradient", "none"]
@@ -24,8 +24,6 @@ before the first step; nowhere, and P = I (SGD, or nothing is known yet)."""
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter, DTensor)
 """Kinds of tensors whose numbers are what they stand for; a subclass may hold a code."""
 INSTEAD = "use hessian_mode=identity, which knows no optimizer"
-_NOT_ADAM = ("adamax", "8bit", "mini", "adafactor", "adagrad")
-"""Names of relatives whose denominator is another one."""
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -44,11 +42,8 @@ class Geometry:
         self.optimizer = None if optimizer is None else unwrapped(optimizer)
         self.adaptive = self.optimizer is not None and is_adam(self.optimizer)
         """Whether P is anything but I."""
-        self._groups = {
-            id(parameter): group
-            for group in (self.optimizer.param_groups if self.optimizer is not None else [])
-            for parameter in group["params"]
-        }
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        self._groups = {id(parameter): group for group in groups for parameter in group["params"]}
 
     @property
     def name(self) -> str:
@@ -66,21 +61,18 @@ class Geometry:
         if not self.adaptive:
             return None
         group, state = self._of(parameter)
-        moment = _moment(state, self.name)
+        precise = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        moment, steps = plain_moment(state, "exp_avg_sq"), float(state.get("step", 0))
         if moment is None and coming is None:
             return None
-        beta, steps = float(group["betas"][1]), float(state.get("step", 0))
         if coming is not None:
-            gradient = _precise(coming.detach())
-            if group.get("weight_decay") and not _decoupled(self.optimizer, group):
-                gradient = gradient + float(group["weight_decay"]) * parameter.detach().to(gradient.dtype)
-            square, steps = (1 - beta) * gradient * gradient, steps + 1
-            moment = square if moment is None else beta * _precise(moment) + square
+            gradient = effective_gradient(group, parameter.detach().to(precise), coming.detach().to(precise))
+            moment, steps = advanced(moment, gradient, float(group["betas"][1])), steps + 1
         assert moment is not None
         if group.get("amsgrad") and "max_exp_avg_sq" in state:
-            largest = _precise(state["max_exp_avg_sq"])
-            moment = largest if coming is None else torch.maximum(_precise(moment), largest)
-        return _precise(moment) / (1 - beta**steps)
+            largest = state["max_exp_avg_sq"].to(precise)
+            moment = largest if coming is None else torch.maximum(moment.to(precise), largest)
+        return moment.to(precise) / (1 - float(group["betas"][1]) ** steps)
 
     def denominator(self, parameter: Tensor, coming: Tensor | None = None) -> Tensor | None:
         """√v̂ + ε; None where P = I."""
@@ -91,7 +83,7 @@ class Geometry:
         """Where `second_moment` of the same arguments takes v̂ from."""
         if not self.adaptive:
             return "none"
-        known = _moment(self._of(parameter)[1], self.name) is not None
+        known = "exp_avg_sq" in self._of(parameter)[1]
         if coming is None:
             return "state_before" if known else "none"
         return "state_with_batch" if known else "batch_gradient"
@@ -107,12 +99,8 @@ class Geometry:
         A parameter without a second moment has never had a gradient and no update has moved it, so it is left out; but
         if none has one, there is nothing to go by yet and the gradients come back as they are.
         """
-        coming = coming or {}
-        scaled = {}
-        for name, gradient in gradients.items():
-            denominator = self.denominator(parameters[name], coming.get(name))
-            if denominator is not None:
-                scaled[name] = gradient / denominator
+        denominators = {name: self.denominator(parameters[name], (coming or {}).get(name)) for name in gradients}
+        scaled = {name: gradients[name] / below for name, below in denominators.items() if below is not None}
         return scaled or dict(gradients)
 
     def _of(self, parameter: Tensor) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -138,15 +126,9 @@ class Factored:
     @staticmethod
     def of(denominator: Tensor) -> Factored:
         """From √v̂ + ε [d_out, d_in]: its square is r cᵀ / mean to good approximation, r and c its row and column
-        means.
-
-        Of a sharded weight only the means travel: vectors of d_out and d_in numbers.
-        """
+        means. Of a sharded weight only the means travel."""
         squares = on_mesh(denominator).square()
-        rows, columns = (
-            _whole(squares.sum(1)) / squares.shape[1],
-            _whole(squares.sum(0)) / squares.shape[0],
-        )
+        rows, columns = (gathered(squares.sum(side)) / squares.shape[side] for side in (1, 0))
         if not bool(torch.isfinite(rows.sum())):
             raise AttributionError("the optimizer's second moment is not finite")
         root = rows.mean().sqrt()
@@ -158,50 +140,48 @@ class Factored:
         return torch.outer(self.rows.square(), self.columns.square())
 
 
+# ---------------------------------------------------------------- the state of an optimizer
+
+
 def is_adam(optimizer: Any) -> bool:
     """Whether it divides by √v̂ + ε; False for SGD, and an error that says what to do for every other one."""
-    kind, group = type(optimizer).__name__, optimizer.param_groups[0]
-    if isinstance(optimizer, torch.optim.SGD) or (
-        "momentum" in group and "betas" not in group and "alpha" not in group
-    ):
-        return False
-    state: Mapping[str, Any] = next(iter(optimizer.state.values()), {})
-    if _moment(state, kind) is not None:
-        return "betas" in group and "eps" in group
-    named = "adam" in kind.lower() and not any(word in kind.lower() for word in _NOT_ADAM)
-    if named and not state and "betas" in group and "eps" in group:
-        return True
+    for state in list(optimizer.state.values())[:1]:
+        if "state2" in state:
+            raise AttributionError(
+                f"{type(optimizer).__name__} keeps its second moment in 8 bits, and small values, by which gradients"
+                f" are divided, are rounded away: use an optimizer with plain state, or {INSTEAD}"
+            )
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):  # AdamW is an Adam
+        return isinstance(optimizer, torch.optim.Adam)
     raise AttributionError(
-        f"hessian_mode=optimizer knows Adam, AdamW and SGD, and {kind} keeps no `exp_avg_sq` as they do; {INSTEAD}"
+        f"hessian_mode=optimizer knows torch's Adam, AdamW and SGD, and this is {type(optimizer).__name__}; {INSTEAD}"
     )
 
 
-def _moment(state: Mapping[str, Any], kind: str) -> Tensor | None:
-    """The running mean of squared gradients; None before the first step. Quantised ones are refused."""
-    moment = state.get("exp_avg_sq", state.get("state2"))
-    if moment is None:
-        return None
-    plain = type(moment) in PLAIN and moment.is_floating_point()
-    if "exp_avg_sq" not in state or not plain:
+def plain_moment(state: Mapping[str, Any], key: str) -> Tensor | None:
+    """A moment of the state; None before the first step. Quantised ones are refused."""
+    found = state.get(key)
+    if found is not None and (type(found) not in PLAIN or not found.is_floating_point()):
         raise AttributionError(
-            f"{kind} keeps its second moment in 8 bits or another code ({type(moment).__name__}, {moment.dtype}): its"
-            " small values, by which gradients are divided, are rounded away. Use an optimizer with plain state, or"
-            f" {INSTEAD}"
+            f"the optimizer keeps `{key}` as a code ({type(found).__name__}, {found.dtype}), and its small values are"
+            f" rounded away: use an optimizer with plain state, or {INSTEAD}"
         )
-    return moment
+    return found
 
 
-def _decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
-    """Weight decay apart from the gradient, as in AdamW."""
-    return bool(group.get("decoupled_weight_decay", "adamw" in type(optimizer).__name__.lower()))
+def effective_gradient(group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+    """What moments are taken of: the gradient to go down, with weight decay in it where that is not decoupled."""
+    gradient, decay = -gradient if group.get("maximize") else gradient, float(group["weight_decay"])
+    return gradient if not decay or group.get("decoupled_weight_decay") else gradient + decay * parameter
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def advanced(moment: Tensor | None, gradient: Tensor, beta: float) -> Tensor:
+    """The running mean of squares, with this gradient in it."""
+    square = (1 - beta) * gradient * gradient
+    return square if moment is None else beta * moment.to(gradient.dtype) + square
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+# ---------------------------------------------------------------- the gradient that it will be given
 
 
 def coming_gradients(
@@ -222,9 +202,8 @@ class ClippedGradients(Mapping[str, Tensor]):
         self.factor = 1.0
         """What clipping multiplies them by."""
         if max_norm and self._gradients:
-            norm = torch.nn.utils.get_total_norm(list(self._gradients.values()))
-            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            self.factor = min(1.0, max_norm / (float(whole) + 1e-6))  # as clip_grad_norm_ does
+            norm = gathered(torch.nn.utils.get_total_norm(list(self._gradients.values())))
+            self.factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as clip_grad_norm_ does
 
     def __getitem__(self, name: str) -> Tensor:
         return self._gradients[name] * self.factor

@@ -66,8 +66,8 @@ def directional_derivative(
         if method == "jvp":
             return _forward_mode(model, fn, parameters, direction)
         if method == "finite_difference":
-            parts = [(parameters[name], tangent) for name, tangent in direction.items()]
-            return Shards(model, parts, ranks).derivative(fn, step, rate, step_scale).to(parts[0][0].dtype)
+            found = central_difference(model, fn, direction, step, ranks, float(rate or 0.0), step_scale)
+            return found.to(parameters[next(iter(direction))].dtype)
     raise AttributionError(f"method is {method!r}; it can be 'jvp' or 'finite_difference'")
 
 
@@ -233,7 +233,7 @@ def has_low_precision(model: nn.Module) -> bool:
 def moved(model: nn.Module, direction: Iterable[tuple[str, Tensor]], scale: float = 1.0) -> Iterator[None]:
     """Inside, the weights are at θ + scale·direction; afterwards they are what they were, bit by bit. Pairs of name and
     direction are asked for one by one, so that no second copy of all of them exists."""
-    parameters, before = dict(model.named_parameters()), list[tuple[Tensor, Tensor]]()
+    parameters, before = dict(model.named_parameters(remove_duplicate=False)), list[tuple[Tensor, Tensor]]()
     try:
         with torch.no_grad():
             for name, step in direction:
@@ -251,80 +251,55 @@ def moved(model: nn.Module, direction: Iterable[tuple[str, Tensor]], scale: floa
         forget_gathered(model)
 
 
-class Shards:
-    """Some weights and a direction in their space, moved along it and put back bit by bit.
+def central_difference(
+    model: nn.Module,
+    fn: Callable[[], Tensor],
+    direction: Mapping[str, Tensor],
+    step: float | None = None,
+    ranks: Ranks | None = None,
+    rate: float = 0.0,
+    step_scale: float = 1.0,
+) -> Tensor:
+    """float64: d/dε of `fn()` at θ + ε·direction. Weights may be sharded over `ranks` (DTensor): then every rank moves
+    its own part, and all of them do so together.
 
-    Weights may be sharded over `ranks` (DTensor): then every rank moves its own part, and all of them do so together.
+    By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh the
+    same, times `step_scale`: a first guess, from `rate` or from the norms of weights and direction, is corrected if it
+    was far off.
     """
+    ranks, parameters = ranks or Ranks(), dict(model.named_parameters(remove_duplicate=False))
+    weights = [parameters[name].detach() for name in direction]
+    low = {weight.dtype for weight in weights} - {torch.float32, torch.float64}
+    if low:
+        raise AttributionError(
+            f"finite differences need float32 or float64 parameters, not {low.pop()}, whose rounding is larger than"
+            " the difference. Use method='jvp' or a float32 copy of the model"
+        )
+    copies = torch.tensor([ranks.copies(weight) for weight in weights])
 
-    def __init__(self, model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]], ranks: Ranks | None = None) -> None:
-        """`parts`: (a parameter, the direction of it); either both are sharded alike, or both are local values."""
-        self.model = model
-        self.ranks = ranks or Ranks()
-        low = {values.dtype for values, _ in parts} - {torch.float32, torch.float64}
-        if low:
-            raise AttributionError(
-                f"finite differences need float32 or float64 parameters, not {low.pop()}, whose rounding is larger than"
-                " the difference. Use method='jvp' or a float32 copy of the model"
-            )
-        self._copies = [self.ranks.copies(values) for values, _ in parts]
-        self._parts = [
-            (local(values.detach()), local(values.detach()).clone(), local(direction).to(values.dtype))
-            for values, direction in parts
-        ]
+    def length(tensors: Iterable[Tensor]) -> float:
+        """Norm over all ranks, in which each element counts once."""
+        squares = torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors])).double().square().cpu()
+        return math.sqrt(math.fsum(ranks.gather(float((squares / copies).sum()))))
 
-    def derivative(
-        self,
-        fn: Callable[[], Tensor],
-        step: float | None = None,
-        rate: Tensor | float | None = None,
-        step_scale: float = 1.0,
-    ) -> Tensor:
-        """float64: d/dε of `fn()` at θ + ε·direction, by central differences, with `step` for ε.
-
-        By default ε changes the values by about the cube root of their rounding, where rounding and curvature weigh
-        the same, times `step_scale`: a first guess, from `rate` or from the norms of weights and direction, is
-        corrected if it was far off.
-        """
-        length = self._length(2)
-        if length == 0.0:
-            return torch.zeros_like(fn(), dtype=torch.float64)
-        known = 0.0 if rate is None else float(rate)
-        wanted = step_scale * (1.0 if known else CAREFUL) * torch.finfo(self._parts[0][0].dtype).eps ** (1 / 3)
-        try:
-            epsilon = step or wanted * (1 / known if known else 0.3 * self._length(1) / length)
-            plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)
-            changed = self._norm(plus - minus) / max(self._norm(plus + minus), 1e-300)
-            if step is None and changed > 0.0 and not 0.15 < changed / wanted < 4.0:
-                epsilon *= wanted / changed
-                plus, minus = self._at(epsilon, fn), self._at(-epsilon, fn)
-        finally:
-            self.restore()
-        return (plus - minus) / (2 * epsilon)
-
-    def _at(self, epsilon: float, fn: Callable[[], Tensor]) -> Tensor:
-        self.move(epsilon)
-        return fn().double()
-
-    def _length(self, index: int) -> float:
-        """Norm over all ranks of the weights (1) or of the direction (2); each element counts once."""
-        norms = torch._foreach_norm([part[index] for part in self._parts])
-        squares = torch.stack(norms).double().square().cpu() / torch.tensor(self._copies)
-        return math.sqrt(math.fsum(self.ranks.gather(float(squares.sum()))))
-
-    def _norm(self, values: Tensor) -> float:
+    def norm(values: Tensor) -> float:
         """Norm of the values of all ranks."""
-        return math.sqrt(sum(self.ranks.gather(float(values.square().sum()))))
+        return math.sqrt(sum(ranks.gather(float(values.square().sum()))))
 
-    def move(self, epsilon: float) -> None:
-        with torch.no_grad():
-            for values, before, direction in self._parts:
-                torch.add(before, direction, alpha=epsilon, out=values)
-        forget_gathered(self.model)
+    def ends(epsilon: float) -> tuple[Tensor, Tensor]:
+        with moved(model, direction.items(), epsilon):
+            plus = fn().double()
+        with moved(model, direction.items(), -epsilon):
+            return plus, fn().double()
 
-    def restore(self) -> None:
-        """The same bits as before: copied back, not subtracted."""
-        with torch.no_grad():
-            for values, before, _ in self._parts:
-                values.copy_(before)
-        forget_gathered(self.model)
+    size = length(direction.values())
+    if size == 0.0:
+        return torch.zeros_like(fn(), dtype=torch.float64)
+    wanted = step_scale * (1.0 if rate else CAREFUL) * torch.finfo(weights[0].dtype).eps ** (1 / 3)
+    epsilon = step or wanted * (1 / rate if rate else 0.3 * length(weights) / size)
+    plus, minus = ends(epsilon)
+    changed = norm(plus - minus) / max(norm(plus + minus), 1e-300)
+    if step is None and changed > 0.0 and not 0.15 < changed / wanted < 4.0:
+        epsilon *= wanted / changed
+        plus, minus = ends(epsilon)
+    return (plus - minus) / (2 * epsilon)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.geometry import PLAIN, Source, unwrapped
+from gradtrace.attribution.geometry import Source, advanced, effective_gradient, plain_moment, unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,20 +156,20 @@ def _adamax(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, 
     beta1, beta2 = (float(beta) for beta in group["betas"])
     step = float(state.get("step", 0)) + 1
     largest = _moment(state, "exp_inf", parameter) * beta2
-    largest = torch.maximum(largest, _effective(group, parameter, gradient).abs() + float(group["eps"]))
+    largest = torch.maximum(largest, effective_gradient(group, parameter, gradient).abs() + float(group["eps"]))
     scale = float(group["lr"]) / (1 - beta1**step) / largest
     return _averaged(group, parameter, (1 - beta1) * scale, beta1 * scale, _moment(state, "exp_avg", parameter))
 
 
 def _adagrad(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
-    square = _moment(state, "sum", parameter) + _effective(group, parameter, gradient).square()
+    square = _moment(state, "sum", parameter) + effective_gradient(group, parameter, gradient).square()
     rate = float(group["lr"]) / (1 + float(state.get("step", 0)) * float(group["lr_decay"]))
     return _averaged(group, parameter, rate / (square.sqrt() + float(group["eps"])))
 
 
 def _rmsprop(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
     alpha, momentum = float(group["alpha"]), float(group["momentum"])
-    effective = _effective(group, parameter, gradient)
+    effective = effective_gradient(group, parameter, gradient)
     square = alpha * _moment(state, "square_avg", parameter) + (1 - alpha) * effective.square()
     if group["centered"]:
         mean = alpha * _moment(state, "grad_avg", parameter) + (1 - alpha) * effective
@@ -188,7 +188,7 @@ def _averaged(
 ) -> ParameterUpdate:
     """An update by `factor` of the gradient and `of_average` of what a first moment holds of earlier ones."""
     decay = float(group["weight_decay"])
-    rate = float(group["lr"]) if _decoupled(group) else factor
+    rate = float(group["lr"]) if group.get("decoupled_weight_decay") else factor
     return ParameterUpdate(
         factor=-factor if group.get("maximize") else factor,
         momentum=-of_average * average,
@@ -196,22 +196,11 @@ def _averaged(
     )
 
 
-def _effective(group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
-    """What moments are taken of: the gradient to go down, with weight decay in it where that is not decoupled."""
-    gradient, decay = -gradient if group.get("maximize") else gradient, float(group["weight_decay"])
-    return gradient if not decay or _decoupled(group) else gradient + decay * parameter
-
-
-def _decoupled(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", False))
-
-
 def _second_moment(
     group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor, beta: float
 ) -> Tensor:
     """As this step will see it, before its bias is corrected."""
-    effective = _effective(group, parameter, gradient)
-    return beta * _moment(state, "exp_avg_sq", parameter) + (1 - beta) * effective * effective
+    return advanced(plain_moment(state, "exp_avg_sq"), effective_gradient(group, parameter, gradient), beta)
 
 
 def _sgd(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
@@ -235,15 +224,8 @@ def _sgd(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gra
 
 def _moment(state: Mapping[str, Any], key: str, parameter: Tensor) -> Tensor:
     """A moment in the parameter's precision; zero before the first step."""
-    found = state.get(key)
-    if found is None:
-        return torch.zeros_like(parameter)
-    if type(found) not in PLAIN or not found.is_floating_point():
-        raise AttributionError(
-            f"the optimizer keeps `{key}` as a code ({type(found).__name__}, {found.dtype}), and its small values are"
-            " rounded away: use an optimizer with plain state"
-        )
-    return found.to(parameter.dtype)
+    found = plain_moment(state, key)
+    return torch.zeros_like(parameter) if found is None else found.to(parameter.dtype)
 
 
 RULES: dict[type[torch.optim.Optimizer], tuple[Rule, str]] = {

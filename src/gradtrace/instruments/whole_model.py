@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gradtrace.attribution import AttributionError, directional_derivative
-from gradtrace.attribution.collectives import Ranks, forget_gathered, local
+from gradtrace.attribution import directional_derivative
+from gradtrace.attribution.collectives import Ranks
+from gradtrace.attribution.tangent import moved
 from gradtrace.instruments.contract import Backward, Gradient, Pass, Rows
 from gradtrace.policy.padding_row import padding_row_is_constant
 from gradtrace.rollout.sampler import evaluation_mode
@@ -51,20 +51,5 @@ class WholeModel:
 
     @contextmanager
     def moved(self, direction: Gradient | Iterable[tuple[str, Tensor]], scale: float = 1.0) -> Iterator[None]:
-        parameters, before = dict(self.model.named_parameters()), []
-        pairs = direction.items() if isinstance(direction, Mapping) else direction
-        try:
-            with torch.no_grad():
-                for name, step in pairs:
-                    weight = local(parameters[name].detach())
-                    if weight.dtype not in (torch.float32, torch.float64):
-                        raise AttributionError(f"{name} is {weight.dtype}, which rounds away what one step changes")
-                    before.append((weight, weight.clone()))
-                    weight.add_(local(step).to(weight.dtype), alpha=scale)
-            forget_gathered(self.model)
+        with moved(self.model, direction.items() if isinstance(direction, Mapping) else direction, scale):
             yield
-        finally:
-            with torch.no_grad():
-                for weight, values in before:
-                    weight.copy_(values)
-            forget_gathered(self.model)

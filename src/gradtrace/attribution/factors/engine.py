@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from gradtrace.attribution.collectives import Ranks, gathered
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
-from gradtrace.attribution.factors.capture import Capture, Layout, Role
+from gradtrace.attribution.factors.capture import Capture, Layout, Role, check_target, target_factors
 from gradtrace.attribution.factors.layers import (
     Block,
     FactorHooks,
     Site,
-    coarse_projection,
     fused_experts,
     oriented,
     select_blocks,
@@ -60,7 +59,7 @@ class FactorScores:
         self.geometry = Geometry(optimizer if config.hessian_mode == "optimizer" else None)
         self.blocks = select_blocks(model, config)
         self.hooks = FactorHooks(self.blocks, self._receive)
-        self._about_model = (fused_experts(model), coarse_projection(self.blocks))
+        self._about_model = fused_experts(model)
         self._open: OnePass | None = None
         self.reset()
 
@@ -306,7 +305,7 @@ class FactorScores:
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}
         elsewhere = {group for scope in self._scopes for group in scope.groups if group not in here}
         trace.skipped = dict.fromkeys(sorted(elsewhere), "other_rank") | self._skipped
-        trace.warnings += [said for said in (self._torn_groups(), *self._about_model) if said]
+        trace.warnings += [said for said in (self._torn_groups(), self._about_model) if said]
         trace.meta = self._meta() | {"captures": self.hooks.captures()}
         trace.metrics |= counters(self._batches, labels, self._skipped)
         trace.metrics |= self._timing.seconds | {
@@ -441,36 +440,3 @@ class CapturedResponses:
                 owners[response] = rank
             self.lengths.update(counts)
         return owners
-
-
-def check_target(config: InfluenceConfig, role: Role, target_scale: Tensor | None, sign: Tensor | None) -> None:
-    """Raise where a pass does not say what is needed to know the target's gradient, or says it twice."""
-    if config.about == "output_function":
-        if role != "both" or target_scale is not None:
-            raise AttributionError(
-                "target='output_function' has one pass and one scale: role and target_scale belong to target='log_prob'"
-            )
-        return
-    if sign is not None:
-        raise AttributionError(
-            "sign turns the target of target='output_function'; with target='log_prob' give target_scale, which has"
-            " the sign in it"
-        )
-    if role == "both" and target_scale is None and config.output_function != "log_prob":
-        raise AttributionError(
-            f"target='log_prob' asks about log-probs, and this pass is of {config.output_function!r}: give"
-            " target_scale (see objectives.target_scale), or capture a pass of Σ log-probs with role='target' first"
-        )
-
-
-def target_factors(
-    config: InfluenceConfig, layout: Layout, scale: float | Tensor, target_scale: Tensor | None
-) -> dict[int, float]:
-    """Response → what turns its captured gradient (with `scale`) into that of its target, without a sign."""
-    factors = {}
-    for response in layout.responses:
-        own = float(scale[response]) if isinstance(scale, Tensor) else float(scale)
-        ratio = 1.0 if target_scale is None else float(target_scale[response]) / own if own else 0.0
-        mean = config.response_reduction == "mean"
-        factors[response] = ratio / (max(layout.token_counts[response], 1) if mean else 1)
-    return factors

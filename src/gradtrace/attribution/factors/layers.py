@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,10 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace.attribution.config import InfluenceConfig
 from gradtrace.attribution.errors import AttributionError
 from gradtrace.attribution.geometry import Factored
-
-FEW_NUMBERS = 10_000
-"""With fewer numbers in a projected gradient scores predict worse: docs/validity.md has what was measured."""
-
 
 SiteKind = Literal["linear", "conv1d", "embedding"]
 
@@ -193,18 +189,6 @@ def _group_by_weight(model: nn.Module, layers: list[tuple[str, nn.Module]], conf
                 )
             blocks[id(module.weight)].sites.append(Site(name, module, "embedding"))
     return list(blocks.values())
-
-
-def coarse_projection(blocks: Iterable[Block]) -> str:
-    """The default projection is made for layers of a real size; of a toy's it leaves next to nothing."""
-    kept = sum(block.k_out * block.k_in for block in blocks)
-    whole = sum(block.d_out * block.d_in for block in blocks)
-    if kept == whole or kept >= FEW_NUMBERS:
-        return ""
-    return (
-        f"Projection leaves {kept:,} of the {whole:,} numbers of a gradient, which costs accuracy: "
-        "projection_dim_factor=0 is exact, and affordable for a model of this size"
-    )
 
 
 def fused_experts(model: nn.Module) -> str:
