@@ -14,29 +14,35 @@ import gradtrace
 from gradtrace.attribution import InfluenceConfig
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.verify.measure import Effects
-from gradtrace.instruments.verify.trial import BASELINE, RealSteps, working_copy
-from gradtrace.instruments.verify.verification import Verification, exact, judgement
+from gradtrace.instruments.verify.trial import BASELINE, RealSteps, Trial, in_precision, working_copy
+from gradtrace.instruments.verify.verification import INFLUENCE, INFLUENCE_OWN, Verification, judgement
 from tests.attribution.models import random_responses, tiny_model
+from tests.instruments.test_verify import batch_of
 from tests.training.test_one_writer import writer
 
 
 class Loop:
-    """A tiny model after two steps of AdamW, and groups of four responses."""
+    """A tiny model after twenty steps of AdamW on a loss of its own, and groups of four responses."""
 
     def __init__(self, groups: int = 4, dtype: torch.dtype = torch.float64) -> None:
-        self.model = tiny_model("llama").to(dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
-        generator = torch.Generator().manual_seed(5)
-        for _ in range(2):
-            for p in self.model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
-            self.optimizer.step()
         rollout = random_responses(groups=groups, n=4, seed=3)
         cut = list(zip(rollout.sequences, rollout.prompt_lengths, strict=True))
         prompts = {int(g): [int(g), 1, 2] for g in rollout.group.unique()}
         self.prompt_ids: list[list[int]] = [prompts[int(g)] for g in rollout.group]
         self.response_ids = [ids[length:].tolist() for ids, length in cut]
         self.rewards = rollout.accepted.double().tolist()
+        self.model = tiny_model("llama")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+        for seed in range(20):
+            batch = batch_of(groups=groups, seed=seed)
+            for name, gradient in Trial(self.model, self.optimizer, batch).gradient.items():
+                self.model.get_parameter(name).grad = gradient
+            self.optimizer.step()
+        self.model.to(dtype)
+        for parameter, state in self.optimizer.state.items():
+            state |= {key: in_precision(value, parameter) for key, value in state.items()}
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to(dtype)
 
     def verify(self, **options: Any) -> Verification:
         sizes = {"tokens": 10, "halves": 0}
@@ -54,33 +60,37 @@ class Loop:
         return [*(p for p in self.model.parameters()), *(p.grad for p in self.model.parameters()), *moments]  # type: ignore[misc]
 
 
-def every_matrix() -> InfluenceConfig:
-    """A score over all that a step moves, apart from norms and embeddings."""
-    return exact(module_name_filter=(".*",))
-
-
 @pytest.fixture(scope="module")
 def found() -> tuple[Loop, Verification, list[Tensor]]:
     loop = Loop()
-    verification = loop.verify(config=every_matrix())
-    scores = verification.predictions["this score"]
+    verification = loop.verify()
+    scores = verification.predictions[INFLUENCE]
     return loop, verification, [scores[r] for r in range(len(loop.rewards))]
 
 
-def test_scores_of_the_optimizers_geometry_are_trusted(
-    found: tuple[Loop, Verification, list[Tensor]],
-) -> None:
+def test_influence_is_trusted(found: tuple[Loop, Verification, list[Tensor]]) -> None:
     _, verification, _ = found
-    assert verification.is_trustworthy and verification.judged == "this score"
-    assert verification.table["this score"]["single_token"].low > 0.7
+    assert verification.is_trustworthy and verification.judged == INFLUENCE
+    table = verification.table
+    assert table[INFLUENCE]["token"].low > 0.7 and table[INFLUENCE]["token_pearson"].mean > 0.95
+    assert table[INFLUENCE_OWN]["token_own"].mean > 0.9 and table[INFLUENCE]["done"].mean > 0.9
+    assert verification.books.pearson > 0.99 and 0.9 < verification.books.slope < 1.1
     record = verification.record()
     assert record["steps_taken"] == record["steps_planned"] == 40 and record["groups"] == 4
-    assert set(record["table"]) >= {
-        "optimizer, loss term",
-        "identity, position",
-        "optimizer, tail",
-        "|A|(1−p)",
-    }
+    assert set(record["table"]) >= {INFLUENCE, INFLUENCE_OWN, "identity, position", BASELINE}
+    assert "what training on a token does to the mini-batch's objective" in record["verdict"]
+
+
+def test_of_the_first_step_only_what_it_does_to_tokens_is_predicted() -> None:
+    """Adam's state is empty: how much a token weighs hardly matters to a step that is like the gradient's sign."""
+    loop = Loop()
+    loop.optimizer.state.clear()
+    for group in loop.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    verification = loop.verify()
+    own = verification.table[INFLUENCE]
+    assert own["done"].mean > 0.95 > own["token"].mean
+    assert "Adam's state is empty" in verification.verdict and verification.record()["first_step"]
 
 
 def shuffled(scores: Sequence[Tensor]) -> list[Tensor]:
@@ -101,14 +111,14 @@ def test_planted_wrong_scores_are_not_trusted(found: tuple[Loop, Verification, l
     if wrong == "flipped":
         assert "point the wrong way" in verification.verdict
     if wrong == "shuffled":
-        assert "not trustworthy, no better than the baseline" in verification.verdict
+        assert abs(verification.table["given scores"]["token"].mean) < 0.4
 
 
 def test_given_right_scores_are_trusted(found: tuple[Loop, Verification, list[Tensor]]) -> None:
     loop, verification, scores = found
     again = loop.verify(scores=scores)
     assert again.is_trustworthy
-    assert again.agreement["given scores"] == verification.agreement["this score"]
+    assert again.agreement["given scores"] == verification.agreement[INFLUENCE]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -126,7 +136,7 @@ def test_bf16_weights_are_measured_in_full_precision() -> None:
     for state in full.optimizer.state.values():
         state |= {key: value.double() for key, value in state.items() if value.dim()}
     first, second = half.verify(tokens=6), full.verify(tokens=6)
-    measured = [[step for e in v.effects for step in e.measured] for v in (first, second)]
+    measured = [[change for e in v.effects for step in e.measured for change in step] for v in (first, second)]
     assert measured[0] == pytest.approx(measured[1], rel=1e-6)
     model, optimizer, original = working_copy(half.model, half.optimizer, "float32")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -165,7 +175,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         calls: list[int] = []
         patch.setattr(Effects, "take_next", lambda self, trial: (calls.append(1), taken(self, trial))[1])
-        patch.setattr("gradtrace.instruments.verify.trial.Trial.traced", None)  # scores are there
+        patch.setattr("gradtrace.instruments.verify.trial.Trial.parts", None)  # scores are there
         resumed = loop.verify(folder=tmp_path / "v")
     assert len(calls) == 30 - 7
     assert resumed.record()["table"] == straight.record()["table"]
@@ -182,7 +192,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_spent_budget_keeps_what_it_has_and_says_so(tmp_path: Path) -> None:
     loop = Loop(groups=3)
     first = loop.verify(budget=1e-9, folder=tmp_path / "v")
-    assert first.is_trustworthy is None and first.steps_taken == 0 and len(first.left_out) == 5
+    assert first.is_trustworthy is None and first.steps_taken == 0 and len(first.left_out) == 4
     assert first.verdict == "too little to judge: no group measured to the end, 3 are needed"
     assert loop.verify(folder=tmp_path / "v").steps_taken == 30
 
@@ -194,7 +204,8 @@ def test_the_verdict_in_words() -> None:
     free = {BASELINE: groups(0.21), "|A|": groups(0.1, 0.05)}
     assert judgement(groups(0.88), free) == (
         True,
-        "scores of this run predict single-token steps with .88 [.85, .91], the baseline |A|(1−p) has .21 [.18, .24]",
+        "scores of this run predict what training on a token does to the mini-batch's objective with .88 [.85, .91], "
+        "the baseline |A|(1−p) has .21 [.18, .24]",
     )
     assert judgement(groups(0.2, 0.2), free)[0] is False
     assert judgement(groups(0.25, 0.2), free)[0] is False  # it may be chance
@@ -206,14 +217,17 @@ def test_the_verdict_in_words() -> None:
     assert strong is False and said.endswith("|A| .60 [.56, .64]")  # the labels alone are as good
 
 
-def test_the_older_default_repeats_the_labels_and_is_not_trusted() -> None:
-    verification = Loop(groups=8).verify(config=InfluenceConfig.older(projection_dim_factor=0), tokens=12)
-    assert verification.is_trustworthy is False and "no better than the baseline" in verification.verdict
+def test_a_score_from_captured_factors_is_asked_about_its_own_prompt() -> None:
+    verification = Loop().verify(config=InfluenceConfig.older(projection_dim_factor=None, pairwise=False))
+    assert verification.judged == "this score" and verification.question == "token_own"
+    assert "its own prompt's objective" in verification.verdict
+    ours, older = (verification.table[name]["token_own"].mean for name in (INFLUENCE_OWN, "this score"))
+    assert ours > older + 0.1
 
 
 def test_what_cannot_be_verified_is_refused_in_words() -> None:
     loop = Loop(groups=2)
-    with pytest.raises(GradtraceError, match="no group has both accepted and rejected"):
+    with pytest.raises(GradtraceError, match="every response has advantage 0"):
         gradtrace.verify(
             loop.model,
             loop.optimizer,

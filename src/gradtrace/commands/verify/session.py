@@ -212,7 +212,7 @@ def mini_batch_of(step: Step, run: Config) -> Material:
     if "attributed" in step.meta:  # all mini-batches at the same weights
         first &= batch.group < (run.actor.mini_batch_size or len(batch.prompts))
     rows = first.nonzero().squeeze(-1).tolist()
-    given = {}
+    given: dict[str, Scores] = {}
     for name, column in ((STORED, "influence"), (STORED_OWN, "influence_own")):
         if column in step:
             flat = torch.from_numpy(step[column].astype(np.float64))

@@ -1,9 +1,13 @@
 """One mini-batch at one state of training: what its tokens really do in the coming optimizer step, and what scores say.
 
-J is minus the loss of the mini-batch as it is trained, in nats. What training on a token does is measured by brute
-force: two real optimizer steps with the gradient of the whole mini-batch, in which the token weighs half as much again
-and half as much as it does, and the difference of J between the two. What momentum and weight decay do is in both, and
-drops out. J is also taken apart into the groups' parts of it: a token acts on its own prompt and on the others.
+J is the objective of the mini-batch, Σ c_t ℓ_t in nats: ℓ_t the token's log-prob, c_t what the gradient of the loss
+multiplies ∇ℓ_t by at these weights (its advantage times the weight of its response, where it is on policy). So J has
+the gradient that is trained with, and no clip that a step could run into.
+
+What training on a token does is measured by brute force: two real optimizer steps with the gradient of the whole
+mini-batch, in which the token weighs half as much again and half as much as it does, and the difference of J between
+the two. What momentum and weight decay do is in both, and drops out. J is also taken apart into the groups' parts of
+it: a token acts on its own prompt and on the others.
 
 A float64 model is float64 inside, too (`KeepDouble`): one token's effect is smaller than float32's rounding.
 """
@@ -26,7 +30,7 @@ from gradtrace.attribution.parts import TokenParts, token_parts
 from gradtrace.attribution.update import second_moment_source
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.policy.loss import fill_statistics, policy_terms
+from gradtrace.policy.loss import fill_statistics
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.policy import Policy
 
@@ -57,7 +61,7 @@ class Trial:
     grad_clip: float = 0.0
     """The norm to which gradients are clipped, as training does; 0: not at all."""
     loss: Callable[[LossInputs], LossOutputs] = plain_surrogate
-    """Every token's own term, before aggregation."""
+    """The policy loss, of which c_t is the derivative."""
     weights: Tensor | None = None
     """float64[R]: what the loss multiplies each response's terms by; None: 1 / N, N being the mini-batch's tokens."""
     original: Original | None = None
@@ -79,9 +83,27 @@ class Trial:
         self.members = {g: rows[batch.group[rows] == g].tolist() for g in batch.group[rows].unique().tolist()}
         """Group → its rows, in ascending order."""
         self.rows = [r for members in self.members.values() for r in members]
-        with torch.no_grad():
-            self.batch = fill_statistics(self.policy, batch, self._micro_batches(batch), rows) if len(rows) else batch
+        self.batch = fill_statistics(self.policy, batch, self._micro_batches(batch), rows) if len(rows) else batch
+        self.factors_of_log_probs = self._factors_of_log_probs()
         self.steps_taken = 0
+
+    def _factors_of_log_probs(self) -> Tensor:
+        """float64[R, T]: c_t."""
+        batch = self.batch
+        if not self.rows:
+            return torch.zeros(batch.response_mask.shape, dtype=torch.float64)
+        assert self.weights is not None and batch.old_log_probs is not None
+        log_probs = batch.old_log_probs.clone().requires_grad_()
+        with torch.enable_grad():
+            inputs = LossInputs(
+                log_probs=log_probs,
+                old_log_probs=batch.old_log_probs,
+                advantages=batch.need("advantages"),
+                mask=batch.response_mask,
+                entropies=batch.entropies,
+            )
+            (slope,) = torch.autograd.grad(self.loss(inputs).loss.sum(), log_probs)
+        return -slope * self.weights[:, None]
 
     # ------------------------------------------------------------ passes
 
@@ -90,13 +112,10 @@ class Trial:
 
     def _passes(self, rows: list[int]) -> Iterator[tuple[MicroBatch, Tensor]]:
         """Forward passes over these rows: each with float64[r, T], every token's own term of J, 0 outside the mask."""
-        assert self.weights is not None and self.batch.old_log_probs is not None
         for micro in self._micro_batches(self.batch)(torch.tensor(rows)):
-            log_probs, entropies = (micro.unflatten(values) for values in self.policy.statistics(micro))
-            old = micro.column(self.batch, "old_log_probs", log_probs.device)
-            terms = policy_terms(self.loss, self.batch, micro, log_probs.double(), old, entropies)
-            weights = self.weights[micro.rows].to(terms.device)
-            yield micro, -(terms * weights[:, None]).masked_fill(~micro.mask.to(terms.device), 0.0)
+            log_probs = micro.unflatten(self.policy.statistics(micro)[0]).double()
+            factors = self.factors_of_log_probs[micro.rows, : micro.mask.shape[1]].to(log_probs.device)
+            yield micro, factors * log_probs * micro.mask.to(log_probs.device)
 
     def terms(self, rows: list[int]) -> list[Tensor]:
         """[T_r] of each of these rows: every token's own term of J."""

@@ -186,7 +186,7 @@ class Verification:
         found = {name: kinds[self.question] for name, kinds in self.agreement.items()}
         free = {name: found[name] for name in FREE}
         trusted, said = judgement(found[self.judged], free, self.judged, ASKED[self.question])
-        return trusted, f"{said}. {FIRST_STEP}" if self.is_first_step and trusted is not None else said
+        return trusted, f"{said}. {FIRST_STEP}" if self.is_first_step else said
 
     def record(self) -> dict[str, Any]:
         """Everything that is shown, for report.json."""
