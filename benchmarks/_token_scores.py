@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.algorithms import accepted
-from gradtrace.attribution import InfluenceConfig, InfluenceTracer
-from gradtrace.attribution.geometry import ClippedGradients
+from gradtrace.algorithms import policy_loss
+from gradtrace.attribution import InfluenceConfig
 from gradtrace.batch import RolloutBatch
+from gradtrace.instruments.verify.trial import Trial
+from gradtrace.instruments.verify.verification import scoring
 from gradtrace.policy.microbatch import Sequences
 from gradtrace.training.components import Components
 
-DEFAULT = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=0, pairwise=False)
-"""The product's default score, without projection and for every group."""
+DEFAULT = InfluenceConfig(accepted_rejected_scope="per_prompt")
+"""Influence on the own prompt, of every group."""
 
 ANSWER_ONLY = '''def reward(response, item):
     """1 if the chain ends in the right digit, whatever stands before it."""
@@ -29,9 +30,9 @@ class TokenScores:
     """[R, T] each; 0 where there is no token, or no score."""
 
     step: Tensor
-    """What training on the token does to its group's contrast."""
+    """What training on the token does to its own prompt's objective."""
     likelier: Tensor
-    """What making it likelier would do; 0 where the credit has no such score."""
+    """What making it likelier would do; 0 for scores from captured factors."""
     log_probs: Tensor
     entropies: Tensor
 
@@ -47,45 +48,17 @@ def token_statistics(parts: Components, batch: RolloutBatch) -> tuple[Tensor, Te
 
 
 def token_scores(parts: Components, batch: RolloutBatch, config: InfluenceConfig = DEFAULT) -> TokenScores:
-    """Under GRPO's loss at ratio 1, whose terms are A ℓ with one advantage for all tokens of a response."""
-    assert batch.rewards is not None
-    policy, rows, sequences = parts.policy, torch.arange(len(batch)), Sequences.of(batch)
-    advantages = batch.need("advantages")[:, 0]
-    micro = sequences.padded(rows)
-    count = float(batch.response_mask.sum())
-    mixed = advantages != 0
-    ratio = torch.where(mixed, -count / torch.where(mixed, advantages, 1.0), 0.0)
-    older = config.target == "output_function"
-
-    def terms(responses: list[int]) -> Tensor:
-        chosen = torch.tensor(responses)
-        weights = advantages[chosen].repeat_interleave(batch.response_lengths[chosen])
-        log_probs = policy.statistics(sequences.micro_batch(chosen, policy.best_layout()))[0]
-        return torch.stack([log_probs * weights, log_probs])
-
-    with InfluenceTracer(policy.model, config=config, optimizer=parts.optimizer.adamw) as tracer:
-        log_probs, entropies = policy.statistics(micro)
-        with tracer.capture(
-            response=rows,
-            tokens=micro.tokens,
-            accepted=accepted(batch.rewards, batch.group),
-            group=batch.group,
-            scale=-count,  # what is captured is the gradient of −Σ A ℓ / N
-            target_scale=None if older else ratio,
-            sign=torch.where(advantages < 0, -1.0, 1.0) if older else None,
-        ):
-            weights = advantages.repeat_interleave(batch.response_lengths) / count
-            (-(log_probs * weights).sum()).backward()
-        coming = ClippedGradients(policy.model, parts.config.actor.optim.grad_clip)
-        trace = tracer.score(terms=terms if config.wants_loss_term else None, coming=coming)
-    policy.model.zero_grad()
-    mask = batch.response_mask
-
-    def table(rows_of: list[Tensor] | None) -> Tensor:
-        found = torch.zeros(mask.shape)
-        for r, values in enumerate(rows_of or []):
-            found[r, : len(values)] = values
-        return found
-
-    spread = (torch.zeros(mask.shape).masked_scatter(mask, v.detach()) for v in (log_probs, entropies))
-    return TokenScores(table(trace.token_scores), table(trace.likelier_scores), *spread)
+    """The whole rollout as one mini-batch."""
+    clip, algorithm = parts.config.actor.optim.grad_clip, parts.config.algorithm
+    loss = policy_loss(algorithm.policy_loss, **algorithm.policy_loss_options)
+    temperature = parts.policy.temperature
+    trial = Trial(parts.policy.model, parts.optimizer.adamw, batch, temperature=temperature, grad_clip=clip, loss=loss)
+    scores = scoring(trial, config, len(batch.prompts))()
+    step, mask = torch.zeros(batch.response_mask.shape), batch.response_mask
+    for r, values in scores.items():
+        step[r, mask[r]] = values.float()
+    # The change of its log-prob by the step of its group is, by symmetry, what its own log-prob's gradient does for it.
+    factors = trial.factors_of_log_probs.float()
+    likelier = torch.where(factors != 0, step / factors, 0.0) if config.is_parts else torch.zeros_like(step)
+    log_probs, entropies = token_statistics(parts, batch)
+    return TokenScores(step, likelier, log_probs, entropies)

@@ -1,4 +1,4 @@
-"""Table and picture of docs/validity.md, from the results of `benchmarks.validity`."""
+"""Tables and picture of docs/validity.md, from the results of `benchmarks.validity`."""
 
 from __future__ import annotations
 
@@ -6,75 +6,88 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._pages import between_marks
-from gradtrace.instruments.verify import measure
+from gradtrace.instruments.verify.trial import FREE
+from gradtrace.instruments.verify.verification import INFLUENCE, INFLUENCE_OWN
 
-ORDER = ("single_token", "half_tokens", "single_response", "batch_tokens", "batch_responses")
-KINDS = {kind: measure.KINDS[kind] for kind in ORDER}
+MODELS = {"demo": "The demo", "smollm2": "SmolLM2-135M on countdown"}
+QUESTIONS = {
+    "batch": "the mini-batch's objective",
+    "own": "its own prompt's objective",
+    "done": "what the step did to it",
+}
 
 
-def write_page(docs: Path, found: dict[str, Any], groups: dict[str, int]) -> None:
+def write_page(docs: Path, found: dict[str, Any]) -> None:
     """Replace what stands between the marks of docs/validity.md."""
-    tables = [table("The demo", found["demo"], groups["demo"])]
-    if "smollm2" in found:
-        tables.append(table("SmolLM2-135M on countdown", found["smollm2"], groups["smollm2"]))
-    between_marks(docs / "validity.md", "validity", "\n".join(tables))
+    text = "\n".join(table(title, found[model]) for model, title in MODELS.items() if model in found)
+    between_marks(docs / "validity.md", "validity", text)
     (docs / "images").mkdir(exist_ok=True)
-    (docs / "images" / "validity.svg").write_text(picture(found["demo"]))
+    (docs / "images" / "validity.svg").write_text(picture(found))
 
 
-def table(title: str, found: dict[str, Any], groups: int) -> str:
-    kinds = [kind for kind in KINDS if kind in next(iter(found["table"].values()))]
+def table(title: str, found: dict[str, Any]) -> str:
+    questions, books = found["table"], found["books"]
     lines = [
-        f"### {title}: {groups} groups",
+        f"### {title}: {found['mini_batches']} mini-batches, {found['tokens']} tokens",
         "",
-        "| score | " + " | ".join(KINDS[kind] for kind in kinds) + " | update with it |",
-        "|---|" + "---|" * (len(kinds) + 1),
+        "| score | " + " | ".join(f"{QUESTIONS[question]} | Pearson" for question in questions) + " |",
+        "|---|" + "---|---|" * len(questions),
     ]
-    order = sorted(found["table"], key=lambda name: -found["table"][name]["single_token"].mean)
-    for name in order:
-        cells = " | ".join(str(found["table"][name][kind]) for kind in kinds)
-        cost = f"{found['cost'][name]:.2f}×" if name in found["cost"] else "–"
-        lines.append(f"| {name.replace('|', chr(92) + '|')} | {cells} | {cost} |")
+    for name in sorted(questions["batch"], key=lambda name: -questions["batch"][name]["spearman"]["median"]):
+        cells = [cell(questions[question][name][kind]) for question in questions for kind in ("spearman", "pearson")]
+        lines.append(f"| {name.replace('|', chr(92) + '|')} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"The books: sums of influence over {books['groups']} groups have slope {books['slope']:.3f} and Pearson's "
+        f"correlation {books['pearson']:.4f} with what the step did to the groups.",
+    ]
     return "\n".join([*lines, "", ""])
 
 
+def cell(value: dict[str, float]) -> str:
+    """ "0.981 [0.95, 0.99]"."""
+    return f"{value['median']:.3f} [{value['low']:.2f}, {value['high']:.2f}]"
+
+
 def picture(found: dict[str, Any]) -> str:
-    """An SVG: agreement on single tokens, with its interval, against what the score costs."""
-    rows = [(n, found["table"][n]["single_token"], found["cost"].get(n, 1.0)) for n in found["table"]]
-    rows.sort(key=lambda row: -row[1].mean)
-    width, left, top, line = 860, 330, 40, 22
-    height = top + line * len(rows) + 40
-    scale = (width - left - 110) / 1.0
+    """An SVG: for both models and questions the median rank correlation of each score, and its 10th and 90th
+    percentile."""
+    rows: list[tuple[str, dict[str, float] | None]] = []
+    for model, title in MODELS.items():
+        for question in ("batch", "own") if model in found else ():
+            cells = found[model]["table"][question]
+            rows.append((f"{title}: {QUESTIONS[question]}", None))
+            order = sorted(cells, key=lambda name: -cells[name]["spearman"]["median"])
+            rows += [(name, cells[name]["spearman"]) for name in order]
+    width, left, top, line = 760, 250, 44, 20
+    height = top + line * len(rows) + 30
 
     def x(value: float) -> float:
-        return left + max(min(value, 1.0), -0.05) * scale
+        return left + max(min(value, 1.0), -0.1) * (width - left - 90)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
         ' font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="{left}" y="20" font-weight="bold">Does the score predict what a real step on a token does?</text>',
+        '<text x="10" y="20" font-weight="bold">Does the score predict what training on a token does?</text>',
     ]
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(
-            f'<line x1="{x(tick):.0f}" x2="{x(tick):.0f}" y1="{top - 8}" y2="{height - 32}" stroke="#ddd"/>'
-            f'<text x="{x(tick):.0f}" y="{height - 16}" text-anchor="middle" fill="#555">{tick:g}</text>'
+            f'<line x1="{x(tick):.0f}" x2="{x(tick):.0f}" y1="{top - 12}" y2="{height - 28}" stroke="#ddd"/>'
+            f'<text x="{x(tick):.0f}" y="{height - 14}" text-anchor="middle" fill="#555">{tick:g}</text>'
         )
-    for place, (name, value, cost) in enumerate(rows):
-        y = top + line * place + 8
-        free = name.startswith("|A|")
-        colour = "#999" if free else "#c0392b" if "inverse" in name or "position" in name else "#1f6fb2"
-        price = "no gradient" if free else f"update {cost:.2f}×"
-        label = name.replace("&", "&amp;").replace("<", "&lt;")
+    for place, (name, value) in enumerate(rows):
+        y = top + line * place
+        if value is None:
+            parts.append(f'<text x="10" y="{y + 4}" fill="#555">{name}</text>')
+            continue
+        colour = "#999" if name in FREE else "#1f6fb2" if name in (INFLUENCE, INFLUENCE_OWN) else "#c0392b"
         parts += [
-            f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{label}</text>',
-            f'<line x1="{x(value.low):.1f}" x2="{x(value.high):.1f}" y1="{y}" y2="{y}" stroke="{colour}"'
+            f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{name}</text>',
+            f'<line x1="{x(value["low"]):.1f}" x2="{x(value["high"]):.1f}" y1="{y}" y2="{y}" stroke="{colour}"'
             ' stroke-width="3"/>',
-            f'<circle cx="{x(value.mean):.1f}" cy="{y}" r="5" fill="{colour}"/>',
-            f'<text x="{width - 100}" y="{y + 4}" fill="#555">{price}</text>',
+            f'<circle cx="{x(value["median"]):.1f}" cy="{y}" r="5" fill="{colour}"/>',
+            f'<text x="{width - 50}" y="{y + 4}" fill="#555">{value["median"]:.2f}</text>',
         ]
-    parts.append(
-        f'<text x="{left}" y="{height - 2}" fill="#555">Spearman on single tokens, mean over groups, 95 % interval'
-        "</text></svg>"
-    )
+    parts.append("</svg>")
     return "\n".join(parts) + "\n"

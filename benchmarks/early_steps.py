@@ -1,9 +1,13 @@
-"""Does the default score predict single-token steps at the start of a run, too?
+"""What does influence say of the first steps of a run, when Adam's state is empty?
 
-Adam divides by a mean of the squared gradients so far. After few of them, a step on one token alone makes much of that
-mean itself, which no score of a whole batch can know. As in `benchmarks.validity`, from states of the demo before steps
-1, 2, 3, 5 and 10 real optimizer steps are taken on single tokens, in float64; `single_token_step_N` is the mean over
-groups of Spearman's rank correlation with the score.
+Influence has two readings. *What training on the token does*: the change of the mini-batch's objective when the token
+weighs half as much again, and half as much, in a real step. *What the step does to the token*: the change of its own
+term by the real step, less what momentum and weight decay do alone. With an empty state Adam's step is like the
+gradient's sign, which hardly depends on how much one token weighs: there the first reading fails and the second holds.
+
+As in `benchmarks.validity`, in true float64, from states of the demo before steps 1 to 6; scores in float32.
+`training_on_it_step_N` and `done_to_it_step_N`: Spearman's rank correlation over the tokens of a mini-batch, mean over
+mini-batches; `baseline_step_N`: that of |A|(1−p) with the first reading.
 """
 
 from __future__ import annotations
@@ -15,44 +19,49 @@ from typing import Any
 
 import torch
 
-from benchmarks._validity_states import collect, trial_of
+from benchmarks._validity_states import collect
 from benchmarks.common import emit, machine, parse_arguments
-from gradtrace.instruments.verify.measure import Size, planned, spearman
-from gradtrace.instruments.verify.verification import exact
+from benchmarks.validity import demo_overrides, judge
+from gradtrace.instruments.verify.trial import BASELINE
+from gradtrace.instruments.verify.verification import INFLUENCE
 from gradtrace.intervals import mean_interval
 
-STEPS = (1, 2, 3, 5, 10)
+STEPS = (1, 2, 3, 4, 5, 6)
 SEEDS = (11, 12, 13)
-GROUPS = 6
+GROUPS, MINI_BATCHES = 8, 2
+READINGS = {
+    "training_on_it": ("batch", INFLUENCE),
+    "done_to_it": ("done", INFLUENCE),
+    "baseline": ("batch", BASELINE),
+}
 
 
-def agreement(state: Path, tokens: int) -> list[float]:
-    """Of each group: the rank correlation of score and measured effect over some of its tokens."""
-    trial = trial_of(state)
-    trial.keep(list(trial.members)[:GROUPS])
-    scores, found = trial.scores(exact()), []
-    for group in planned(trial, Size(groups=GROUPS, tokens=tokens, halves=0), seed=0):
-        group.take_all(trial)
-        found.append(spearman(torch.tensor(group.predicted(scores)), torch.tensor(group.measured)))
-    return found
+def measured(state: Path, tokens: int, mini_batches: int) -> list[dict[str, float]]:
+    """Of each mini-batch at this state: reading → rank correlation."""
+    found = [judge(state, number, GROUPS, tokens, factors=False) for number in range(mini_batches)]
+    return [{name: one[key][score][0] for name, (key, score) in READINGS.items()} for one in found if one]
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(__doc__, arguments)
     torch.set_num_threads(args.threads or 1)
-    steps, seeds, tokens = ((1, 2), SEEDS[:1], 4) if args.quick else (STEPS, SEEDS, 24)
-    found: dict[int, list[float]] = {step: [] for step in steps}
+    steps, seeds, tokens, count = ((1, 3), SEEDS[:1], 6, 1) if args.quick else (STEPS, SEEDS, 8, MINI_BATCHES)
+    found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
     for seed in seeds:
-        overrides = ["recipe=demo", f"trainer.seed={seed}", f"task.arithmetic.warm_start.seed={seed}"]
         with tempfile.TemporaryDirectory() as folder:
             states = {step: Path(folder) / f"step_{step}.pt" for step in steps}
-            collect(overrides, states, GROUPS + 2, Path(folder))
+            collect(demo_overrides(seed), states, GROUPS * count, Path(folder))
             for step, path in states.items():
-                found[step] += agreement(path, tokens)
-        print(f"seed {seed}: {[str(mean_interval(values)) for values in found.values()]}", flush=True)
-    means = {step: mean_interval(values) for step, values in found.items()}
-    ratios: dict[str, Any] = {f"single_token_step_{s}": replace(m, high=min(1.0, m.high)) for s, m in means.items()}
-    emit("early_steps", ratios, {"groups": {step: len(values) for step, values in found.items()}, "machine": machine()})
+                found[step] += measured(path, tokens, count)
+        said = {step: [round(one["training_on_it"], 2) for one in some] for step, some in found.items()}
+        print(f"seed {seed}: {said}", flush=True)
+    ratios: dict[str, Any] = {}
+    for name in READINGS:
+        for step, some in found.items():
+            mean = mean_interval([one[name] for one in some])
+            ratios[f"{name}_step_{step}"] = replace(mean, high=min(1.0, mean.high))
+    counts = {step: len(some) for step, some in found.items()}
+    emit("early_steps", ratios, {"mini_batches": counts, "machine": machine()})
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ from gradtrace.training.terminal import SilentDisplay
 BASELINE = "surprisal"
 CONFIGS = {
     "influence": DEFAULT,
-    "influence, tail": InfluenceConfig(projection_dim_factor=0, credit="tail", pairwise=False),
     "influence, the older default": InfluenceConfig.older(projection_dim_factor=0, pairwise=False),
 }
 LEAST_FALL = 0.1
