@@ -155,7 +155,12 @@ def answers(effects: Sequence[Effects], scores: Scores, question: Question) -> l
     known = [len(own[0]) > 1 and some.is_enough for own, some in zip(pairs, of_kind, strict=True)]
     if question.own:
         return [question.statistic(*own) if is_there else math.nan for own, is_there in zip(pairs, known, strict=True)]
-    values = iter(jackknife([own for own, is_there in zip(pairs, known, strict=True) if is_there], question.statistic))
+    return together(pairs, known, question.statistic)
+
+
+def together(pairs: Sequence[Pairs], known: Sequence[bool], statistic: Statistic) -> list[float]:
+    """`jackknife` of the groups that are known; NaN for the others."""
+    values = iter(jackknife([own for own, is_there in zip(pairs, known, strict=True) if is_there], statistic))
     return [next(values) if is_there else math.nan for is_there in known]
 
 

@@ -21,11 +21,11 @@ from gradtrace.instruments.verify.measure import (
     Size,
     answers,
     interval,
-    jackknife,
     pearson,
     planned,
     slope,
     spearman,
+    together,
 )
 from gradtrace.instruments.verify.trial import BASELINE, FREE, Scores, Trial
 from gradtrace.intervals import Interval, paired_difference
@@ -156,7 +156,7 @@ class Verification:
         for name, scores in self.predictions.items():
             found[name] = {key: answers(self.effects, scores, question) for key, question in QUESTIONS.items()}
             pairs = [flat_pairs(scores, rows) for rows in self.done.values()]
-            found[name][DONE] = jackknife([own for own in pairs if len(own[0]) > 1], spearman)
+            found[name][DONE] = together(pairs, [len(own[0]) > 1 for own in pairs], spearman)
         # Kinds that nothing was planned of, and readings that were not reached, have no column.
         there = {key for kinds in found.values() for key, values in kinds.items() if values}
         return {name: {key: values for key, values in kinds.items() if key in there} for name, kinds in found.items()}
