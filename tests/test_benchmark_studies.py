@@ -9,38 +9,13 @@ import torch
 
 from benchmarks import findings
 from benchmarks._findings_smollm2 import SMOLLM2_FAULTS
-from benchmarks._validity_states import SharedPrompts
-from benchmarks.common import tiny_model
+from benchmarks._validity_page import table
 from benchmarks.deletion import LIKE, RULES
+from benchmarks.early_steps import READINGS
 from benchmarks.early_steps import main as early_steps
 from benchmarks.growth import growth
 from benchmarks.probe_accuracy import coverage
-from gradtrace.instruments.verify.trial import Trial
-
-
-def test_a_prompt_computed_once_gives_the_same_contrasts() -> None:
-    model = tiny_model().double()
-    generator = torch.Generator().manual_seed(0)
-    sequences, prompt_lengths = [], []
-    for prompt_length in (5, 7):
-        prompt = torch.randint(3, 18, (prompt_length,), generator=generator)
-        for length in (3, 1, 6, 4):
-            sequences.append(torch.cat([prompt, torch.randint(3, 18, (length,), generator=generator)]))
-            prompt_lengths.append(prompt_length)
-    trial = SharedPrompts(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        sequences,
-        prompt_lengths,
-        group=torch.arange(2).repeat_interleave(4),
-        accepted=torch.tensor([True, False, False, True, False, True, False, False]),
-        advantages=torch.ones(8),
-        temperature=0.7,
-    )
-    with torch.no_grad():
-        shared, whole = trial.contrasts([0, 1]), Trial.contrasts(trial, [0, 1])
-    assert shared.dtype == torch.float64
-    torch.testing.assert_close(shared, whole, rtol=1e-10, atol=1e-12)
+from benchmarks.validity import main as validity
 
 
 def test_faulty_runs_share_steps_only_where_these_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,14 +49,29 @@ def test_pairs_that_share_batches_do_not_narrow_the_interval_of_a_coverage() -> 
     assert found.mean == 1 and found.count == 6 and 0.5 < found.low < 0.7
 
 
-def test_scores_of_early_steps_are_held_against_real_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_early_steps_have_both_readings(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     try:
         early_steps(["--quick"])
     finally:
         torch.set_num_threads(threads)
+    ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
+    assert set(ratios) == {f"{name}_step_{step}" for name in READINGS for step in (1, 3)}
+    assert all(-1 <= value <= 1 for value in ratios.values())
+    assert ratios["done_to_it_step_1"] > 0.9  # what a sign-like step does to tokens is known
+    assert ratios["training_on_it_step_3"] > ratios["baseline_step_3"]
+
+
+def test_the_validity_study_prints_one_line_of_both_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        validity(["--quick"])
+    finally:
+        torch.set_num_threads(threads)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(found["ratios"]) == {"single_token_step_1", "single_token_step_2"}
-    assert all(-1 <= value <= 1 for value in found["ratios"].values())
-    assert found["ratios"]["single_token_step_2"] > 0.7  # four tokens of five groups: 1.0
-    assert sum(found["detail"]["groups"].values()) >= 4
+    ratios, detail = found["ratios"], found["detail"]["demo"]
+    assert ratios["demo_batch_spearman"] > max(0.9, ratios["demo_batch_baseline_spearman"])
+    assert ratios["demo_own_spearman"] > ratios["demo_own_baseline_spearman"]
+    assert 0.9 < ratios["demo_books_slope"] < 1.1 and detail["books"]["groups"] >= 2
+    text = table("The demo", detail)
+    assert text.count("\n| ") == len(detail["table"]["batch"]) + 1 and "| influence | " in text
