@@ -9,7 +9,7 @@ gradient. The books: the sum of a group's influence against the measured change 
 what momentum and weight decay do alone.
 
 The demo: 40 mini-batches of 8 groups before steps 21, 41 and 61, seeds that were used for nothing else. SmolLM2-135M on
-countdown: five mini-batches of 4 groups after some steps, and the books of more.
+countdown: five mini-batches of 4 groups after some steps, tokens of two groups each, and the books of more.
 
 States and results stay in --folder: what is there is not made again, so a run that was interrupted goes on.
 `--write-docs` rewrites the tables and the picture of docs/validity.md from all results in the folder.
@@ -54,6 +54,8 @@ class Source:
     """Of a mini-batch."""
     tokens: int
     """Of a group that are measured; 0: the books alone."""
+    measured: int = 0
+    """Groups of a mini-batch whose tokens are measured; 0: all."""
     factors: bool = True
     """Scores from captured factors as well."""
 
@@ -75,7 +77,7 @@ def sources(quick: bool) -> list[Source]:
     demo = [Source(f"demo{seed}", partial(demo_overrides, seed), parts, 8, 16) for seed in (21, 22, 23, 24)]
     return [
         *demo,
-        Source("smollm2", countdown_overrides, dict.fromkeys((4, 5, 6, 7, 8), 1), 4, 3, factors=False),
+        Source("smollm2", countdown_overrides, dict.fromkeys((4, 5, 6, 7, 8), 1), 4, 8, 2, factors=False),
         Source("smollm2books", countdown_overrides, dict.fromkeys((9, 10), 1), 4, 0, factors=False),
     ]
 
@@ -94,7 +96,7 @@ def scores_of(trial: Trial, factors: bool) -> dict[str, Scores]:
     return found
 
 
-def judge(path: Path, number: int, groups: int, tokens: int, factors: bool = True) -> Found | None:
+def judge(path: Path, number: int, groups: int, tokens: int, factors: bool = True, measured: int = 0) -> Found | None:
     """Everything about one mini-batch; None where no group of it has different rewards."""
     trial = trial_of(path, torch.float32, number, groups)
     if not trial.members:
@@ -103,7 +105,7 @@ def judge(path: Path, number: int, groups: int, tokens: int, factors: bool = Tru
     del trial
     trial = trial_of(path, torch.float64, number, groups)
     predictions |= trial.baselines()
-    size = Size(groups=len(trial.members) if tokens else 0, tokens=tokens, halves=0)
+    size = Size(groups=(measured or len(trial.members)) if tokens else 0, tokens=tokens, halves=0)
     effects = [one.take_all(trial) for one in planned(trial, size, seed=number)]
     done = {group: {r: trial.done[r] for r in rows} for group, rows in trial.members.items()}
     of_done = {name: [flat_pairs(scores, rows) for rows in done.values()] for name, scores in predictions.items()}
@@ -145,7 +147,9 @@ def run(source: Source, folder: Path, deadline: float) -> None:
             if time.time() > deadline:
                 return
             begun = time.time()
-            found = judge(source.state(folder, step), number, source.groups, source.tokens, source.factors)
+            found = judge(
+                source.state(folder, step), number, source.groups, source.tokens, source.factors, source.measured
+            )
             about = {"source": source.name, "step": step, "mini_batch": number}
             source.result(folder, step, number).write_text(json.dumps(about | (found or {"books": []})))
             said = f"{found['tokens']} tokens" if found else "no group with different rewards"

@@ -268,6 +268,11 @@ def test_a_checkpoint_of_verl_is_that_of_the_embedded_loop(run_dir: Path, tmp_pa
         verify(other)
 
 
+def test_a_report_of_nothing_yet_is_written(run_dir: Path) -> None:
+    record = verify(run_dir, budget=0.0).write()
+    assert record["trustworthy"] is None and record["steps_taken"] == 0 and record["books"]["slope"] is None
+
+
 def test_the_run_is_not_changed(run_dir: Path) -> None:
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     verify(run_dir)

@@ -21,15 +21,16 @@ SHOWN = ("token", "token_pearson", "token_own", "response", "half", DONE)
 def rank_picture(record: dict[str, Any], key: str, kind: str = "token") -> str:
     """Where each step stood among those of the mini-batch, by prediction and by measurement. `key`: predicted (by the
     score that is judged) or baseline."""
-    side = "measured_own" if record["question"] == ASKED["token_own"] else "measured"
+    did_key = "measured_own" if record["question"] == ASKED["token_own"] else "measured"
     pairs = [
         (said, did)
         for steps in record["steps"]
         if steps["kind"] == kind
-        for said, did in zip(steps[key], steps[side], strict=True)
+        for said, did in zip(steps[key], steps[did_key], strict=True)
         if said is not None
     ]
-    x, y = (ranks(torch.tensor(values)) / max(len(pairs) - 1, 1) for values in zip(*pairs, strict=True) or ((), ()))
+    values = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    x, y = (ranks(side) / max(len(pairs) - 1, 1) for side in values.T)
     name = record["judged"] if key == "predicted" else record["baseline"]
     return line_picture(
         [Curve(f"{len(pairs)} steps", x.tolist(), y.tolist(), marks=True)],
