@@ -1,15 +1,17 @@
-"""What the influence trace costs a training step, tier by tier.
+"""What the influence trace costs a training step.
 
-One GRPO step on SmolLM2-135M, with the trace and without, on the same rollouts, in turns. `tail` scores every mixed
-group in the last block's weights on the training pass; `default` takes the own terms of a quarter of the groups, 2 of
-8, in all layers as well. `overhead_update` compares the update phase (forward, backward, optimizer), `overhead_step`
-the whole step, rollout included, both as with over without, in CPU seconds on one thread, which other programs hardly
-change; wall seconds stand beside them in the details. The trace's files are written as in training, off the training
-thread, and their CPU time counts. The tiny model of the demo is measured too, exact and projected: there the layers
-are so small that the trace's share is much larger.
+One GRPO step on SmolLM2-135M, with the trace and without, on the same rollouts, in turns. `default` scores every
+token; `measured` measures one of the step's 8 groups as well (4 with --quick); `per_prompt` also scores every group
+on its own prompt. `overhead_update` compares the update phase (forward, backward, optimizer), `overhead_step` the
+whole step, rollout included, both as with over without, in CPU seconds on one thread, which other programs hardly
+change; wall seconds stand beside them in the details. `overhead_update_auto` is what `measure=auto` comes to over
+many steps, of which it measures a part, and `overhead_update_every4` the mean of four steps of which one is traced
+(write_every=4): both are computed from the measured ones. The trace's files are written as in training, off the
+training thread, and their CPU time counts. The tiny model of the demo is measured too: there Python's share is much
+larger.
 
 `memory_NAME` is the largest resident set of a process that makes two such steps, of 4 prompts, with the trace over that
-of one without: the tail with projections, and without them in the factored form.
+of one without.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import torch
 from benchmarks.common import Timing, bench_folder, emit, parse_arguments, peak_memory, smollm2_path
 from gradtrace import open_run
 from gradtrace.config.loader import load_config
+from gradtrace.instruments.influence.plan import FORWARD, MEASURED_SHARE, SELDOM
 from gradtrace.metrics import Timer
 from gradtrace.trace.run_files import RunFiles
 from gradtrace.training.components import build_components
@@ -65,28 +68,22 @@ def smollm2_overrides(folder: Path, quick: bool) -> list[str]:
         "rollout.n=4",
         f"rollout.max_new_tokens={16 if quick else 48}",
         f"data.train_batch_size={4 if quick else 8}",
-        f"trainer.influence_trace.loss_term_prompts={1 if quick else 2}",
         "actor.mini_batch_size=0",
         "actor.token_budget=4096",
-        "trainer.influence_trace.projection_dim_factor=32",
     ]
 
 
-def demo_overrides(factor: int) -> list[str]:
-    return [
-        "recipe=demo",
-        "actor.mini_batch_size=0",
-        f"trainer.influence_trace.projection_dim_factor={factor}",
-    ]
-
-
+DEMO = ["recipe=demo", "actor.mini_batch_size=0"]
 ALONE = [
-    "trainer.influence_trace.pairwise_max_mb=0",
     "trainer.entropy_trace.enable=false",
     "trainer.blame.enable=false",
 ]
 """No other instrument runs beside the trace."""
-TIERS = {"default": [], "tail": ["trainer.influence_trace.credit=tail"]}
+TIERS = {
+    "default": ["trainer.influence_trace.measure=0"],
+    "measured": ["trainer.influence_trace.measure=1"],
+    "per_prompt": ["trainer.influence_trace.measure=0", "trainer.influence_trace.accepted_rejected_scope=per_prompt"],
+}
 """What the trace is asked for, beside the same step without it."""
 
 
@@ -148,7 +145,8 @@ def measure(overrides: list[str], rounds: int) -> tuple[dict[str, Timing], dict[
         for one in observed.values():
             one.close()
         size, tokens = stored(folder / "default")
-    detail = {"tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 2), "rounds": rounds}
+    sizes = {"groups": len(batch.prompts), "responses": len(batch)}
+    detail = sizes | {"tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 2), "rounds": rounds}
     return compare(generating, steps, detail), detail
 
 
@@ -186,17 +184,17 @@ def compare(
     return ratios
 
 
-FACTORED = [
-    "trainer.influence_trace.projection_dim_factor=0",
-    "trainer.influence_trace.preconditioner_form=factored",
-]
-MEMORY = {"tail": TIERS["tail"], "factored": [*TIERS["tail"], *FACTORED]}
+MEMORY = {name: TIERS[name] for name in ("default", "per_prompt")}
 
 
 def prepare_step(folder: str, quick: bool, knobs: list[str]) -> tuple[Trainer, Any]:
     """A trainer and a rollout of 4 prompts, both of SmolLM2."""
-    sizes = ["data.train_batch_size=4", "trainer.influence_trace.loss_term_prompts=1"]
-    overrides = [*smollm2_overrides(Path(folder), quick), *sizes, f"trainer.runs_dir={folder}", *knobs]
+    overrides = [
+        *smollm2_overrides(Path(folder), quick),
+        "data.train_batch_size=4",
+        f"trainer.runs_dir={folder}",
+        *knobs,
+    ]
     parts = build_components(load_config(overrides))
     files = RunFiles(Path(folder) / "run")
     trainer = Trainer(parts, files, SilentDisplay(), open_instruments(parts, files, lambda text: None))
@@ -225,6 +223,13 @@ def memory(quick: bool) -> tuple[dict[str, float], dict[str, int]]:
     return {f"memory_{name}_smollm2": found[name] / found["without"] for name in MEMORY}, found
 
 
+def measured_steps(detail: dict[str, Any]) -> float:
+    """The share of the steps in which `measure=auto` measures a group: for 3 % of an update, or one step in ten."""
+    groups, responses = int(detail["groups"]), int(detail["responses"])
+    cost = (1.0 + FORWARD * (3.0 + responses / groups)) / groups
+    return max(1 / SELDOM, min(1.0, MEASURED_SHARE / cost))
+
+
 def stored(run_dir: Path) -> tuple[int, int]:
     """Bytes of the influence trace of a run, and its tokens."""
     run = open_run(run_dir)
@@ -240,12 +245,15 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads or 1)
     ratios: dict[str, float | Timing] = {}
     detail: dict[str, Any] = {"threads": torch.get_num_threads()}
-    for label, factor in (("tiny_exact", 0), ("tiny_factor4", 4)):
-        found, detail[label] = measure(demo_overrides(factor), 2 if args.quick else 8)
-        ratios |= {f"{key}_{label}": value for key, value in found.items()}
+    rounds = (2, 1) if args.quick else (9, 5)
     with tempfile.TemporaryDirectory() as folder:
-        found, detail["smollm2"] = measure(smollm2_overrides(Path(folder), args.quick), 1 if args.quick else 3)
-    ratios |= {f"{key}_smollm2": value for key, value in found.items()}
+        cases = {"tiny": DEMO, "smollm2": smollm2_overrides(Path(folder), args.quick)}
+        for (label, overrides), count in zip(cases.items(), rounds, strict=True):
+            found, detail[label] = measure(overrides, count)
+            ratios |= {f"{key}_{label}": value for key, value in found.items()}
+            default, measured = (found[f"overhead_update_{tier}"].ratio for tier in ("default", "measured"))
+            ratios[f"overhead_update_auto_{label}"] = default + measured_steps(detail[label]) * (measured - default)
+            ratios[f"overhead_update_every4_{label}"] = 1 + (default - 1) / 4
     of_memory, detail["peak_bytes"] = memory(args.quick)
     ratios |= of_memory
     ratios["bytes_per_token"] = detail["smollm2"]["bytes_per_token"]

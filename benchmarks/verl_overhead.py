@@ -2,12 +2,12 @@
 
     python -m benchmarks.verl_overhead [--quick]
 
-Two gloo processes train the same engine on the same batch of 16 groups, in turns with the default trace (loss terms
-for four of them), with `credit=tail` and without a trace. `overhead_update` and `overhead_update_tail` are with over
-without. `bytes_share` is what attribution sends over what FSDP sends in a traced update, with groups dealt to ranks as
-our trainer deals them (whole); `bytes_share_split` the same with every group split over both ranks, `bytes_share_tail`
-without loss terms, whose passes gather the weights again. `overhead_update_blame` is that of a step whose gradient is
-shared out (every fifth by default), without the trace.
+Two gloo processes train the same engine on the same batch of 16 groups, in turns with the default trace, with one of
+the groups measured as well, and without a trace. `overhead_update` and `overhead_update_measured` are with over
+without. `bytes_share` is what attribution sends over what FSDP sends in a traced update, with groups dealt to ranks
+as our trainer deals them (whole); `bytes_share_split` the same with every group split over both ranks; its passes
+gather the weights again, as any pass does. `overhead_update_blame` is that of a step whose gradient is decomposed
+(every fifth by default), without the trace.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
         nonlocal step
         step += 1
         engine.steps = made.get(loss)  # a run has one loss; making its instruments is no part of an update
-        plans = {INFLUENCE_TRACE: StepPlan.of(rollout, step, status_by_advantage(rollout)), BLAME: True}
+        groups = torch.arange(1 if loss is measured else 0)
+        plan = StepPlan.of(rollout, step, status_by_advantage(rollout), own=groups, measured=groups)
+        plans = {INFLUENCE_TRACE: plan, BLAME: True}
         plans = {name: plan for name, plan in plans.items() if name in loss.instruments}
         message = StepMessage(step, torch.zeros(len(rollout), dtype=torch.long), plans) if plans else None
         data = harness.tensordict(rollout, rows, message, sequences=len(rollout), micro_batch=MICRO_BATCH)
@@ -137,7 +139,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
 
     plain = loss_of()
     traced = loss_of(influence_trace=InfluenceTraceConfig(enable=True))
-    tail = loss_of(influence_trace=InfluenceTraceConfig(enable=True, credit="tail"))
+    measured = loss_of(influence_trace=InfluenceTraceConfig(enable=True))
     blamed = loss_of(blame=BlameConfig(enable=True))
     half = len(rollout) // 2
     whole = list(range(rank * half, (rank + 1) * half))
@@ -146,7 +148,7 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
         update(whole, loss)
         made[loss] = engine.steps
     shares = {}
-    for name, rows, loss in (("whole", whole, traced), ("split", split, traced), ("tail", whole, tail)):
+    for name, rows, loss in (("whole", whole, traced), ("split", split, traced), ("measured", whole, measured)):
         if loss not in made:
             update(rows, loss)  # makes its instruments
             made[loss] = engine.steps
@@ -154,8 +156,8 @@ def rank_main(folder: Path, response_tokens: int, rounds: int) -> None:
         traffic.bytes.clear()
         update(rows, loss)
         shares[name] = dict(traffic.bytes)
-    times: dict[str, list[float]] = {"with": [], "tail": [], "blame": [], "without": []}
-    turns = [("with", traced), ("tail", tail), ("blame", blamed), ("without", plain)]
+    times: dict[str, list[float]] = {"with": [], "measured": [], "blame": [], "without": []}
+    turns = [("with", traced), ("measured", measured), ("blame", blamed), ("without", plain)]
     for _ in range(rounds):
         for name, loss in turns:
             dist.barrier()
@@ -188,15 +190,14 @@ def main(arguments: list[str] | None = None) -> None:
         subprocess.run(command, env=harness.environment(), check=True, stdout=subprocess.DEVNULL)
         found = json.loads((folder / "found.json").read_text())
     without = found["times"].pop("without")
-    timing, tail, blame = (Timing(found["times"][name], without) for name in ("with", "tail", "blame"))
+    timing, measured, blame = (Timing(found["times"][name], without) for name in ("with", "measured", "blame"))
     shares = {key: value.get("attribution", 0) / value["fsdp"] for key, value in found["bytes"].items()}
     ratios = {
         "overhead_update": timing,
-        "overhead_update_tail": tail,
+        "overhead_update_measured": measured,
         "overhead_update_blame": blame,
         "bytes_share": shares["whole"],
         "bytes_share_split": shares["split"],
-        "bytes_share_tail": shares["tail"],
     }
     detail = {
         "with_s": round(timing.theirs_median, 4),
