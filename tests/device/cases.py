@@ -72,7 +72,7 @@ SETTINGS = {
     "ppo": ("algorithm.advantage=gae",),
     "lora, kl": ("model.lora.rank=2", "algorithm.kl_coef=0.1"),
     "exact, both credits": (
-        *("trainer.influence_trace.projection_dim_factor=0", "trainer.influence_trace.credit=both"),
+        "trainer.influence_trace.credit=both",
         "trainer.influence_trace.preconditioner_form=exact",
     ),
     "inverse": (
@@ -111,21 +111,14 @@ def test_the_backward_pass_never_makes_the_host_wait(tmp_path: Path, monkeypatch
     counts = []
     with standin() as waits:
         for budget in (10_000, 40):  # tokens of a micro-batch: one micro-batch, or many
-            one_step(tmp_path, str(budget), (*EVERYTHING, f"actor.token_budget={budget}"))
+            words = ("trainer.influence_trace.credit=both", f"actor.token_budget={budget}")
+            one_step(tmp_path, str(budget), (*EVERYTHING, *words))
             counts.append({place: n for place, n in waits.places.items() if place[0] != "to_device"})
             waits.places.clear()
-    hot = (
-        "capture",
-        "factors",
-        "layout",
-        "loss_terms",
-        "projection",
-        "response_gradients",
-        "store",
-        "tracer",
-    )
+    factors = ("capture", "layers", "loss_terms", "one_pass")
+    hot = {"instruments/blame/response_gradients.py", *(f"attribution/factors/{name}.py" for name in factors)}
     for found in counts:
-        seen = {place: n for place, n in found.items() if place[1] in {f"attribution/{name}.py" for name in hot}}
+        seen = {place: n for place, n in found.items() if place[1] in hot}
         assert seen == {(what, "instruments/blame/response_gradients.py"): 1 for what in ("tolist", "to_host")}
     one, many = counts
     more = {place: many[place] - n for place, n in one.items() if many[place] != n}
