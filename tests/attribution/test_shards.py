@@ -1,4 +1,4 @@
-"""Products and central differences over weights that are sharded on two ranks equal those of one process."""
+"""Products, central differences and parts over weights that are sharded on two ranks equal those of one process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from gradtrace.attribution import Factored, Geometry, directional_derivative
 from gradtrace.attribution.collectives import Ranks, gathered
+from gradtrace.attribution.parts import token_parts
+from tests.attribution.models import random_responses, tiny_model
 from tests.attribution.ranks import on_two_ranks
+from tests.attribution.test_parts import OPTIMIZERS, own_terms, rows_of, trained
 
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
 
@@ -32,6 +36,40 @@ class Holder(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
+
+
+def parts_of(how: str, rank: int, ranks: Ranks) -> dict[str, object]:
+    """Every other response is of this rank. FSDP takes the mean of the ranks' gradients, replicas add theirs up."""
+    model = tiny_model()
+    if how == "fully_shard":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+    def backward(seed: int) -> None:
+        optimizer.zero_grad()
+        terms = own_terms(model, random_responses(seed=seed))[rank::2]
+        (torch.cat(terms).sum() * (2 if how == "fully_shard" else 1)).backward()
+        for p in model.parameters() if how == "replicas" else ():
+            ranks.sum(p.grad)
+
+    for seed in range(3):
+        backward(seed)
+        optimizer.step()
+    backward(99)
+    batch = random_responses(seed=99)
+    whole = rows_of(batch)
+    mine = {g: [row // 2 for row in rows if row % 2 == rank] for g, rows in whole.items()}
+    found = token_parts(
+        model,
+        optimizer,
+        lambda: own_terms(model, batch)[rank::2],
+        measured=mine if how == "replicas" else None,
+        ranks=ranks,
+    )
+    own = {g: [tokens.tolist() for tokens in parts.tokens] for g, parts in found.measured.items()}
+    return {"parts": [tokens.tolist() for tokens in found.tokens], "own": own, "source": found.second_moment}
 
 
 def worker(rank: int, port: int, folder: str) -> None:
@@ -60,6 +98,7 @@ def worker(rank: int, port: int, folder: str) -> None:
             "denominator": gathered(denominator),
             "factored": factored.preconditioner(),
         }
+    found |= {how: parts_of(how, rank, ranks) for how in ("fully_shard", "replicas")}
     found["plain"] = ranks.products({"w": whole["direction"]}, {"w": whole["gradient"]})
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
@@ -94,3 +133,21 @@ def test_what_every_rank_holds_whole_counts_once(results: list[dict]) -> None:
     whole = tensors()
     for found in results:
         assert found["plain"]["w"] == pytest.approx(float((whole["direction"] * whole["gradient"]).sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "replicas"])
+def test_parts_on_two_ranks_are_those_of_one_process(results: list[dict], how: str) -> None:
+    model, optimizer, batch = trained("adamw")
+    expected = token_parts(model, optimizer, lambda: own_terms(model, batch), measured=rows_of(batch))
+    for rank, found in enumerate(result[how] for result in results):
+        assert found["source"] == expected.second_moment
+        for ours, theirs in zip(found["parts"], expected.tokens[rank::2], strict=True):
+            assert ours == pytest.approx(theirs.tolist(), rel=1e-7, abs=1e-13)
+        for group, own in found["own"].items():
+            measured = expected.measured[group]
+            chosen = [
+                tokens for row, tokens in zip(measured.responses, measured.tokens, strict=True) if row % 2 == rank
+            ]
+            for ours, theirs in zip(own, chosen, strict=True):
+                assert ours == pytest.approx(theirs.tolist(), rel=1e-7, abs=1e-13)
+    assert how == "fully_shard" or len(results[0][how]["own"]) == len(rows_of(batch))

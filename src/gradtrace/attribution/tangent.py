@@ -233,6 +233,7 @@ def has_low_precision(model: nn.Module) -> bool:
 def moved(model: nn.Module, direction: Iterable[tuple[str, Tensor]], scale: float = 1.0) -> Iterator[None]:
     """Inside, the weights are at θ + scale·direction; afterwards they are what they were, bit by bit. Pairs of name and
     direction are asked for one by one, so that no second copy of all of them exists."""
+    forget_gathered(model)  # after a pass, FSDP shows whole weights in the place of shards
     parameters, before = dict(model.named_parameters(remove_duplicate=False)), list[tuple[Tensor, Tensor]]()
     try:
         with torch.no_grad():
@@ -267,6 +268,7 @@ def central_difference(
     same, times `step_scale`: a first guess, from `rate` or from the norms of weights and direction, is corrected if it
     was far off.
     """
+    forget_gathered(model)  # as in `moved`
     ranks, parameters = ranks or Ranks(), dict(model.named_parameters(remove_duplicate=False))
     weights = [parameters[name].detach() for name in direction]
     low = {weight.dtype for weight in weights} - {torch.float32, torch.float64}
