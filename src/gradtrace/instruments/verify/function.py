@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradtrace.algorithms import AdvantageInputs, advantage
 from gradtrace.attribution import InfluenceConfig
+from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.own_loop import batch_of_lists
 from gradtrace.instruments.verify.measure import Size
@@ -65,14 +66,7 @@ def verify(
     out: influence. `grad_clip`: as your loop clips. `weights`: what your loss multiplies the terms of each response by;
     left out: one over the tokens of all responses. `budget`: seconds. `folder`: keep what was measured there, and go on
     from it. `precision`: float32, float64, or auto."""
-    check_lists(prompt_ids, response_ids, rewards)
-    keys: dict[tuple[int, ...], int] = {}
-    group = torch.tensor([keys.setdefault(tuple(map(int, ids)), len(keys)) for ids in prompt_ids])
-    judged = torch.as_tensor(rewards, dtype=torch.float64)
-    own_advantages = grpo(judged, group) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64)
-    batch = batch_of_lists(
-        list(keys), response_ids, judged, group, written_tokens(response_ids, loss_mask), advantages=own_advantages
-    )
+    batch = mini_batch(prompt_ids, response_ids, rewards, loss_mask, advantages)
     own, steps, original = working_copy(model, optimizer, precision)
     with evaluation_mode(own):
         trial = Trial(
@@ -92,6 +86,22 @@ def verify(
         size = Size(groups, tokens, halves)
         verifier = Verifier(trial, wanted | usual_scores(trial, groups), given, size, seed, store, question)
         return verifier.run(budget, progress)
+
+
+def mini_batch(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    rewards: Sequence[float],
+    loss_mask: Sequence[Sequence[bool]] | None,
+    advantages: Sequence[float] | None,
+) -> RolloutBatch:
+    """The lists, checked; GRPO's advantages where none are given."""
+    check_lists(prompts, responses, rewards)
+    keys: dict[tuple[int, ...], int] = {}
+    group = torch.tensor([keys.setdefault(tuple(map(int, ids)), len(keys)) for ids in prompts])
+    judged = torch.as_tensor(rewards, dtype=torch.float64)
+    own = grpo(judged, group) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64)
+    return batch_of_lists(list(keys), responses, judged, group, written_tokens(responses, loss_mask), advantages=own)
 
 
 def check_lists(prompts: Sequence[Any], responses: Sequence[Any], rewards: Sequence[float]) -> None:
