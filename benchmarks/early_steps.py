@@ -28,7 +28,7 @@ from gradtrace.intervals import mean_interval
 
 STEPS = (1, 2, 3, 4, 5, 6)
 SEEDS = (11, 12, 13)
-GROUPS, MINI_BATCHES = 8, 2
+GROUPS, MINI_BATCHES = 8, 1
 READINGS = {
     "training_on_it": ("batch", INFLUENCE),
     "done_to_it": ("done", INFLUENCE),

@@ -77,7 +77,7 @@ def sources(quick: bool) -> list[Source]:
     demo = [Source(f"demo{seed}", partial(demo_overrides, seed), parts, 8, 16) for seed in (21, 22, 23, 24)]
     return [
         *demo,
-        Source("smollm2", countdown_overrides, dict.fromkeys((4, 5, 6, 7, 8), 1), 4, 8, 2, factors=False),
+        Source("smollm2", countdown_overrides, dict.fromkeys((4, 5, 6, 7, 8), 1), 4, 6, 2, factors=False),
         Source("smollm2books", countdown_overrides, dict.fromkeys((9, 10), 1), 4, 0, factors=False),
     ]
 
