@@ -5,7 +5,7 @@
   export  all tokens as one table, parquet or CSV
   import  rollouts of verl, TRL, prime-rl or plain JSONL, or older traces, as a run that everything here can read
 
-A score is positive where a step along the token's gradient helps the accepted responses against the rejected ones.
+The influence of a token is in nats, and positive where training on it raised the objective.
 
 examples:
   gradtrace trace ls runs/demo
@@ -48,7 +48,7 @@ SHOW = """One group of a step in the terminal: its prompt, its responses, every 
   gradtrace trace show runs/gsm8k --by sentence             a number for every sentence (line, turn)
   gradtrace trace show runs/demo --color never | less       a line per token, with all its numbers
 
-A score is positive where a step along the token's gradient helps the accepted responses against the rejected ones.
+The influence of a token is in nats, and positive where training on it raised the objective.
 """
 
 EXPORT = """All tokens of a run as one table, a row per token, for pandas, polars or a spreadsheet.
