@@ -9,7 +9,7 @@ import torch
 
 from gradtrace import open_run
 from gradtrace.batch import RolloutBatch
-from gradtrace.instruments.influence.plan import group_status
+from gradtrace.instruments.influence.plan import status_by_contrast
 from gradtrace.instruments.influence.reporter import why_empty
 from gradtrace.trace.columns import GroupStatus
 from gradtrace.training.run import train
@@ -50,7 +50,7 @@ def batch(rewards: list[float], groups: list[int], responses: list[int]) -> Roll
     ],
 )
 def test_each_cause_has_its_name(cause: str, example: RolloutBatch) -> None:
-    assert why_empty(example, group_status(example, 0))[0] == cause
+    assert why_empty(example, status_by_contrast(example, 0))[0] == cause
 
 
 @pytest.mark.parametrize("status", [GroupStatus.NON_FINITE, GroupStatus.NOT_CAPTURED])

@@ -33,7 +33,8 @@ def test_a_threshold_decides_who_is_accepted(tmp_path: Path) -> None:
 
 
 def test_captures_are_counted(tmp_path: Path) -> None:
-    run = open_run(train(small.config(tmp_path, *TRACED, reward(tmp_path))).run_dir)
+    position = "trainer.influence_trace.credit=position"
+    run = open_run(train(small.config(tmp_path, *TRACED, reward(tmp_path), position)).run_dir)
     record = run.metrics()[0][-1]
     forward = record["influence_trace/debug_forward_captures"]
     assert forward >= record["influence_trace/debug_modules"] > 0
@@ -54,7 +55,7 @@ def test_a_step_without_a_move_is_traced_and_moves_nothing(tmp_path: Path) -> No
 def test_what_cannot_fit_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
     config = small.config(
         tmp_path,
-        *(*TRACED, reward(tmp_path), "trainer.influence_trace.projection_dim_factor=0"),
+        *(*TRACED, reward(tmp_path)),
         *("trainer.influence_trace.hessian_mode=inverse", "trainer.influence_trace.solver=dense"),
         "data.train_batch_size=4000000",
     )
@@ -65,7 +66,7 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(tmp_path: Path) -> No
 WIDE = (
     *TRACED,
     *("trainer.influence_trace.accepted_rejected_scope=all_selected", "trainer.influence_trace.credit=both"),
-    *("trainer.influence_trace.hessian_mode=identity", "trainer.influence_trace.projection_dim_factor=0"),
+    "trainer.influence_trace.hessian_mode=identity",
 )
 
 

@@ -17,7 +17,7 @@ from gradtrace.attribution import InfluenceConfig, InfluenceTracer
 from gradtrace.attribution.factors.objectives import Passes
 from gradtrace.batch import RolloutBatch
 from gradtrace.errors import GradtraceError
-from gradtrace.instruments.influence.plan import group_status
+from gradtrace.instruments.influence.plan import status_by_contrast
 from gradtrace.policy.microbatch import Sequences
 from gradtrace.policy.policy import Policy
 from gradtrace.trace.columns import GroupStatus, Selection
@@ -34,11 +34,8 @@ OLDER = tuple(
         "target=output_function",
     )
 )
-"""The form of earlier versions, which the engine's own tests hold against brute force."""
-EXACT = (
-    *("trainer.influence_trace.enable=true", "trainer.influence_trace.projection_dim_factor=0"),
-    *("trainer.influence_trace.loss_term_prompts=0", *OLDER),
-)
+"""The original's definition, which the engine's own tests hold against brute force."""
+EXACT = ("trainer.influence_trace.enable=true", *OLDER)
 ONE_STEP = ("trainer.total_steps=1", "trainer.validation.every=0")
 
 
@@ -258,12 +255,11 @@ def test_max_prompts_per_step_caps_and_says_so(tmp_path: Path) -> None:
 
 
 def test_groups_that_a_selection_left_without_contrast_take_no_place() -> None:
-    """Neither one of `max_prompts_per_step` nor, since the plan says who has loss terms, of `loss_term_prompts`."""
     batch = small.random_batch(groups=3, n=2).replace(rewards=torch.tensor([1.0, 0, 1, 0, 1, 0]))
     dropped = torch.tensor([True, True, False, True, True, True])  # group 1 has lost its accepted response
-    assert group_status(batch, 0).tolist() == [GroupStatus.SCORED] * 3
+    assert status_by_contrast(batch, 0).tolist() == [GroupStatus.SCORED] * 3
     scored, constant = GroupStatus.SCORED, GroupStatus.CONSTANT_REWARD
-    assert group_status(batch.replace(kept=dropped), 2).tolist() == [scored, constant, scored]
+    assert status_by_contrast(batch.replace(kept=dropped), 2).tolist() == [scored, constant, scored]
 
 
 def test_constant_groups_are_named_and_a_step_without_contrast_is_no_error(tmp_path: Path) -> None:

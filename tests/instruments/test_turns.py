@@ -21,10 +21,9 @@ from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.policy import KeepDouble
 from gradtrace.segments import Segment, segments_by_mask
-from gradtrace.trace.columns import Credit
 from gradtrace.trace.results import load_batch, save_batch
 from gradtrace.trace.token_text import TokenBytes
-from tests.instruments.test_default_scores import brute_force, second_step
+from tests.instruments.test_contrast_scores import CONTRAST, brute_force, second_step
 from tests.instruments.test_record import close
 from tests.instruments.test_traces import columns, influence
 from tests.policy.test_microbatch import LAYOUTS, one_by_one
@@ -135,7 +134,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory):
     )
     return second_step(
         folder,
-        *influence("preconditioner_form=exact", "verify_every=2"),
+        *influence("measure=all", "verify_every=2"),
         *extra,
         change=with_holes,
     )
@@ -148,8 +147,9 @@ def test_every_file_shows_the_tokens_of_others_and_has_no_number_for_them(traced
     trained = step["row"] >= 0
     of_batch = np.repeat(trained, step["length"])
     scores = {
-        "influence_tail",
-        "influence_loss_term",
+        "influence",
+        "influence_own",
+        "log_prob_after",
         "entropy",
         "log_prob",
         "token_grad_share",
@@ -175,11 +175,10 @@ def test_every_file_shows_the_tokens_of_others_and_has_no_number_for_them(traced
     assert seen and (~step["loss_mask"][of_batch]).any()
 
 
-def test_scores_in_the_loop_are_what_one_optimizer_step_does(traced) -> None:
-    trainer, batch = traced
+def test_scores_of_the_contrast_are_what_one_optimizer_step_does(tmp_path: Path) -> None:
+    trainer, batch = second_step(tmp_path, *CONTRAST, "trainer.validation.every=0", change=with_holes)
     step = columns(trainer.files.path, step=2)
-    chosen = (step["credit"] == Credit.LOSS_TERM).nonzero()[0][:3]
-    assert len(chosen) == 3
+    chosen = np.arange(3)
     rows = torch.from_numpy(step["row"][chosen].astype(np.int64))
     for index, expected in zip(chosen, brute_force(trainer, batch, rows), strict=True):
         own = slice(step["token_offsets"][index], step["token_offsets"][index + 1])
@@ -199,13 +198,13 @@ def test_by_turn_a_stretch_of_the_policy_has_the_sum_of_its_scores(traced, capsy
     group = int(step["group"][0])
     trainer.files.write_token_bytes(TokenBytes.from_tokenizer(trainer.components.task.tokenizer))
     capsys.readouterr()
-    options = ["--step", "2", "--group", str(group), "--by", "influence_loss_term,turn"]
+    options = ["--step", "2", "--group", str(group), "--by", "influence,turn"]
     assert main(["trace", "show", str(trainer.files.path), *options]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     printed = [line for line in lines if line and line[0].isdigit()]
     first = step.group(group).responses[0]
     starts = [part.start for part in step.segments(first)]
-    sums = np.add.reduceat(np.nan_to_num(step.tokens(first)["influence_loss_term"]), starts)
+    sums = np.add.reduceat(np.nan_to_num(step.tokens(first)["influence"]), starts)
     for line, total, start in zip(printed, sums, starts, strict=False):
         expected = "nan" if not step.written(first)[start] else f"{total:+.5g}"
         assert line[1].lstrip("+") == expected.lstrip("+")

@@ -20,6 +20,7 @@ from tests.integrations.trl_two_ranks import RUNS, run
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "default": {"influence_trace", "entropy_trace", "blame"},
+    "not_measured": {"influence_trace", "entropy_trace", "blame"},
     "curvature": {"influence_trace", "entropy_trace", "blame"},
     "several_steps": {"influence_trace", "entropy_trace"},
     "selection": {"influence_trace", "entropy_trace", "blame", "tracin"},
@@ -115,7 +116,7 @@ def test_a_group_lay_on_both_processes_and_has_scores(launched: tuple[Path, list
     step = gradtrace.open_run(launched[0] / "default" / "run").step("influence_trace", 1)
     assert launched[1][0]["kind"] == "DistributedDataParallel"
     assert step.n_responses == 12 and set(step["group"]) == {0, 1, 2}
-    assert np.isfinite(step["influence_loss_term"]).all() and np.abs(step["influence_loss_term"]).max() > 0
+    assert np.isfinite(step["influence"]).all() and np.abs(step["influence"]).max() > 0
 
 
 def test_tracing_changes_nothing_on_either_process(launched: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -145,16 +146,16 @@ def test_what_fails_on_one_process_costs_the_rollout_on_both(
 def test_fsdp2_writes_what_one_process_writes_and_changes_no_more_than_rounding(
     launched: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Loss terms are differences of passes there, to three digits and more."""
-    run("default", tmp_path, processes=1, dtype=torch.float32)
-    ours, alone = (gradtrace.open_run(path) for path in (launched[0] / "sharded/run", tmp_path / "default/run"))
+    """One sharded direction. Scores are differences of float32 passes, to three digits and more."""
+    run("not_measured", tmp_path, processes=1, dtype=torch.float32)
+    ours, alone = (gradtrace.open_run(path) for path in (launched[0] / "sharded/run", tmp_path / "not_measured/run"))
     assert_same_files(ours, alone, {"influence_trace", "entropy_trace"}, [1, 2], tolerance=1e-3)
     for left in launched[1]:
         plain, traced = (left["sharded"]["weights"][key] for key in ("False", "True"))
         for name, value in plain.items():
             torch.testing.assert_close(traced[name], value, rtol=1e-5, atol=1e-6)
         selection, coarse = left["sharded"]["refusals"]
-        assert "leave `selection` out" in selection and "credit='tail'" in coarse
+        assert "leave `selection` out" in selection and "credit='position'" in coarse
     assert "no blame trace" in (launched[0] / "sharded/run/run.log").read_text()
 
 

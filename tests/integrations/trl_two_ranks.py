@@ -26,14 +26,18 @@ from gradtrace.integrations.trl import attach, host
 from tests.integrations.trl_runs import grpo_trainer, weights
 
 VALIDATION = {"eval_dataset": Dataset.from_dict({"prompt": ["5+5=", "2*2+1=", "3+3="]})}
-EXACT = InfluenceConfig(projection_dim_factor=0, loss_term_prompts=2)
+EXACT = InfluenceConfig(measure="all")
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {"influence": EXACT, "mismatch_every": 1}),
-    "curvature": ({"loss_type": "grpo", "beta": 0.1}, {"influence": InfluenceConfig.older(credit="both")}),
+    "not_measured": ({}, {"influence": InfluenceConfig(measure=0), "mismatch_every": 1}),
+    "curvature": (
+        {"loss_type": "grpo", "beta": 0.1},
+        {"influence": InfluenceConfig.older(credit="both", projection_dim_factor=0)},
+    ),
     # Which completions meet which optimizer step is drawn on each process: scores are equal where the weights stay.
     "several_steps": (
         {"steps_per_generation": 4, "max_steps": 4, "rows": 24, "num_generations": 8, "learning_rate": 0.0},
-        {"influence": InfluenceConfig(projection_dim_factor=0, hessian_mode="identity")},
+        {"influence": InfluenceConfig(hessian_mode="identity")},
     ),
     "selection": (
         {"more": VALIDATION},
@@ -121,7 +125,7 @@ def sharded(folder: Path) -> dict[str, Any]:
     for traced in (False, True):
         trainer = sharding_trainer(folder / "sharded", dtype=torch.float32)
         if traced:
-            attach(trainer, folder / "sharded" / "run", on_error="raise", **RUNS["default"][1])
+            attach(trainer, folder / "sharded" / "run", on_error="raise", **RUNS["not_measured"][1])
         trainer.train()
         parameters = {name: p.full_tensor() for name, p in trainer.model.named_parameters()}
         found[str(traced)] = {name: value.detach().clone() for name, value in parameters.items()}

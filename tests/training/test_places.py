@@ -62,7 +62,10 @@ def test_a_run_cannot_point_a_reader_at_what_is_not_its_own(tmp_path: Path) -> N
 
 def test_a_failed_start_leaves_no_folder_of_traces(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match="matches none"):
-        run(tmp_path, "trainer.influence_trace.module_name_filter=[nothing]")
+        run(
+            tmp_path,
+            *(f"trainer.influence_trace.{knob}" for knob in ("credit=position", "module_name_filter=[nothing]")),
+        )
     assert not (tmp_path / "big disk" / "demo").exists() and not (tmp_path / "runs" / "demo").exists()
 
 

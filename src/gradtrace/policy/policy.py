@@ -32,14 +32,14 @@ class Policy:
 
     def statistics(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs of the response tokens and entropies of their distributions, both [N], in order."""
-        micro = micro.to(self.device)
+        given, micro = micro, micro.to(self.device)
         without_derivatives = not torch.is_grad_enabled() and forward_ad._current_level < 0
         double = self.full_precision and next(self.model.parameters()).dtype == torch.float64
         with KeepDouble() if double else contextlib.nullcontext():
             with self.autocast(), logits_only_at(self.model, micro.logit_positions):
                 logits = run_model(self.model, micro).logits[0]
             if self.see_logits is not None:
-                self.see_logits(micro, logits)
+                self.see_logits(given, logits)
             if self.full_precision and without_derivatives:
                 return precise_statistics(logits, micro.targets, self.temperature)
             return log_probs_and_entropies(logits, micro.targets, self.temperature)

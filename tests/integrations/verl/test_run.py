@@ -18,7 +18,6 @@ from gradtrace.config.loader import load_config
 from gradtrace.instruments.entropy_probe import ProbeBatch
 from gradtrace.instruments.tracin import TracinReason
 from gradtrace.integrations.verl.driver.watch import Status, read_status
-from gradtrace.trace.columns import Credit
 from gradtrace.training.terminal import SilentDisplay
 from tests.integrations.verl import harness
 from tests.training import small
@@ -121,8 +120,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
             "trainer.validation.every=0",
             "trainer.entropy_trace.enable=true",
             "trainer.influence_trace.enable=true",
-            "trainer.influence_trace.loss_term_prompts=1",
-            "trainer.influence_trace.projection_dim_factor=4",
+            "trainer.influence_trace.measure=1",
             "trainer.influence_trace.on_error=raise",
             "trainer.blame.enable=true",
             f"trainer.blame.write_every={BLAME_EVERY}",
@@ -176,9 +174,10 @@ def test_one_trace_per_step_holds_all_ranks(result: Result) -> None:
         assert len(entropy["group"]) == 16 and sorted(np.bincount(entropy["group"])) == [4, 4, 4, 4]
         scored = np.isin(np.arange(4), influence["group"]) == (influence["group_status"] == 0)
         assert scored.all() and influence["captured"].all()
-        for name in ("influence_tail", "influence_loss_term"):
-            assert np.isfinite(influence[name]).all() and np.abs(influence[name]).max() > 0
-        assert len(set(influence["group"][influence["credit"] == Credit.LOSS_TERM])) == 1
+        assert np.isfinite(influence["influence"]).all() and np.abs(influence["influence"]).max() > 0
+        (measured,) = np.flatnonzero(np.isfinite(influence["objective_change"]))
+        owner = np.repeat(influence["group"], influence["length"])
+        assert (np.isfinite(influence["influence_own"]) == (owner == measured)).all()
         assert set(influence["optimizer_step"]) <= {0, 1}
     assert not list((result.run_dir / "ranks").iterdir())
 

@@ -80,8 +80,7 @@ def test_what_the_tool_wrote_stands_in_holes_of_the_loss_mask(run: RunReader) ->
 @pytest.mark.parametrize(
     ("kind", "column"),
     [
-        ("influence_trace", "influence_tail"),
-        ("influence_trace", "influence_loss_term"),
+        ("influence_trace", "influence"),
         ("blame", "token_grad_share"),
     ],
 )

@@ -152,7 +152,8 @@ def check_supported(trainer: Any, settings: TraceSettings) -> None:
         f"{args.n_gpu} GPUs in one process (DataParallel)": args.n_gpu > 1,
         "DeepSpeed (use FSDP2 or plain data parallelism)": trainer.is_deepspeed_enabled,
         "FSDP in its first version (set fsdp_version: 2)": sharded and not trainer.accelerator.is_fsdp2,
-        "FSDP in bf16 with loss terms, which are differences of passes (use InfluenceConfig(credit='tail'))": (
+        "FSDP in bf16, which rounds away what scores are: differences of passes (use float32, or "
+        "InfluenceConfig(credit='position'))": (
             sharded and args.bf16 and settings.influence is not None and settings.influence.wants_loss_term
         ),
         "tensor or sequence parallelism (use data parallelism)": max(sizes) > 1,

@@ -1,4 +1,4 @@
-"""The default score in the training loop, held against brute force: a token's own step in the optimizer's geometry."""
+"""Scores about the contrast of log-probs, by each token's own term in the optimizer's geometry, against brute force."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gradtrace.attribution.geometry import ClippedGradients
 from gradtrace.batch import RolloutBatch
 from gradtrace.metrics import Timer
 from gradtrace.policy.microbatch import MicroBatches, Sequences
-from gradtrace.trace.columns import Credit
 from gradtrace.training.host import open_instruments
 from gradtrace.training.loop import Trainer
 from tests.instruments.test_traces import columns, influence
 from tests.training import small
 
 KNOBS = (
-    *("trainer.influence_trace.enable=true", "trainer.influence_trace.projection_dim_factor=0"),
+    "trainer.influence_trace.enable=true",
     *("trainer.influence_trace.on_error=raise", "actor.mini_batch_size=0", "actor.optim.lr=1e-3"),
 )
+CONTRAST = influence("target=log_prob", "preconditioner_form=exact")
 
 
 def second_step(
@@ -103,12 +103,10 @@ def brute_force(trainer: Trainer, batch: RolloutBatch, rows: torch.Tensor) -> li
 
 
 @pytest.mark.parametrize("extra", [(), ("algorithm.kl_coef=0.1",), ("algorithm.aggregation=sequence_mean",)])
-def test_default_scores_are_what_one_optimizer_step_does_to_first_order(tmp_path: Path, extra: tuple[str, ...]) -> None:
-    trainer, batch = second_step(tmp_path, *influence("preconditioner_form=exact"), *extra)
+def test_scores_are_what_one_optimizer_step_does_to_first_order(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    trainer, batch = second_step(tmp_path, *CONTRAST, *extra)
     step = columns(trainer.files.path, step=2)
-    by_term = step["credit"] == Credit.LOSS_TERM
-    assert by_term.any()
-    chosen = by_term.nonzero()[0][:4]
+    chosen = np.arange(4)
     rows = torch.from_numpy(step["row"][chosen].astype(np.int64))
     for index, expected in zip(chosen, brute_force(trainer, batch, rows), strict=True):
         own = slice(step["token_offsets"][index], step["token_offsets"][index + 1])
@@ -116,35 +114,10 @@ def test_default_scores_are_what_one_optimizer_step_does_to_first_order(tmp_path
         np.testing.assert_allclose(found, expected, rtol=5e-3, atol=5e-3 * np.abs(expected).max())
 
 
-def test_two_tiers_in_one_step(tmp_path: Path) -> None:
-    """`loss_term_prompts` groups have their tokens' own terms in all layers, the others in the tail alone."""
-    trainer, _ = second_step(tmp_path, *influence("loss_term_prompts=1"))
-    step = columns(trainer.files.path, step=2)
-    mixed = np.unique(step["group"])
-    assert len(mixed) > 1
-    first = step["group"] == mixed[0]
-    assert (step["credit"][first] == Credit.LOSS_TERM).all() and (step["credit"][~first] == Credit.TAIL).all()
-    token_is_first = np.repeat(first, step["length"])
-    for name in ("influence_loss_term", "influence_likelier"):
-        assert np.abs(step[name][token_is_first]).max() > 0 and not step[name][~token_is_first].any()
-    assert np.abs(step["influence_tail"][~token_is_first]).max() > 0
-
-
-def test_what_makes_a_token_likelier_is_the_step_without_its_advantage(tmp_path: Path) -> None:
-    trainer, _ = second_step(tmp_path)
-    step = columns(trainer.files.path, step=2)
-    term = np.repeat(step["credit"] == Credit.LOSS_TERM, step["length"])
-    advantage = np.repeat(step["advantage"], step["length"])[term]
-    expected = advantage * step["influence_likelier"][term]
-    np.testing.assert_allclose(
-        step["influence_loss_term"][term], expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max()
-    )
-
-
 def test_the_file_says_where_the_second_moment_came_from(tmp_path: Path) -> None:
     import json
 
-    trainer, _ = second_step(tmp_path)
+    trainer, _ = second_step(tmp_path, *CONTRAST)
     first, second = (json.loads(columns(trainer.files.path, step=number)["meta_json"].tobytes()) for number in (1, 2))
     assert first["second_moment_loss_term"] == "batch_gradient"
     assert second["second_moment_loss_term"] == "state_with_batch"
