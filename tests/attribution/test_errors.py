@@ -268,6 +268,17 @@ def test_deferred_errors_leave_the_backward_pass_alone(model: nn.Module) -> None
             tracer.score(accepted=batch.accepted, group=batch.group)
 
 
+def test_a_misspelt_argument_is_not_passed_over(model: nn.Module) -> None:
+    with InfluenceTracer(model, config=exact_config()) as tracer:
+        with pytest.raises(TypeError, match="'acepted' is no argument"):
+            tracer.score(acepted=torch.ones(2, dtype=torch.bool))
+        with (
+            pytest.raises(TypeError, match="'advantage' is no argument"),
+            tracer.capture(response=torch.arange(2), tokens=masks(), advantage=torch.ones(2)),
+        ):
+            pass
+
+
 # ---------------------------------------------------------------- the two kinds of scores
 
 

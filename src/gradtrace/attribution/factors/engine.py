@@ -152,6 +152,11 @@ class FactorScores:
             self.hooks.forget_calls()
 
     def _set_labels(self, columns: Mapping[str, Tensor | None]) -> None:
+        unknown = sorted(set(columns) - {"accepted", "group", "advantages", "sign"})
+        if unknown:
+            raise TypeError(
+                f"{unknown[0]!r} is no argument; of all responses there are accepted, group, advantages, sign"
+            )
         accepted, group = columns.get("accepted"), columns.get("group")
         if accepted is None or group is None:
             return
