@@ -17,6 +17,7 @@ from gradtrace.algorithms.settings import AlgorithmConfig
 from gradtrace.batch import RolloutBatch
 from gradtrace.cli import main
 from gradtrace.errors import GradtraceError
+from gradtrace.instruments.influence.books import Nats
 from gradtrace.policy.loss import PolicyLoss, fill_statistics
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.policy.policy import KeepDouble
@@ -205,9 +206,10 @@ def test_by_turn_a_stretch_of_the_policy_has_the_sum_of_its_scores(traced, capsy
     first = step.group(group).responses[0]
     starts = [part.start for part in step.segments(first)]
     sums = np.add.reduceat(np.nan_to_num(step.tokens(first)["influence"]), starts)
+    shown = Nats(np.nan_to_num(step["influence"]))
     for line, total, start in zip(printed, sums, starts, strict=False):
-        expected = "nan" if not step.written(first)[start] else f"{total:+.5g}"
-        assert line[1].lstrip("+") == expected.lstrip("+")
+        expected = "–" if not step.written(first)[start] else shown.signed(total)
+        assert line[1] == expected
 
 
 # ---------------------------------------------------------------- a loop of one's own
