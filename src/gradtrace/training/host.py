@@ -198,7 +198,9 @@ class PolicyHost(WholeModel):
         return False
 
     def _keep(self, micro: MicroBatch, logits: Tensor) -> None:
-        self._kept.append((micro, *precise_statistics(logits.detach(), micro.targets.to(logits.device), self.temperature)))
+        self._kept.append(
+            (micro, *precise_statistics(logits.detach(), micro.targets.to(logits.device), self.temperature))
+        )
 
     def _kept_all(self, rows: Rows) -> bool:
         return {row for micro, _, _ in self._kept for row in micro.rows.tolist()} == set(rows.ids.tolist())

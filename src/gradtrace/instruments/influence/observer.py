@@ -21,7 +21,13 @@ from torch import Tensor
 
 from gradtrace.attribution import AttributionError
 from gradtrace.attribution.geometry import unwrapped
-from gradtrace.attribution.update import parameter_updates, second_moment_source, update_rule
+from gradtrace.attribution.update import (
+    learning_rate,
+    other_direction,
+    second_moment_source,
+    step_direction,
+    update_rule,
+)
 from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerStep, Pass, Rows
 from gradtrace.instruments.influence import InfluenceTraceConfig
 from gradtrace.instruments.influence.plan import StepPlan
@@ -121,16 +127,6 @@ class PartsObserver(Observer):
         here = set(self.plan.group[update.rows].tolist())
         return [group for group in wanted.tolist() if group in here]
 
-    def _direction(
-        self, gradient: Mapping[str, Tensor], of: Mapping[str, Tensor] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """What the mini-batch's gradient, or the part `of` it, contributes to the coming step; weight by weight, so
-        that no second copy of all of them exists."""
-        part = gradient if of is None else of
-        for name, step in parameter_updates(self.host.optimizer, dict(self.host.model.named_parameters()), gradient):
-            if name in part:
-                yield name, -step.factor * part[name]
-
     def _changes(
         self,
         rows: Rows,
@@ -142,10 +138,10 @@ class PartsObserver(Observer):
         """float64[n]: of each token's own term of J, along a direction of the coming step."""
         if not learning_rate(self.host.optimizer):
             return torch.zeros_like(before, dtype=torch.float64)
+        direction = step_direction(self.host.model, self.host.optimizer, gradient, of)
         if has_low_precision(self.host.model):
-            direction = dict(self._direction(gradient, of))
-            return self.host.derivative(lambda: self.host.values(rows, objective)[0], direction).double()
-        with self.host.moved(self._direction(gradient, of)):
+            return self.host.derivative(lambda: self.host.values(rows, objective)[0], dict(direction)).double()
+        with self.host.moved(direction):
             return self.host.values(rows, objective, as_kept)[0].double() - before.double()
 
     def _put(
@@ -201,10 +197,7 @@ class PartsObserver(Observer):
         """What the step does to measured groups without this mini-batch's gradient: momentum and weight decay."""
         if not self.measured:
             return
-        parameters = dict(self.host.model.named_parameters())
-        updates = parameter_updates(self.host.optimizer, parameters, gradient)
-        rest = ((n, torch.zeros_like(gradient[n]) + (step.momentum + step.decay)) for n, step in updates)
-        with self.host.moved(rest):
+        with self.host.moved(other_direction(self.host.model, self.host.optimizer, gradient)):
             for one in self.measured:
                 one.books["change_by_momentum"] = self._change_of(one, self.host.values(one.passes, objective))
 
@@ -269,11 +262,6 @@ def with_slope(one: Pass) -> Tensor:
         terms = one.policy_terms(log_probs, one.log_probs.detach() if old is None else old)
         (slope,) = torch.autograd.grad(terms.sum(), log_probs)
     return torch.cat([objective(one), slope.double()[None]])
-
-
-def learning_rate(optimizer: Any) -> float:
-    """The largest of its groups; 0 in a warm-up's first step: no weight moves."""
-    return max(float(group["lr"]) for group in unwrapped(optimizer).param_groups)
 
 
 def has_low_precision(model: torch.nn.Module) -> bool:
