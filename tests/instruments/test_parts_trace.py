@@ -68,15 +68,21 @@ class ByHand(Observer):
         for p, state in adamw.state.items():
             target = dict(own.named_parameters())[places[id(p)]]
             double.state[target] = {k: v.double() if v.dim() else v.clone() for k, v in state.items()}
-        source = host.training
+        source, slopes = host.training, dict[int, Tensor]()
 
         def terms() -> dict[int, Tensor]:
-            """Row → every token's own term of J, in float64."""
+            """Row → every token's own term of J, in float64: linear in its log-prob, as its gradient before the step
+            has it."""
             found = {}
             for micro in MicroBatches(source.batch, 4096, "padded")(update.rows):
                 log_probs, entropies = (micro.unflatten(v) for v in policy.statistics(micro))
+                first = int(micro.rows[0])
+                if first not in slopes:
+                    with torch.enable_grad():
+                        leaf = log_probs.detach().clone().requires_grad_()
+                        (slopes[first],) = torch.autograd.grad(source.terms(micro, leaf, entropies).sum(), leaf)
                 weights = source.weights[micro.rows][:, None]
-                values = -weights * source.terms(micro, log_probs, entropies).double()
+                values = -weights * slopes[first] * log_probs.double()
                 for i, row in enumerate(micro.rows.tolist()):
                     found[row] = values[i, micro.mask[i]]
             return found

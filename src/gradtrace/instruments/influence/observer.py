@@ -1,8 +1,11 @@
 """The influence trace beside the weights: what the coming optimizer step does to every token's own term of the loss.
 
-Let J be minus the loss of the mini-batch as it is trained, and d what its gradient contributes to the coming step. A
-token's influence is the change of its own term of J from θ to θ + d, in nats; `gradtrace.attribution.parts` has the two
-readings of it. One forward pass at θ + d gives the scores of all tokens; the terms at θ are those of training's passes.
+Let J be minus the loss of the mini-batch as its gradient has it: the sum of all tokens' own terms, each linear in the
+token's log-prob and entropy with the slopes that it has before the step. (A term whose ratio leaves its clip range by
+the step is flat there, and would hide what the gradient did.) Let d be what this gradient contributes to the coming
+step. A token's influence is the change of its own term of J from θ to θ + d, in nats; `gradtrace.attribution.parts` has
+the two readings of it. One forward pass at θ + d gives the scores of all tokens; log-probs at θ are those of training's
+passes.
 
 Two more questions are asked of some groups, by passes over one group each. *On its own prompt*: the same with d of the
 gradient of the token's own group, or of each of its responses. *Measured*: what the real step changed, what momentum
@@ -76,6 +79,8 @@ class PartsObserver(Observer):
         self.plan: StepPlan | None = None
         self._check = TrainingCheck(host) if settings.verify_every else None
         self._to_verify = False
+        self._slopes: dict[int, Tensor] = {}
+        """Row → [2, t]: derivatives of the tokens' terms by their log-probs and entropies, before the step."""
 
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
@@ -94,9 +99,12 @@ class PartsObserver(Observer):
             raise AttributionError(self.host.cannot.get("next_gradient", "no gradient is of the whole rollout"))
         rows, gradient = self.host.own(update), coming.values
         with self.host.aside():
-            before = self.host.kept_values(rows, objective if "policy_terms" in self.host.cannot else with_slope)
-            found = self._changes(rows, before[0], gradient, as_kept=True)
-            self._put(update, rows, before, found, gradient)
+            known = self.host.kept_values(rows, with_slopes)
+            self._slopes = rows.split(known[2:])
+            weights = rows.weights.repeat_interleave(rows.mask.sum(1)).to(known)
+            before = -(known[2:] * known[:2]).sum(0) * weights
+            found = self._changes(rows, before, gradient, as_kept=True)
+            self._put(update, rows, found, gradient)
             measured = self._groups(self.plan.measured, update)
             for group in sorted({*measured, *self._groups(self.plan.own, update)}):
                 one = self._open(group, update, rows, found)
@@ -112,7 +120,9 @@ class PartsObserver(Observer):
             return
         self._to_verify = False
         try:
-            self.table.facts["validity"] = self._check.run(rows, found, lambda one: objective(one)[0], update.step)
+            self.table.facts["validity"] = self._check.run(
+                rows, found, lambda one: self._objective(one)[0], update.step
+            )
         except Exception as error:
             if self.config.on_error == "raise":
                 raise
@@ -140,16 +150,24 @@ class PartsObserver(Observer):
             return torch.zeros_like(before, dtype=torch.float64)
         direction = step_direction(self.host.model, self.host.optimizer, gradient, of)
         if has_low_precision(self.host.model):
-            return self.host.derivative(lambda: self.host.values(rows, objective)[0], dict(direction)).double()
+            return self.host.derivative(lambda: self.host.values(rows, self._objective)[0], dict(direction)).double()
         with self.host.moved(direction):
-            return self.host.values(rows, objective, as_kept)[0].double() - before.double()
+            return self.host.values(rows, self._objective, as_kept)[0].double() - before.double()
 
-    def _put(
-        self, update: OptimizerStep, rows: Rows, before: Tensor, found: Tensor, gradient: Mapping[str, Tensor]
-    ) -> None:
+    def _objective(self, one: Pass) -> Tensor:
+        """[2, b, T]: every token's own term of J, which is minus the loss, and its log-prob."""
+        slope = torch.zeros(2, *one.mask.shape, dtype=torch.float64, device=one.log_probs.device)
+        for place, row in enumerate(one.rows.tolist()):
+            if row in self._slopes:
+                slope[:, place, one.mask[place]] = self._slopes[row].to(slope)
+        loss = slope[0] * one.log_probs.double()
+        if one.entropies is not None:
+            loss = loss + slope[1] * one.entropies.double()
+        return torch.stack([-loss * one.weights[:, None].to(loss), one.log_probs.double()])
+
+    def _put(self, update: OptimizerStep, rows: Rows, found: Tensor, gradient: Mapping[str, Tensor]) -> None:
         self.table.put("influence", rows.split(found.float()))
-        if len(before) > 2:
-            self.table.put("no_step", rows.split(before[2] == 0))
+        self.table.put("no_step", {row: (slope == 0).all(0) for row, slope in self._slopes.items()})
         self.table.put("optimizer_step", dict.fromkeys(rows.ids.tolist(), torch.tensor(update.number)))
         self.table.put("loss_weight", dict(zip(rows.ids.tolist(), rows.weights, strict=True)))
         self.table.facts["updates"].append(
@@ -168,10 +186,12 @@ class PartsObserver(Observer):
         own, of_rows = rows.pick(rows.ids[self.plan.group[rows.ids] == group]), rows.split(found)
         whole = self.host.shared(update, update.rows[self.plan.group[update.rows] == group].sort().values)
         passes = whole if whole.is_shared else own
+        for theirs in self.host.ranks.gather({row: self._slopes[row] for row in own.ids.tolist()}):
+            self._slopes.update(theirs)
         mine = torch.cat([found[:0], *(of_rows[row] for row in own.ids.tolist())])
         strongest = mine.abs().argsort(descending=True)[:STRONGEST].sort().values.tolist()
         with self.host.noted_probabilities(own, strongest) as probabilities:
-            before = self.host.values(passes, objective)
+            before = self.host.values(passes, self._objective)
         books = {"change_by_batch": float(mine.sum())}
         return ObservedGroup(group, own, passes, before, strongest, probabilities, books)
 
@@ -183,7 +203,7 @@ class PartsObserver(Observer):
         by_response = []
         for some in members.split(1) if pairs else [members]:
             theirs = one.passes.pick(one.passes.ids[torch.isin(one.passes.ids, some)])
-            of_them = self.host.gradient(theirs, lambda each: -clip_factor * objective(each)[0] * each.mask)
+            of_them = self.host.gradient(theirs, lambda each: -clip_factor * self._objective(each)[0])
             by_response.append(self._changes(one.passes, one.before[0], gradient, of_them))
         found = torch.stack(by_response).sum(0)
         self.table.put("influence_own", one.rows.split(found.float()))
@@ -199,7 +219,7 @@ class PartsObserver(Observer):
             return
         with self.host.moved(other_direction(self.host.model, self.host.optimizer, gradient)):
             for one in self.measured:
-                one.books["change_by_momentum"] = self._change_of(one, self.host.values(one.passes, objective))
+                one.books["change_by_momentum"] = self._change_of(one, self.host.values(one.passes, self._objective))
 
     @staticmethod
     def _change_of(one: ObservedGroup, now: Tensor) -> float:
@@ -223,7 +243,7 @@ class PartsObserver(Observer):
     def _compare(self, one: ObservedGroup) -> None:
         """What the real step did to a measured group."""
         with self.host.noted_probabilities(one.rows, one.strongest) as probabilities:
-            after = self.host.values(one.passes, objective)
+            after = self.host.values(one.passes, self._objective)
         one.books["objective_change"] = self._change_of(one, after)
         of_ranks = self.host.ranks.gather(one.books)
         total = {name: sum(own[name] for own in of_ranks) for name in one.books}
@@ -249,19 +269,18 @@ def gained(one: ObservedGroup, after: Tensor) -> Iterator[dict[str, Any]]:
         yield {"row": int(row_of[place]), "token": int(place_of[place]), "gained": alternatives}
 
 
-def objective(one: Pass) -> Tensor:
-    """[2, b, T]: every token's own term of J, which is minus the loss, and its log-prob."""
-    terms = one.terms().double()
-    return torch.stack([-terms * one.weights[:, None].to(terms), one.log_probs.double()])
-
-
-def with_slope(one: Pass) -> Tensor:
-    """[3, b, T]: `objective`, and the derivative of the token's policy loss by its log-prob: 0 where it is clipped."""
+def with_slopes(one: Pass) -> Tensor:
+    """[4, b, T]: log-probs and entropies, and the derivatives of every token's own term of the loss by them."""
+    known = [one.log_probs] if one.entropies is None else [one.log_probs, one.entropies]
     with torch.enable_grad():
-        log_probs, old = one.log_probs.detach().clone().requires_grad_(), one.column("old_log_probs")
-        terms = one.policy_terms(log_probs, one.log_probs.detach() if old is None else old)
-        (slope,) = torch.autograd.grad(terms.sum(), log_probs)
-    return torch.cat([objective(one), slope.double()[None]])
+        for values in known:
+            values.requires_grad_()
+        found = torch.autograd.grad(one.terms().sum(), known, allow_unused=True)
+    for values in known:
+        values.requires_grad_(False)
+    zeros = torch.zeros_like(one.log_probs, dtype=torch.float64)
+    own = [zeros if slope is None else slope.double() for slope in found]
+    return torch.stack([*[*(values.double() for values in known), zeros][:2], *[*own, zeros][:2]])
 
 
 def has_low_precision(model: torch.nn.Module) -> bool:

@@ -213,6 +213,7 @@ class RankHost(WholeModel):
         entropies = model_output.get("entropy", None)
         if entropies is not None:
             entropies = torch.where(mask, no_padding_2_padding(entropies, data), 0.0)
+        log_probs = torch.where(mask, log_probs, 0.0)
         weight = dict(zip(rows.ids.tolist(), rows.weights.tolist(), strict=True))
         weights = torch.tensor([weight.get(row, 0.0) for row in ids.tolist()], dtype=torch.float64)
 
@@ -224,11 +225,11 @@ class RankHost(WholeModel):
             rows=ids,
             mask=mask,
             weights=weights.to(log_probs.device),
-            log_probs=torch.where(mask, log_probs, 0.0),
+            log_probs=log_probs,
             entropies=entropies,
             column=column,
-            policy_terms=lambda given, old: self.loss.policy_terms(given, old, model_output, data),
-            terms=lambda: self.loss.token_losses(model_output, data),
+            policy_terms=lambda given, old: self.loss.policy_terms(given, old, entropies, data),
+            terms=lambda: self.loss.token_losses(log_probs, entropies, data),
         )
 
     # ------------------------------------------------------------ derivatives

@@ -91,13 +91,15 @@ class GradtraceLoss:
                 "nodes, e.g. with "
                 "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=gradtrace.integrations.verl"
             )
-        token = _extras.set((self.extras_of(model_output, data), self.options))
+        entropies = model_output.get("entropy", None)
+        entropies = None if entropies is None else no_padding_2_padding(entropies, data)
+        token = _extras.set((extras_of(entropies, data), self.options))
         try:
             return ppo_loss(self.actor, model_output, data, dp_group)
         finally:
             _extras.reset(token)
 
-    def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, model_output: Any, data: Any) -> Tensor:
+    def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, entropies: Tensor | None, data: Any) -> Tensor:
         """[b, T]: every token's own term of the policy loss, before aggregation, zero outside the mask."""
         mode = self.actor.policy_loss.get("loss_mode", "vanilla")
         options = dict(self.options)
@@ -108,15 +110,14 @@ class GradtraceLoss:
         if not knows_token_terms(name):
             raise GradtraceError(f"loss-term credit does not know the token terms of loss_mode={mode}")
         mask = dense(data, "response_mask", log_probs).bool()
-        advantages, extras = dense(data, "advantages", log_probs), self.extras_of(model_output, data)
+        advantages, extras = dense(data, "advantages", log_probs), extras_of(entropies, data)
         inputs = LossInputs(log_probs, old_log_probs, advantages, mask, **extras)
         return torch.where(mask, policy_loss(name, **options)(inputs).loss, 0.0)
 
-    def token_losses(self, model_output: Any, data: Any) -> Tensor:
+    def token_losses(self, log_probs: Tensor, entropies: Tensor | None, data: Any) -> Tensor:
         """[b, T]: every token's own term of the whole loss, before aggregation."""
-        log_probs = no_padding_2_padding(model_output["log_probs"], data)
-        values = self.policy_terms(log_probs, dense(data, "old_log_probs", log_probs), model_output, data)
-        extras = self.extras_of(model_output, data)
+        values = self.policy_terms(log_probs, dense(data, "old_log_probs", log_probs), entropies, data)
+        extras = extras_of(entropies, data)
         if CORRECTION in data:
             values = values * dense(data, CORRECTION, log_probs)
         if self.actor.entropy_coeff:
@@ -126,13 +127,11 @@ class GradtraceLoss:
             values = values + self.actor.kl_loss_coef * kl
         return torch.where(dense(data, "response_mask", log_probs).bool(), values, 0.0)
 
-    def extras_of(self, model_output: Any, data: Any) -> dict[str, Any]:
-        entropies = model_output.get("entropy", None)
-        reference = data.get("ref_log_prob", None)
-        return {
-            "entropies": None if entropies is None else no_padding_2_padding(entropies, data),
-            "ref_log_probs": None if reference is None else reference.to_padded_tensor(0.0),
-        }
+
+def extras_of(entropies: Tensor | None, data: Any) -> dict[str, Any]:
+    """What losses may ask for beside log-probs and advantages."""
+    reference = data.get("ref_log_prob", None)
+    return {"entropies": entropies, "ref_log_probs": None if reference is None else reference.to_padded_tensor(0.0)}
 
 
 def knows_token_terms(mode: str) -> bool:
