@@ -118,13 +118,12 @@ class StepPage extends Page {
     const overhead = overheadOf(this.run.rows.get(step) ?? {});
     const { updates = [] } = this.table.meta;
     const part = updates.reduce((sum, each) => sum + each.part, 0);
-    const style = scoreStyle("nats", part);
     const ratio = this.run.rows.get(step)?.["influence_trace/predicted_over_measured"];
     const facts = factList(
       [fixed(meanOf(groups.map((group) => group.reward)), 2), "reward"],
       hasEntropy ? [fixed(meanOf(groups.map((group) => group.entropy)), 3), "entropy, nats"] : null,
       [`${mixed} of ${groups.length}`, "mixed groups"],
-      Number.isFinite(part) && updates.length ? [style.signed(part), `Σ influence, ${style.unit}`] : null,
+      Number.isFinite(part) && updates.length ? [this.style.signed(part), `Σ influence, ${this.style.unit}`] : null,
       Number.isFinite(ratio) ? [fixed(ratio, 2), "predicted / measured"] : null,
       overhead === undefined ? null : [`+${fixed(100 * overhead, 1)} %`, "tracing overhead"],
     );
