@@ -72,7 +72,7 @@ def demo_overrides(seed: int) -> list[str]:
 
 def sources(quick: bool) -> list[Source]:
     if quick:
-        return [Source("demo0", partial(demo_overrides, 0), {2: 1}, 4, 6)]
+        return [Source("demo0", partial(demo_overrides, 0), {8: 1}, 4, 6)]
     parts = {20: 4, 40: 3, 60: 3}
     demo = [Source(f"demo{seed}", partial(demo_overrides, seed), parts, 8, 16) for seed in (21, 22, 23, 24)]
     return [

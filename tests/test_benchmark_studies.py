@@ -70,7 +70,7 @@ def test_the_validity_study_prints_one_line_of_both_questions(capsys: pytest.Cap
         torch.set_num_threads(threads)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     ratios, detail = found["ratios"], found["detail"]["demo"]
-    assert ratios["demo_batch_spearman"] > max(0.9, ratios["demo_batch_baseline_spearman"])
+    assert ratios["demo_batch_spearman"] > max(0.7, ratios["demo_batch_baseline_spearman"])
     assert ratios["demo_own_spearman"] > ratios["demo_own_baseline_spearman"]
     assert 0.9 < ratios["demo_books_slope"] < 1.1 and detail["books"]["groups"] >= 2
     text = table("The demo", detail)
