@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradtrace.attribution import AttributionError, InfluenceConfig, InfluenceTracer, parts
 from gradtrace.attribution.collectives import Ranks
-from gradtrace.attribution.parts import ComingStep, token_parts
+from gradtrace.attribution.parts import SHORT, WRONG, ComingStep, token_parts
 from gradtrace.attribution.update import other_direction, step_direction
 from gradtrace.policy.policy import KeepDouble
 from tests.attribution.models import FAMILIES, Responses, random_responses, tiny_model, token_log_probs
@@ -340,6 +340,14 @@ def test_without_a_learning_rate_nothing_moves_and_it_says_so() -> None:
     found = token_parts(model, optimizer, lambda: own_terms(model, batch), measured={0: [0, 1]})
     assert not found.moved and found.total == 0.0 and [len(own) for own in found.tokens] == batch.lengths()
     assert [float(own.abs().sum()) for own in found.measured[0].tokens] == [0.0, 0.0]
+
+
+def test_terms_are_right_where_a_large_step_bends_their_sum() -> None:
+    model, optimizer, batch = trained("adamw")
+    optimizer.param_groups[0]["lr"] *= 300
+    along = ComingStep(model, optimizer, gradients(model), lambda: own_terms(model, batch), Ranks())
+    assert abs(along.change_of_terms(fraction=SHORT).ratio - 1) > WRONG
+    assert token_parts(model, optimizer, lambda: own_terms(model, batch), clip_factor=1.0).moved
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
