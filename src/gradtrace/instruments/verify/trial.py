@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,7 +70,7 @@ class Trial:
     _steps: RealSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self._steps = RealSteps(self.model, self.optimizer, self.grad_clip, self.original)
+        self._steps = RealSteps(self.model, self.optimizer, self.original)
         self.policy = Policy(self.model, next(self.model.parameters()).device, self.temperature, full_precision=True)
         batch, mask = self.batch, self.batch.response_mask
         count = int(mask.sum())
@@ -143,9 +144,21 @@ class Trial:
         return total
 
     @cached_property
+    def _gradient_and_factor(self) -> tuple[Gradient, float]:
+        found = self.gradient_of({r: torch.ones(self.counts[r], dtype=torch.bool) for r in self.rows})
+        norm = math.sqrt(sum(float(own.double().square().sum()) for own in found.values()))
+        factor = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0  # as clip_grad_norm_ does
+        return {name: factor * own for name, own in found.items()}, factor
+
+    @property
     def gradient(self) -> Gradient:
-        """∇ of the loss of the mini-batch, before clipping."""
-        return self.gradient_of({r: torch.ones(self.counts[r], dtype=torch.bool) for r in self.rows})
+        """∇ of the loss of the mini-batch, clipped."""
+        return self._gradient_and_factor[0]
+
+    @property
+    def clip_factor(self) -> float:
+        """What clipping multiplies the gradient by."""
+        return self._gradient_and_factor[1]
 
     @property
     def is_first_step(self) -> bool:
@@ -155,13 +168,13 @@ class Trial:
     # ------------------------------------------------------------ what real steps do
 
     def effect(self, chosen: Mapping[int, Tensor]) -> Tensor:
-        """float64[G]: what training on these tokens does to each group's part of J."""
+        """float64[G]: what training on these tokens does to each group's part of J. The gradient is clipped by the same
+        factor whatever they weigh: were it clipped anew, more weight for one token would be less for all others."""
         own = self.gradient_of(chosen)
         ends = []
-        for half in (HALF, -HALF):
+        for half in (HALF * self.clip_factor, -HALF * self.clip_factor):
             changed = {
-                name: whole + half * own[name] if name in own else whole.clone()
-                for name, whole in self.gradient.items()
+                name: whole + half * own[name] if name in own else whole for name, whole in self.gradient.items()
             }
             ends.append(self._steps.effect(changed, self.objectives))
         self.steps_taken += 1
@@ -171,10 +184,9 @@ class Trial:
     def done(self) -> dict[int, Tensor]:
         """Row → float64[T_r]: the change of each token's own term of J by the real step, less what momentum and weight
         decay do alone."""
-        whole = {name: own.clone() for name, own in self.gradient.items()}
         after, idle = (
             self._steps.effect(gradient, lambda: torch.cat(self.terms(self.rows)).cpu())
-            for gradient in (whole, {name: torch.zeros_like(own) for name, own in whole.items()})
+            for gradient in (self.gradient, {name: torch.zeros_like(own) for name, own in self.gradient.items()})
         )
         return dict(zip(self.rows, (after - idle).split([self.counts[r] for r in self.rows]), strict=True))
 
@@ -185,19 +197,19 @@ class Trial:
         their own prompt."""
         place = {r: index for index, r in enumerate(self.rows)}
         measured = {g: [place[r] for r in self.members[g]] for g in groups or ()}
-        with self._gradient_in_place() as factor:
+        with self._gradient_in_place():
             terms = lambda: [-own for own in self.terms(self.rows)]  # noqa: E731
-            return token_parts(self.model, self.optimizer, terms, clip_factor=factor, measured=measured)
+            return token_parts(self.model, self.optimizer, terms, clip_factor=self.clip_factor, measured=measured)
 
     @contextlib.contextmanager
-    def _gradient_in_place(self) -> Iterator[float]:
-        """Inside, `.grad` is the clipped gradient of the mini-batch. Gives what clipping has multiplied it by."""
+    def _gradient_in_place(self) -> Iterator[None]:
+        """Inside, `.grad` is the clipped gradient of the mini-batch."""
         parameters = self._steps.parameters
         kept = {name: p.grad for name, p in parameters.items()}
         for name, p in parameters.items():
             p.grad = self.gradient[name].clone() if name in self.gradient else None
         try:
-            yield self._steps.clip()
+            yield
         finally:
             for name, p in parameters.items():
                 p.grad = kept[name]
@@ -240,7 +252,9 @@ class Trial:
                         log_probs, _ = self.policy.statistics(micro)
                         terms = advantages[[place[r] for r in members], None] * micro.unflatten(log_probs)
                         (-(terms * self.weights[members, None])).sum().backward()
-                self._steps.clip()
+                for parameter in kept:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self.clip_factor)
                 trace = tracer.score(terms=lambda some: self._raised([rows[i] for i in some]), coming=True)
         finally:
             for parameter, gradient in kept.items():
@@ -367,13 +381,10 @@ class RealSteps:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        grad_clip: float = 0.0,
         original: Original | None = None,
     ) -> None:
-        """`grad_clip`: the norm to which gradients are clipped before a step, as training does; 0 = not at all.
-        `original`: where weights and state come back from; without it they are kept, which takes a copy of them."""
+        """`original`: where weights and state come back from; without it they are kept, which takes a copy of them."""
         self.optimizer = optimizer
-        self.grad_clip = grad_clip
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._gradients = {name: p.grad for name, p in self.parameters.items()}
         owner, owned_by = original or (model, optimizer)
@@ -389,25 +400,17 @@ class RealSteps:
         }
 
     def effect(self, gradient: Mapping[str, Tensor], measure: Callable[[], Tensor]) -> Tensor:
-        """`measure()` at the weights that a step with this gradient leads to, which is clipped in place; parameters it
-        leaves out have a gradient of zero, so that momentum moves them as it would."""
+        """`measure()` at the weights that a step with this gradient leads to; parameters it leaves out have a gradient
+        of zero, so that momentum moves them as it would."""
         for name, p in self.parameters.items():
             found = gradient.get(name)
             p.grad = torch.zeros_like(p) if found is None else found.detach().to(p.dtype)
-        self.clip()
         try:
             self.optimizer.step()
             with torch.no_grad():
                 return measure()
         finally:
             self.restore()
-
-    def clip(self) -> float:
-        """Clip `.grad` as training does. Returns what it was multiplied by."""
-        if not self.grad_clip:
-            return 1.0
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip))
-        return min(1.0, self.grad_clip / (norm + 1e-6))
 
     @torch.no_grad()
     def restore(self) -> None:
