@@ -28,8 +28,8 @@ def weight_gradient_error(engine: Any, weights: dict[int, float]) -> dict[str, f
     gradients = dict(engine.module.named_parameters())
     errors = {}
     observer = engine.steps.observers.observers[INFLUENCE_TRACE]
-    lengths = observer.tracer._ledger.counts
-    for block, stored in observer.tracer._store.targets.items():
+    lengths = observer.tracer.factors._captured.counts
+    for block, stored in observer.tracer.factors._store.targets.items():
         total = torch.zeros(block.d_out, block.d_in)
         for response, mean in stored.items():
             row = int(observer.capture.current.rows[response])

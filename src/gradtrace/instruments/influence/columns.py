@@ -73,10 +73,15 @@ def parts_columns(
         "unit": "nats",
         "sign": SIGN_OF_PARTS,
         "updates": table.facts["updates"],
-        "alternatives": table.facts["alternatives"],
+        "alternatives": [{**one, "token": place_in_response(batch, **one)} for one in table.facts["alternatives"]],
         "pairwise_responses": stored,
     }
     return rows, columns | pairwise, meta
+
+
+def place_in_response(batch: RolloutBatch, row: int, token: int, **others: Any) -> int:
+    """The index among all tokens of a response of the `token`-th that the policy wrote."""
+    return int(batch.response_mask[row].nonzero()[token])
 
 
 def table_of_parts(found: TokenParts) -> Table:

@@ -98,7 +98,7 @@ class InfluenceReporter(Reporter):
             rows, columns, meta = parts_columns(
                 batch, table, plan.status, config.accepted_threshold, config.pairwise_max_mb
             )
-            found = parts_metrics(batch, table)
+            found = parts_metrics(batch, table) | {"timing_s/influence_score": table.seconds}
         else:
             rows, columns, meta = influence_columns(batch, table, plan.status, config, config.pairwise_max_mb)
             found, meta = table.facts["metrics"], describe(config) | meta
@@ -145,8 +145,8 @@ def why_empty(batch: RolloutBatch, status: Tensor) -> tuple[str, str]:
         )
     if bool((status == int(GroupStatus.NOT_CAPTURED)).any()):
         return "not_captured", (
-            "the hooks saw none of the tokens of the groups with mixed rewards: `gradtrace doctor --model` shows which "
-            "layers can be traced, and debug_backward_captures how often they fired"
+            "no process has scored the groups that are trained on. For scores from captured factors, `gradtrace doctor"
+            " --model` shows which layers can be traced, and debug_backward_captures how often they fired"
         )
     return _no_contrast(batch)
 
