@@ -84,8 +84,8 @@ def engine_scores(
         with tracer.capture(response=torch.arange(len(rows)), tokens=tokens):
             terms(list(range(len(rows)))).sum().backward()
         trace = tracer.score(
-            torch.tensor(step["accepted"]),
-            torch.tensor(step["group"]).long(),
+            accepted=torch.tensor(step["accepted"]),
+            group=torch.tensor(step["group"]).long(),
             sign=torch.where(signs < 0, -1.0, 1.0),
             terms=terms,
         )
