@@ -242,6 +242,21 @@ def test_per_prompt_scores_every_group_on_its_own_prompt(tmp_path: Path) -> None
     assert "objective_change" not in step
 
 
+def test_a_group_with_a_pass_of_its_own_yields_its_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores on the own prompt from gradients that training leaves are those of passes of their own."""
+    own = ("trainer.influence_trace.accepted_rejected_scope=per_prompt", "trainer.influence_trace.measure=0")
+    found = []
+    for name in ("kept", "recomputed"):
+        (tmp_path / name).mkdir()
+        if name == "recomputed":
+            monkeypatch.setattr("gradtrace.instruments.influence.observer.available_memory", lambda device: 0)
+        step = run(tmp_path / name, *own, "actor.token_budget=28").step("influence_trace", 2)
+        assert step.meta["own_gradients"][name] >= (2 if name == "kept" else 4)
+        found.append(step["influence_own"])
+    kept, recomputed = found
+    np.testing.assert_allclose(kept, recomputed, rtol=2e-3, atol=1e-3 * np.abs(recomputed).max())
+
+
 def test_a_learning_rate_of_zero_moves_nothing(tmp_path: Path) -> None:
     step = run(tmp_path, "actor.optim.lr=0", "trainer.influence_trace.measure=all").step("influence_trace", 1)
     assert not step["influence"].any()

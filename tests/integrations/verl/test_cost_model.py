@@ -62,7 +62,9 @@ def test_stored_factors_have_the_size_that_the_formula_says() -> None:
     _, tracer = passes(InfluenceConfig.older(projection_dim_factor=4))
     assert tracer is not None
     gradients = [g for found in tracer.factors._store.targets.values() for g in found.values()]
-    tokens = [side for found in tracer.factors._store.tokens.values() for part in found.values() for side in (part.u, part.v)]
+    tokens = [
+        side for found in tracer.factors._store.tokens.values() for part in found.values() for side in (part.u, part.v)
+    ]
     stored = sum(tensor.numel() for tensor in gradients + tokens)
     assert cost_model.stored_factor_bytes(SHAPE, LOAD, 4, workers=1) == 4 * stored
 

@@ -178,6 +178,8 @@ RECORD = InstrumentRecord(
         "updates": "each optimizer step: optimizer_step (its number), part (change of the objective by the gradient of "
         "its mini-batch), learning_rate, second_moment (state_with_batch, batch_gradient where Adam's state was empty, "
         "none)",
+        "own_gradients": "how many directions for influence_own came from gradients that training's passes left (kept) "
+        "and from passes of their own (recomputed)",
         "alternatives": "strongest tokens of measured groups: row, token (its index), gained (the tokens that gained "
         "most at its place: id, probability before and after the step)",
         "credit": "list of the credits of scores from captured factors: loss_term, position",

@@ -74,6 +74,7 @@ def parts_columns(
         "sign": SIGN_OF_PARTS,
         "updates": table.facts["updates"],
         "alternatives": [{**one, "token": place_in_response(batch, **one)} for one in table.facts["alternatives"]],
+        "own_gradients": table.facts.get("own_gradients", {}),
         "pairwise_responses": stored,
     }
     return rows, columns | pairwise, meta

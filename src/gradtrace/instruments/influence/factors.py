@@ -30,6 +30,7 @@ from gradtrace.instruments.contract import Backward, Host, Observer, OptimizerSt
 from gradtrace.instruments.influence import InfluenceTraceConfig
 from gradtrace.instruments.influence.capture import InfluenceCapture
 from gradtrace.instruments.influence.factor_columns import scores_table
+from gradtrace.instruments.influence.observer import available_memory
 from gradtrace.instruments.influence.plan import StepPlan
 
 
@@ -57,7 +58,7 @@ class FactorsObserver(Observer):
         responses = prompts * step.responses
         needed, layers = self.tracer.memory_estimate(responses, responses * step.tokens).total, len(self.tracer.blocks)
         device = next(self.host.model.parameters()).device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+        free = available_memory(device)
         size = f"{needed / 2**20:,.0f} MB for {responses} responses of up to {step.tokens} tokens"
         if needed > free:
             raise GradtraceError(
@@ -201,10 +202,3 @@ class FactorsObserver(Observer):
 
     def close(self) -> None:
         self.tracer.close()
-
-
-def available_memory() -> int:
-    """Bytes that programs can still allocate on this machine."""
-    with open("/proc/meminfo") as file:
-        lines = dict(line.split(":") for line in file)
-    return int(lines["MemAvailable"].split()[0]) * 1024

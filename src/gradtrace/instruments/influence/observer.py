@@ -15,7 +15,7 @@ and weight decay alone change, and which tokens became likelier where the strong
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution import AttributionError
+from gradtrace.attribution.collectives import is_sharded
 from gradtrace.attribution.geometry import unwrapped
 from gradtrace.attribution.update import (
     learning_rate,
@@ -81,14 +82,38 @@ class PartsObserver(Observer):
         self._to_verify = False
         self._slopes: dict[int, Tensor] = {}
         """Row → [2, t]: derivatives of the tokens' terms by their log-probs and entropies, before the step."""
+        self._gradients: dict[int, dict[str, Tensor]] = {}
+        """Group → what its own pass of training brought to `.grad`, where it had one and memory is free."""
 
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
-        self.plan, self.measured, self._to_verify = plan, [], plan.verify
+        self.plan, self.measured, self._to_verify, self._gradients = plan, [], plan.verify, {}
         self.table.facts = {"updates": [], "books": [], "alternatives": [], "non_finite": [], "refused": ""}
+        self.table.facts["own_gradients"] = {"kept": 0, "recomputed": 0}
 
-    def around_backward(self, backward: Backward) -> AbstractContextManager[Any]:
-        return self.host.keep(backward)
+    @contextmanager
+    def around_backward(self, backward: Backward) -> Iterator[None]:
+        group = self._group_to_keep(backward)
+        trained = {n: p for n, p in self.host.model.named_parameters() if p.requires_grad} if group is not None else {}
+        before = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+        with self.host.keep(backward):
+            yield
+        if group is not None:
+            found = {name: p.grad for name, p in trained.items() if p.grad is not None}
+            self._gradients[group] = {n: g - before[n] if n in before else g.clone() for n, g in found.items()}
+
+    def _group_to_keep(self, backward: Backward) -> int | None:
+        """The one group of a pass of training, if its own gradient is wanted as a whole and there is room for it."""
+        assert self.plan is not None
+        groups = self.plan.group[backward.rows].unique().tolist() if bool((backward.rows >= 0).all()) else []
+        wanted = set(self.plan.own.tolist()) - set(self.plan.measured.tolist() if self.config.pairwise else [])
+        one_process = self.host.ranks.size == 1 and not is_sharded(self.host.model)
+        if len(groups) != 1 or groups[0] not in wanted or not one_process:
+            return None
+        whole = int(((self.plan.group == groups[0]) & self.plan.kept).sum()) == len(backward.rows)
+        size = sum(p.numel() * p.element_size() for p in self.host.model.parameters() if p.requires_grad)
+        device = next(self.host.model.parameters()).device
+        return groups[0] if whole and 3 * size < available_memory(device) else None
 
     # ------------------------------------------------------------ before the optimizer step
 
@@ -202,8 +227,13 @@ class PartsObserver(Observer):
         pairs = pairs and self.config.pairwise
         by_response = []
         for some in members.split(1) if pairs else [members]:
-            theirs = one.passes.pick(one.passes.ids[torch.isin(one.passes.ids, some)])
-            of_them = self.host.gradient(theirs, lambda each: -clip_factor * self._objective(each)[0])
+            kept = None if pairs else self._gradients.pop(one.group, None)
+            if kept is not None:
+                of_them: Mapping[str, Tensor] = {name: clip_factor * value for name, value in kept.items()}
+            else:
+                theirs = one.passes.pick(one.passes.ids[torch.isin(one.passes.ids, some)])
+                of_them = self.host.gradient(theirs, lambda each: -clip_factor * self._objective(each)[0])
+            self.table.facts["own_gradients"]["recomputed" if kept is None else "kept"] += 1
             by_response.append(self._changes(one.passes, one.before[0], gradient, of_them))
         found = torch.stack(by_response).sum(0)
         self.table.put("influence_own", one.rows.split(found.float()))
@@ -254,7 +284,7 @@ class PartsObserver(Observer):
         self.table.facts["alternatives"] += [each for own in self.host.ranks.gather(found) for each in own]
 
     def drop(self) -> None:
-        self.measured = []
+        self.measured, self._gradients = [], {}
 
 
 def gained(one: ObservedGroup, after: Tensor) -> Iterator[dict[str, Any]]:
@@ -281,6 +311,15 @@ def with_slopes(one: Pass) -> Tensor:
     zeros = torch.zeros_like(one.log_probs, dtype=torch.float64)
     own = [zeros if slope is None else slope.double() for slope in found]
     return torch.stack([*[*(values.double() for values in known), zeros][:2], *[*own, zeros][:2]])
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated where the weights are."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":") for line in file)
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def has_low_precision(model: torch.nn.Module) -> bool:
