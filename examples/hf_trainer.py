@@ -1,7 +1,7 @@
 """The influence trace in a Hugging Face `Trainer`: python examples/hf_trainer.py [RUN_FOLDER]
 
 Offline policy gradient on stored responses: a batch holds whole groups (one prompt, several responses with rewards),
-the loss is −advantage · log-prob. `TracedTrainer` adds three things to Trainer, marked ◆; the data is made up.
+the loss is −advantage · log-prob. The callback marked ◆ traces it; the data is made up.
 Then: gradtrace view runs/hf_trainer
 """
 
@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import gradtrace
-from gradtrace.algorithms import accepted
-from gradtrace.attribution import InfluenceConfig
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.settings import ArithmeticConfig
 
@@ -47,58 +45,37 @@ def join(groups: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch | {"group": torch.arange(len(groups)).repeat_interleave(GROUP)}
 
 
-class TracedTrainer(Trainer):
-    def __init__(self, *args: Any, run_dir: str, tokenizer: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.run_dir, self.words, self.tracer = run_dir, tokenizer, None
-
-    def log_probs(self, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, LENGTH]: log-probs of the response tokens, and the entropies that they were drawn from."""
-        every = torch.log_softmax(model(input_ids=ids).logits[:, PROMPT - 1 : -1], -1)
-        return every.gather(2, ids[:, PROMPT:, None]).squeeze(2), -(every.exp() * every).sum(2)
-
-    def advantages(self, inputs: dict[str, Tensor]) -> Tensor:
-        grouped = inputs["rewards"].view(-1, GROUP)
-        return (grouped - grouped.mean(1, keepdim=True)).flatten()
+class PolicyGradient(Trainer):
+    def terms(self) -> Tensor:
+        """[B, LENGTH]: every response token's own term of the loss, which is their sum."""
+        ids, rewards = self.batch["input_ids"], self.batch["rewards"].view(-1, GROUP)
+        self.advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+        log_probs = torch.log_softmax(self.model(input_ids=ids).logits[:, PROMPT - 1 : -1], -1)
+        return -self.advantages[:, None] * log_probs.gather(2, ids[:, PROMPT:, None]).squeeze(2) / len(ids)
 
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Tensor:
-        self.seen = self.log_probs(model, inputs["input_ids"])
-        return -(self.advantages(inputs)[:, None] * self.seen[0]).mean()
+        self.batch = inputs
+        return self.terms().sum()
 
-    def training_step(self, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Tensor:
-        if self.tracer is None:  # ◆ 1. hooks on the model, and the geometry of its optimizer
-            config = InfluenceConfig(projection_dim_factor=0)
-            self.tracer = gradtrace.InfluenceTracer(self.model, config=config, optimizer=self.optimizer)
-        ids, group, advantages = inputs["input_ids"], inputs["group"], self.advantages(inputs)
-        # The loss is −mean(A ℓ): from it to A ℓ, the step of a token, and to ℓ, whose contrast the step is asked about.
-        step = -float(len(ids) * LENGTH * self.current_gradient_accumulation_steps)
-        target = torch.where(advantages == 0, 0.0, step / advantages)
-        with self.tracer.capture(  # ◆ 2. around the backward pass
-            response=torch.arange(len(ids)),
-            tokens=(torch.arange(ids.shape[1]) >= PROMPT).expand(len(ids), -1),
-            accepted=accepted(inputs["rewards"], group),
-            group=group,
-            scale=step,
-            target_scale=target,
-        ):
-            loss = super().training_step(model, inputs, *args, **options)
 
-        def terms(chosen: list[int]) -> Tensor:
-            return (advantages[chosen, None] * self.log_probs(self.model, ids[chosen])[0]).flatten()
+class Trace(TrainerCallback):  # ◆ that is all
+    def __init__(self, trainer: PolicyGradient, run_dir: str, tokenizer: Any) -> None:
+        self.trainer, self.run_dir, self.tokenizer, self.tracer = trainer, run_dir, tokenizer, None
 
-        gradtrace.record(  # ◆ 3. score, and keep it as every gradtrace run is kept
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
+        """The gradient is whole and clipped, and the optimizer's step comes next."""
+        self.tracer = self.tracer or gradtrace.InfluenceTracer(self.trainer.model, optimizer)
+        batch = self.trainer.batch
+        gradtrace.record(
             self.run_dir,
-            self.state.global_step + 1,
-            prompts=ids[::GROUP, :PROMPT],
-            responses=ids[:, PROMPT:],
-            rewards=inputs["rewards"],
-            advantages=advantages,
-            log_probs=self.seen[0],
-            entropies=self.seen[1],
-            trace=self.tracer.score(terms=terms, coming=True),
-            tokenizer=self.words,
+            state.global_step + 1,
+            prompts=batch["input_ids"][::GROUP, :PROMPT],
+            responses=batch["input_ids"][:, PROMPT:],
+            rewards=batch["rewards"],
+            advantages=self.trainer.advantages,
+            trace=self.tracer.parts(self.trainer.terms, group=batch["group"], measure=1),
+            tokenizer=self.tokenizer,
         )
-        return loss
 
 
 def main() -> None:
@@ -112,6 +89,7 @@ def main() -> None:
         per_device_train_batch_size=4,
         max_steps=8,
         learning_rate=1e-3,
+        max_grad_norm=0.0,  # with clipping, parts() works out the factor
         remove_unused_columns=False,
         report_to="none",
         save_strategy="no",
@@ -119,7 +97,8 @@ def main() -> None:
         disable_tqdm=True,
     )
     data = StoredResponses(32, len(tokenizer))
-    trainer = TracedTrainer(model, arguments, join, data, run_dir=run_dir, tokenizer=tokenizer)
+    trainer = PolicyGradient(model, arguments, join, data)
+    trainer.add_callback(Trace(trainer, run_dir, tokenizer))  # ◆
     trainer.train()
     print(f"look at it with: gradtrace view {run_dir}")
 

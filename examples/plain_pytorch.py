@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 import gradtrace
-from gradtrace.algorithms import accepted
-from gradtrace.attribution import InfluenceConfig
 
 GROUP, LENGTH = 8, 10
 
@@ -23,34 +21,27 @@ class Model(nn.Module):
         return torch.log_softmax(self.head(torch.tanh(self.mix(seen))), -1)
 
 
-def terms(chosen: list[int]) -> torch.Tensor:  # ◆ every token's own term of what the loss raises
-    return (weights * model(ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2))[chosen].flatten()
+def terms() -> torch.Tensor:  # every token's own term of the loss, [responses, LENGTH]; the loss is their sum
+    return -advantages[:, None] * model(ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2) / len(ids)
 
 
 torch.manual_seed(0)
 run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/plain_pytorch"
 optimizer = torch.optim.Adam((model := Model()).parameters(), lr=1e-2)
-config = InfluenceConfig(projection_dim_factor=0, credit="both")  # ◆ a model without blocks has no last one
-tracer = gradtrace.InfluenceTracer(model, config=config, optimizer=optimizer)  # ◆
-prompts, group = torch.arange(4)[:, None], (rows := torch.arange(4 * GROUP)) // GROUP
+tracer = gradtrace.InfluenceTracer(model, optimizer)  # ◆
+prompts, group = torch.arange(4)[:, None], torch.arange(4).repeat_interleave(GROUP)
 for step in range(1, 21):
     ids = prompts[group]
     for _ in range(LENGTH):
         ids = torch.cat([ids, torch.multinomial(model(ids)[:, -1].exp(), 1)], 1)
     rewards = (ids[:, 1:] == ids[:, :1]).float().mean(1)
-    weights = (rewards - rewards.view(-1, GROUP).mean(1)[group])[:, None].expand(-1, LENGTH)  # advantages
-    log_probs = (every := model(ids)[:, :-1]).gather(2, ids[:, 1:, None]).squeeze(2)
-    mask = (torch.arange(1 + LENGTH) > 0).expand(len(ids), -1)  # ◆ where ids holds response tokens
-    about = {"response": rows, "tokens": mask, "accepted": accepted(rewards, group), "group": group}  # ◆
-    with tracer.capture(**about, role="target"):  # ◆ what a step is asked about: the log-probs
-        torch.autograd.grad(log_probs.sum(), list(model.parameters()), retain_graph=True)
-    with tracer.capture(**about, role="step", scale=-float(len(ids))):  # ◆ from the loss to what it raises
-        (-(weights * log_probs).sum() / len(ids)).backward()
-    trace = tracer.score(terms=terms, coming=True)  # ◆ for the optimizer's step that comes now
+    advantages = rewards - rewards.view(-1, GROUP).mean(1)[group]
+    terms().sum().backward()
+    parts = tracer.parts(terms, group=group, measure=1)  # ◆ of the optimizer's step that comes now
     optimizer.step()
     optimizer.zero_grad()
     gradtrace.record(  # ◆
-        run_dir, step, prompts=prompts, responses=ids[:, 1:], rewards=rewards, advantages=weights, log_probs=log_probs,
-        entropies=-(every.exp() * every).sum(2), trace=trace, tokenizer=list("abcdefgh"),
+        run_dir, step, prompts=prompts, responses=ids[:, 1:], rewards=rewards, advantages=advantages,
+        trace=parts, tokenizer=list("abcdefgh"),
     )  # fmt: skip
 print(f"mean reward {float(rewards.mean()):.2f}; look at every token with: gradtrace view {run_dir}")

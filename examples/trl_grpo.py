@@ -13,7 +13,6 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from gradtrace.attribution import InfluenceConfig  # ◆
 from gradtrace.integrations.trl import attach  # ◆
 from gradtrace.tasks.arithmetic import ArithmeticTask
 from gradtrace.tasks.settings import ArithmeticConfig
@@ -48,8 +47,7 @@ def main() -> None:
     )
     prompts = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(10) for b in range(10)]})
     trainer = GRPOTrainer(model, even_digits, arguments, prompts, processing_class=tokenizer)
-    exact = InfluenceConfig(projection_dim_factor=0)  # ◆ for a tiny model; the default is made for real ones
-    attach(trainer, run_dir=run_dir, influence=exact)  # ◆ that is all
+    attach(trainer, run_dir=run_dir)  # ◆ that is all
     trainer.train()
     print(f"look at it with: gradtrace view {run_dir}")
 

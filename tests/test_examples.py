@@ -25,15 +25,15 @@ def test_the_example_runs_and_its_run_opens(name: str, steps: int, tmp_path: Pat
     assert run.verify() == [] and run.steps("influence_trace") == list(range(1, steps + 1))
     assert len(run.metrics()[0]) == steps
     step = run.step("influence_trace", steps)
-    scores = step["influence_loss_term"]
+    scores = step["influence"]
     assert len(scores) > 0 and (scores != 0).any()
     catalog = RunCatalog([run.path], None)
     served = catalog.refresh()[0]
     view = catalog.step_view(served, 1)
     assert view is not None
     group = group_payload(view, 0, served.vocabulary)
-    assert group["responses"] and group["credits"][0] == "loss_term"
+    assert group["responses"] and "influence" in group["channels"]
 
 
 def test_the_plain_loop_fits_on_a_screen() -> None:
-    assert len((EXAMPLES / "plain_pytorch.py").read_text().splitlines()) <= 58
+    assert len((EXAMPLES / "plain_pytorch.py").read_text().splitlines()) <= 48
