@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,7 @@ import gradtrace
 from gradtrace.commands.probe.config import ProbeConfig
 from gradtrace.config.keys import schema_keys
 from gradtrace.config.root import Config
+from gradtrace.instruments.influence import InfluenceTraceConfig
 
 SOURCE = Path(gradtrace.__file__).parent
 DEFINED_IN = (
@@ -30,16 +32,30 @@ OWNERS = {
 
 
 def reads() -> dict[str, set[str]]:
-    """Attribute → the expressions that it is read from, in all code but the declarations; and in `validate` of these,
-    where a key may only be there to be refused with another."""
+    """Attribute → the expressions that it is read from, in all code but the declarations and their checks. What a
+    property of a declaration reads counts where other code reads the property."""
     found: dict[str, set[str]] = defaultdict(set)
+    properties: dict[str, list[ast.Attribute]] = {}
     for file in SOURCE.rglob("*.py"):
+        tree = ast.parse(file.read_text())
         if str(file.relative_to(SOURCE)).startswith(DEFINED_IN):
+            properties |= {name: loads(body) for name, body in properties_of(tree)}
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found[node.attr].add(ast.unparse(node.value))
+        for node in loads(tree):
+            found[node.attr].add(ast.unparse(node.value))
+    for name, inside in properties.items():
+        for node in inside if name in found else ():
+            found[node.attr].add(name)
     return found
+
+
+def loads(tree: ast.AST) -> list[ast.Attribute]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+
+
+def properties_of(tree: ast.AST) -> list[tuple[str, ast.FunctionDef]]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [(one.name, one) for one in functions if any(ast.unparse(d) == "property" for d in one.decorator_list)]
 
 
 READS = reads()
@@ -62,3 +78,10 @@ def test_a_key_is_read_where_something_is_done(key: str) -> None:
             key,
             sorted(owners),
         )
+
+
+def test_the_page_of_knobs_says_where_each_knob_of_the_influence_trace_shows() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "knobs.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    shown = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(shown) == sorted(field.name for field in dataclasses.fields(InfluenceTraceConfig))
