@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import socket
@@ -16,6 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from gradtrace.attribution import InfluenceConfig, InfluenceTracer
+from gradtrace.policy.policy import KeepDouble
 
 GROUPS, EACH, PROMPT, LENGTH, VOCABULARY = 4, 4, 6, 12, 97
 TOLERANCE = {"float32": 0.9999, "bf16": 0.98}
@@ -42,6 +44,7 @@ def kinds() -> dict[str, InfluenceConfig]:
     common: dict[str, Any] = {"target": "log_prob"}
     inverse: dict[str, Any] = {"hessian_mode": "inverse", "reg_scale": 1.0}
     return {
+        "influence (default)": InfluenceConfig(),
         "optimizer, loss term": InfluenceConfig(**common),
         "optimizer factored, loss term": InfluenceConfig(**common, preconditioner_form="factored"),
         "optimizer, position": InfluenceConfig(**common, credit="position"),
@@ -105,8 +108,18 @@ class SmallCase:
     ) -> Tensor:
         """Scores of all response tokens, one after the other, on the CPU. `half`: passes under bf16 autocast."""
         model, optimizer = self.on(device, dtype)
+        if config.is_parts:
+            return self.parts(model, optimizer, half)
         found = traced(self, model, optimizer, config, list(range(len(self.ids))), half)
         return torch.cat(list(found.values()))
+
+    def parts(self, model: nn.Module, optimizer: torch.optim.Optimizer, half: bool) -> Tensor:
+        """The default scores. Differences of passes are taken in full precision, whatever training computes in."""
+        every, counts = list(range(len(self.ids))), self.tokens.sum(1).tolist()
+        (-self.terms(model, every, half).sum()).backward()
+        with KeepDouble() if next(model.parameters()).dtype == torch.float64 else contextlib.nullcontext():
+            found = InfluenceTracer(model, optimizer).parts(lambda: (-self.terms(model, every)).split(counts))
+        return torch.cat(found.tokens)
 
 
 def traced(
