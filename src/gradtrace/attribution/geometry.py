@@ -177,8 +177,9 @@ def effective_gradient(group: Mapping[str, Any], parameter: Tensor, gradient: Te
 
 def advanced(moment: Tensor | None, gradient: Tensor, beta: float) -> Tensor:
     """The running mean of squares, with this gradient in it."""
-    square = (1 - beta) * gradient * gradient
-    return square if moment is None else beta * moment.to(gradient.dtype) + square
+    if moment is None:
+        return (1 - beta) * gradient * gradient
+    return (beta * moment.to(gradient.dtype)).addcmul_(gradient, gradient, value=1 - beta)
 
 
 # ---------------------------------------------------------------- the gradient that it will be given

@@ -23,12 +23,22 @@ from gradtrace.attribution.geometry import Source, advanced, effective_gradient,
 
 @dataclass(frozen=True, eq=False)
 class ParameterUpdate:
-    """The parts of Δθ of one parameter, each of its shape, or a number that stands for a constant tensor."""
+    """The parts of Δθ of one parameter, each of its shape, or a number that stands for a constant tensor. They are of
+    the state and the weights when they are asked for: ask before the step."""
 
     factor: Tensor | float
     """This batch's part of Δθ is −factor ⊙ gradient."""
-    momentum: Tensor | float
-    decay: Tensor | float
+    momentum_of: Callable[[], Tensor | float]
+    decay_of: Callable[[], Tensor | float]
+
+    @property
+    def momentum(self) -> Tensor | float:
+        """Computed when asked for: the scores of a step need `factor` alone, of all weights."""
+        return self.momentum_of()
+
+    @property
+    def decay(self) -> Tensor | float:
+        return self.decay_of()
 
     def whole(self, gradient: Tensor) -> Tensor:
         return -self.factor * gradient + self.momentum + self.decay
@@ -65,7 +75,7 @@ def step_direction(
     part = gradient if of is None else of
     for name, update in parameter_updates(optimizer, dict(model.named_parameters()), gradient):
         if name in part:
-            yield name, -update.factor * part[name]
+            yield name, (update.factor * part[name]).neg_()
 
 
 def other_direction(model: nn.Module, optimizer: Any, gradient: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -122,9 +132,13 @@ def _adam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gr
     square = _second_moment(group, state, parameter, gradient, beta2)
     if group["amsgrad"]:
         square = torch.maximum(square, _moment(state, "max_exp_avg_sq", parameter))
-    denominator = square.sqrt() / (1 - beta2**step) ** 0.5 + float(group["eps"])
-    scale = float(group["lr"]) / (1 - beta1**step) / denominator
-    return _averaged(group, parameter, (1 - beta1) * scale, beta1 * scale, _moment(state, "exp_avg", parameter))
+    denominator = square.sqrt_().div_((1 - beta2**step) ** 0.5).add_(float(group["eps"]))
+    scale = denominator.reciprocal_().mul_(float(group["lr"]) * (1 - beta1) / (1 - beta1**step))
+
+    def momentum() -> Tensor:
+        return -beta1 / (1 - beta1) * scale * _moment(state, "exp_avg", parameter)
+
+    return _averaged(group, parameter, scale, momentum)
 
 
 def _nadam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
@@ -136,7 +150,7 @@ def _nadam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, g
     denominator = (square / (1 - beta2**step)).sqrt() + float(group["eps"])
     ahead = rate * following / (1 - product * following) / denominator
     factor = rate * (1 - now) / (1 - product) / denominator + (1 - beta1) * ahead
-    return _averaged(group, parameter, factor, beta1 * ahead, _moment(state, "exp_avg", parameter))
+    return _averaged(group, parameter, factor, lambda: -beta1 * ahead * _moment(state, "exp_avg", parameter))
 
 
 def _radam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
@@ -149,7 +163,9 @@ def _radam(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, g
         square = _second_moment(group, state, parameter, gradient, beta2)
         shrunk = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         scale = scale * (shrunk * (1 - beta2**step)) ** 0.5 / (square.sqrt() + float(group["eps"]))
-    return _averaged(group, parameter, (1 - beta1) * scale, beta1 * scale, _moment(state, "exp_avg", parameter))
+    return _averaged(
+        group, parameter, (1 - beta1) * scale, lambda: -beta1 * scale * _moment(state, "exp_avg", parameter)
+    )
 
 
 def _adamax(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
@@ -158,7 +174,9 @@ def _adamax(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, 
     largest = _moment(state, "exp_inf", parameter) * beta2
     largest = torch.maximum(largest, effective_gradient(group, parameter, gradient).abs() + float(group["eps"]))
     scale = float(group["lr"]) / (1 - beta1**step) / largest
-    return _averaged(group, parameter, (1 - beta1) * scale, beta1 * scale, _moment(state, "exp_avg", parameter))
+    return _averaged(
+        group, parameter, (1 - beta1) * scale, lambda: -beta1 * scale * _moment(state, "exp_avg", parameter)
+    )
 
 
 def _adagrad(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> ParameterUpdate:
@@ -176,23 +194,24 @@ def _rmsprop(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor,
         square = square - mean.square()
     scale = float(group["lr"]) / (square.sqrt() + float(group["eps"]))
     kept = float(group["lr"]) * momentum
-    return _averaged(group, parameter, scale, kept, _moment(state, "momentum_buffer", parameter) if momentum else 0.0)
+    return _averaged(
+        group, parameter, scale, lambda: -kept * _moment(state, "momentum_buffer", parameter) if momentum else 0.0
+    )
 
 
 def _averaged(
     group: Mapping[str, Any],
     parameter: Tensor,
     factor: Tensor | float,
-    of_average: Tensor | float = 0.0,
-    average: Tensor | float = 0.0,
+    momentum: Callable[[], Tensor | float] = lambda: 0.0,
 ) -> ParameterUpdate:
-    """An update by `factor` of the gradient and `of_average` of what a first moment holds of earlier ones."""
+    """An update by `factor` of the gradient, and by what a first moment holds of earlier ones."""
     decay = float(group["weight_decay"])
     rate = float(group["lr"]) if group.get("decoupled_weight_decay") else factor
     return ParameterUpdate(
         factor=-factor if group.get("maximize") else factor,
-        momentum=-of_average * average,
-        decay=-rate * decay * parameter.detach() if decay else 0.0,
+        momentum_of=momentum,
+        decay_of=lambda: -rate * decay * parameter.detach() if decay else 0.0,
     )
 
 
@@ -217,8 +236,8 @@ def _sgd(group: dict[str, Any], state: Mapping[str, Any], parameter: Tensor, gra
             weight = 1.0 + momentum * weight
     return ParameterUpdate(
         factor=sign * rate * weight,
-        momentum=-rate * earlier,
-        decay=-rate * weight * decay * parameter.detach() if decay else 0.0,
+        momentum_of=lambda: -rate * earlier,
+        decay_of=lambda: -rate * weight * decay * parameter.detach() if decay else 0.0,
     )
 
 
