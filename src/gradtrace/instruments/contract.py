@@ -209,7 +209,7 @@ class Host(Protocol):
 
     def noted_probabilities(self, rows: Rows, places: Sequence[int]) -> AbstractContextManager[Tensor | None]:
         """Inside, `values` of these rows also fills in the probabilities [k, V] of all tokens at `places` among theirs;
-        None: this host does not see them."""
+        None: there are no places, or this host does not see them."""
 
     def gradient(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Gradient:
         """The gradient of the sum of `of` over all passes and processes. `.grad` stays as it is."""

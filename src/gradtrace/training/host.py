@@ -176,7 +176,8 @@ class PolicyHost(WholeModel):
             joined = torch.cat([found[row] for row in (ids.tolist() or found)], dim=-1)
             return joined[..., :0] if idle else joined
         nothing = torch.zeros(0, rows.mask.shape[1], device=self.policy.device)
-        micro = MicroBatch(ids, *[None] * 7, mask=nothing.bool(), targets=ids)  # type: ignore[arg-type, misc]
+        masks = {"tokens": nothing.bool(), "mask": nothing.bool()}
+        micro = MicroBatch(ids, ids, None, None, response=ids, logit_positions=ids, targets=ids, **masks)
         return of(source.of_pass(micro, nothing, nothing)).flatten(-2)
 
     @staticmethod
@@ -217,6 +218,9 @@ class PolicyHost(WholeModel):
 
     @contextmanager
     def noted_probabilities(self, rows: Rows, places: Sequence[int]) -> Iterator[Tensor | None]:
+        if not places:
+            yield None
+            return
         config: Any = self.model.config
         found = torch.zeros(len(places), config.get_text_config().vocab_size)
         counts = rows.mask.sum(1).tolist()
