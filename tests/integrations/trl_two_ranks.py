@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # Which completions meet which optimizer step is drawn on each process: scores are equal where the weights stay.
     "several_steps": (
         {"steps_per_generation": 4, "max_steps": 4, "rows": 24, "num_generations": 8, "learning_rate": 0.0},
-        {"influence": InfluenceConfig(hessian_mode="identity")},
+        {"influence": InfluenceConfig(hessian_mode="identity", credit="both", target="output_function")},
     ),
     "selection": (
         {"more": VALIDATION},

@@ -209,7 +209,19 @@ def counters(batches: list[ScopeBatch], labels: Labels, skipped: Mapping[int, st
         for name, number in batch.solvers.items():
             key = f"influence_trace/debug_solver_{name}"
             metrics[key] = metrics.get(key, 0) + number
-    degrees = [values for batch in batches for values in batch.degrees]
-    if degrees:
-        metrics["influence_trace/effective_dof"] = float(torch.cat(degrees).mean())
+    if any(batch.degrees for batch in batches):
+        metrics["influence_trace/effective_dof"] = mean_degrees(batches)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def mean_degrees(batches: list[ScopeBatch]) -> float:
+    """The mean over modules and responses: a scope that lies on several ranks is solved on each of them, and counts
+    there by the responses that the rank has."""
+    values, weights = [], []
+    for batch in batches:
+        responses = torch.tensor([len(counts) for counts in batch.tokens], dtype=torch.float64)
+        for of_modules in batch.degrees:  # [M·S]
+            values.append(of_modules.double().cpu())
+            weights.append(responses.repeat(len(of_modules) // len(responses)))
+    weight = torch.cat(weights)
+    return float(torch.cat(values) @ weight / weight.sum().clamp(min=1))

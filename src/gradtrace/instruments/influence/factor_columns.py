@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +31,8 @@ LARGEST = (
 )
 """Metrics that are the same on all ranks, or measured side by side: the largest counts."""
 MEANS = ("influence_trace/effective_dof", "influence_trace/label_r2")
-"""Metrics that are averaged. The others are added up."""
+"""Metrics that are averaged over responses. The others are added up."""
+RESPONSES = "influence_trace/selected_responses"
 ON_NO_RANK = ("not_captured", "non_finite")
 """Why a group has no scores on any rank; that another rank has them is no reason."""
 DESCRIBED = (
@@ -111,14 +114,17 @@ def _together(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def combined(of_parts: Sequence[dict[str, float]], largest: tuple[str, ...]) -> dict[str, float]:
     """The numbers of a whole from those that each of its parts has: of names that begin like `largest` the largest,
-    `MEANS` averaged over the parts that have them, the others added up."""
+    `MEANS` averaged over the responses of the parts that have them, the others added up."""
     total: dict[str, float] = {}
     for name in dict.fromkeys(name for own in of_parts for name in own):
         values = [own[name] for own in of_parts if name in own]
         if name.startswith(largest):
             total[name] = max(values)
+        elif name in MEANS:
+            responses = [own[RESPONSES] for own in of_parts if name in own]
+            total[name] = math.fsum(map(operator.mul, values, responses)) / max(1.0, sum(responses))
         else:
-            total[name] = sum(values) / (len(values) if name in MEANS else 1)
+            total[name] = sum(values)
     return total
 
 
