@@ -47,7 +47,7 @@ from gradtrace.trace.run_files import RunFiles
 from gradtrace.trace.step import Step
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.training.host import EmbeddedHost, loss_traits
-from gradtrace.training.state import load_optimizer
+from gradtrace.training.state import FOREIGN, load_optimizer
 from gradtrace.training.update import PolicyUpdate
 
 SOURCES = (ENTROPY_TRACE, INFLUENCE_TRACE)
@@ -232,6 +232,8 @@ class Scorer:
         self.policy = run.policy(trainable=True, precision="float32")
         self.optimizer = Optimizer(self.policy.trainable(), config.actor.optim, config.trainer.total_steps)
         self.optimizer_said, found = NO_STATE, run.checkpoint()
+        self.follows_schedule = found.optimizer_file is None or found.optimizer_file.name != FOREIGN
+        """The state of another trainer brings its own learning rate."""
         if found.optimizer_file is not None:
             load_optimizer(self.optimizer, self.policy.model, found)
             self.optimizer_said = STATE.format(found.optimizer_file.parent)
@@ -281,8 +283,7 @@ class Scorer:
         try:
             observer = influence_observer(self.host, config)
             observers = Watched(observer, sum(len(update.rows) for update in updates), progress)
-            if self.optimizer_said == NO_STATE:
-                self.take_own_gradient(batch, micro_batches, source.step)
+            self.begin_step(batch, micro_batches, source.step)
             _, plan = reporter.plan(batch, source.step)
             if plan is not None and groups:
                 others = torch.ones(len(batch.prompts), dtype=torch.bool)
@@ -298,6 +299,14 @@ class Scorer:
         except AttributionError as error:
             raise GradtraceError(f"step {source.step} cannot be scored: {error}") from error
         return found
+
+    def begin_step(self, batch: RolloutBatch, micro_batches: MicroBatches, step: int) -> None:
+        """Make the optimizer what it was before this step: its learning rate and, for scores of captured factors, its
+        second moment where there is no state. The default score has the step that an empty state leads to."""
+        if self.follows_schedule:
+            self.optimizer.begin_step(step)
+        if self.optimizer_said == NO_STATE and not self.config.trainer.influence_trace.is_parts:
+            self.take_own_gradient(batch, micro_batches, step)
 
     def take_own_gradient(self, batch: RolloutBatch, micro_batches: MicroBatches, step: int) -> None:
         """Make the gradient of the whole rollout the optimizer's state, as if it had taken that one step."""
