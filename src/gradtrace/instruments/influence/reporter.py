@@ -30,8 +30,8 @@ class InfluenceReporter(Reporter):
         self.run = run
         self._plan: StepPlan | None = None
         size, config = run.step_size if run is not None else None, self.config
-        in_parts = config.scope == "all_selected" and not config.scope_pass
-        if size is not None and in_parts and 0 < size.mini_batch < size.prompts:
+        by_mini_batch = config.scope == "all_selected" and not (config.is_parts or config.scope_pass)
+        if size is not None and by_mini_batch and 0 < size.mini_batch < size.prompts:
             record.report(
                 "influence trace: accepted_rejected_scope=all_selected compares the responses of one mini-batch "
                 f"({size.mini_batch} of the step's {size.prompts} prompts), each at the weights it meets; "
