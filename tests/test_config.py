@@ -31,11 +31,8 @@ def test_no_arguments_are_the_demo() -> None:
     assert config.recipe == "demo"
     assert config.task.name == "arithmetic"
     trace = config.trainer.influence_trace
-    assert trace.enable and (trace.hessian_mode, trace.credit, trace.target) == (
-        "optimizer",
-        "loss_term",
-        "log_prob",
-    )
+    assert trace.enable and trace.is_parts
+    assert (trace.hessian_mode, trace.credit, trace.about) == ("optimizer", "loss_term", "output_function")
 
 
 def test_overrides_win_over_the_recipe_and_keep_their_types() -> None:

@@ -26,7 +26,7 @@ def test_it_holds_scores_speed_and_memory_against_what_is_expected(
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor", "--device", "cpu", "--model", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    for word in ("float32", "bf16", "FSDP2 over two processes", "sampler", "update with trace: tail", "GiB"):
+    for word in ("float32", "bf16", "FSDP2 over two processes", "sampler", "update with trace: default", "GiB"):
         assert word in said, word
 
 

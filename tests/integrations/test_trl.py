@@ -94,7 +94,7 @@ def test_entropies_and_log_probs_are_those_of_the_sampling_weights(tmp_path: Pat
     setup = SETUPS["split_over_steps"]
     trainer = grpo_trainer(tmp_path, dtype=torch.float64, temperature=0.7, **setup)
     before = small_model(torch.float64, tie_word_embeddings=False)  # of the same seed, untouched by TRL
-    attach(trainer, tmp_path / "run", on_error="raise")
+    attach(trainer, tmp_path / "run", influence=POSITION, on_error="raise")
     trainer.train()
     step = step_of(tmp_path, 1, "entropy_trace")
     assert step.n_responses == 8
@@ -142,12 +142,16 @@ def test_checks_of_the_scores_change_nothing_and_stand_in_the_metrics(name: str,
     assert all("influence_trace/validity_baseline" in row for row in rows)
 
 
-def test_scores_of_several_weights_and_coarse_ones_are_not_checked_and_it_is_said(tmp_path: Path) -> None:
+def test_checks_of_several_weights_of_coarse_ones_and_of_other_scores_are_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
     trainer = grpo_trainer(tmp_path, **SETUPS["split_over_steps"])
+    with pytest.raises(GradtraceError, match="verify_every=1 holds the default score against real optimizer steps"):
+        attach(trainer, tmp_path / "run", influence=POSITION, verify_every=1)
     attach(trainer, tmp_path / "run", verify_every=1)
-    trainer.train()
-    assert "influence_trace/validity" not in gradtrace.open_run(tmp_path / "run").metrics()[0][0]
-    assert "belong to several optimizer steps" in (tmp_path / "run" / "run.log").read_text()
+    with pytest.raises(GradtraceError, match="no gradient is of a whole rollout"):
+        trainer.train()
+    assert not (tmp_path / "run").exists()
     trainer = grpo_trainer(tmp_path / "bf16", dtype=torch.bfloat16)
     attach(trainer, tmp_path / "coarse", verify_every=1)
     with pytest.raises(GradtraceError, match="run `gradtrace verify` on a checkpoint"):
@@ -318,7 +322,7 @@ def test_one_process_writes_the_run_which_is_over_when_training_is(tmp_path: Pat
 
 def test_failed_start_leaves_no_folder_and_run_log_has_what_went_wrong(tmp_path: Path) -> None:
     trainer = grpo_trainer(tmp_path, max_steps=1)
-    attach(trainer, tmp_path / "run", influence=InfluenceConfig(module_name_filter=("no_such_layer",)))
+    attach(trainer, tmp_path / "run", influence=InfluenceConfig.older(module_name_filter=("no_such_layer",)))
     with pytest.raises(GradtraceError, match="no_such_layer"):
         trainer.train()
     assert not (tmp_path / "run").exists()

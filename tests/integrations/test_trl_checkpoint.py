@@ -53,7 +53,9 @@ def test_attribute_and_verify_use_it_and_say_so(
     assert main(["attribute", str(run), "--model", str(folder)]) == 0
     assert "the optimizer's state in" in capsys.readouterr().out
     meta = gradtrace.open_run(run).step("influence_trace", 1).meta
-    assert meta["second_moment_loss_term"].startswith("state_") and meta["optimizer_state"].endswith(str(folder))
+    assert meta["optimizer_state"].endswith(str(folder))
+    (update,) = meta["updates"]
+    assert update["second_moment"] == "state_with_batch" and update["learning_rate"] == 1e-2, "the Trainer's, not ours"
     words = ["--budget", "20s", "--groups", "2", "--tokens", "2", "--halves", "0", "lr=1e-4"]
     assert main(["verify", str(run), "--model", str(folder), *words]) in (0, 1, 3)
 

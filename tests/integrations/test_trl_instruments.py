@@ -17,6 +17,7 @@ from gradtrace.instruments.contract import Instrument, Reporter, Table
 from gradtrace.instruments.settings import TraceConfig
 from gradtrace.integrations.trl import attach
 from tests.instruments import sway
+from tests.integrations.trl_reference import POSITION
 from tests.integrations.trl_runs import grpo_trainer
 
 
@@ -54,7 +55,7 @@ def test_reporters_are_told_no_zeros_for_what_is_not_known_yet(slices: int, know
     registry.register(Instrument(TraceConfig, lambda record, run: Watching(), name="watching"))
     try:
         trainer = grpo_trainer(tmp_path, max_steps=slices // 2, steps_per_generation=slices)
-        attach(trainer, tmp_path / "run", on_error="raise", instruments={"watching": {}})
+        attach(trainer, tmp_path / "run", influence=POSITION, on_error="raise", instruments={"watching": {}})
         trainer.train()
     finally:
         registry.forget("watching")
@@ -89,13 +90,22 @@ def test_what_is_not_known_is_refused_when_it_is_attached(given: dict[str, Any],
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ({"blame": {}}, {"steps_per_generation": 4}, "blame: a rollout is dealt out over 4 slices"),
+        (
+            {"blame": {}, "influence_trace": {"credit": "position"}},
+            {"steps_per_generation": 4},
+            "blame: a rollout is dealt out over 4 slices",
+        ),
+        ({"blame": {}}, {"steps_per_generation": 4}, "influence trace: a rollout is dealt out over 4 slices"),
         ({"mismatch": 1}, {"loss_type": "cispo"}, "mismatch_every: loss_type='cispo' does not clip"),
-        ({"entropy_probe": {"every": 1}}, {}, "entropy_probe: TRL makes the optimizer step by itself"),
+        ({"entropy_probe": {"every": 1}}, {}, "entropy_probe: TRL samples by itself"),
         ({"influence": None}, {}, "no instrument 'influence'"),
-        ({"influence_trace": {"scope_pass": True}}, {}, "scope_pass=true: this host cannot run the whole batch"),
+        (
+            {"influence_trace": {"scope_pass": True, "credit": "position"}},
+            {},
+            "scope_pass=true: this host cannot run the whole batch",
+        ),
     ],
-    ids=["blame", "mismatch", "probe", "keyword", "scope_pass"],
+    ids=["blame", "influence", "mismatch", "probe", "keyword", "scope_pass"],
 )
 def test_what_was_asked_for_and_cannot_run_is_an_error_with_the_reason(
     given: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path

@@ -58,8 +58,7 @@ class TraceSettings:
     """Rollouts between measurements of mismatch/share_of_update, made where the sampler's log-probs are known and were
     others than the trainer's (docs/mismatch.md); 0 is never."""
     verify_every: int = 0
-    """Rollouts between checks of the scores by real optimizer steps, which are taken back; 0 is never. Where a
-    rollout is dealt over several optimizer steps there is no check."""
+    """Rollouts between checks of the default score by real optimizer steps, which are taken back; 0 is never."""
     max_prompts_per_step: int = 0
     """Trace at most this many prompts with mixed rewards of a rollout; 0 is no cap."""
     pairwise_max_mb: float = 64.0
