@@ -93,7 +93,28 @@ def state_bytes_per_rank(parameters: int, workers: int) -> float:
     return 4 * FP32 * parameters / workers
 
 
-# ---------------------------------------------------------------- what the trace adds
+# ---------------------------------------------------------------- what the default score adds
+
+PASSES = 2
+"""At the weights before and after the step: training's own pass is in bf16, and the difference needs float32."""
+
+
+def forward_flops(shape: ModelShape, load: Workload) -> float:
+    """Of one pass without gradients over the whole step."""
+    return training_flops(shape, load) / 3
+
+
+def parts_bytes_per_rank(parameters: int, workers: int, micro_batches: int, passes: int = PASSES) -> float:
+    """Sent by a rank: float32 weights gathered once in each micro-batch of each pass."""
+    return passes * micro_batches * parameters * (workers - 1) / workers * FP32
+
+
+def copy_bytes_per_rank(parameters: int, workers: int) -> float:
+    """The weights that are put back, sharded as they are."""
+    return FP32 * parameters / workers
+
+
+# ---------------------------------------------------------------- what scores from captured factors add
 
 
 def capture_flops(shape: ModelShape, load: Workload, factor: int) -> float:
@@ -166,6 +187,27 @@ def factor_for(workers: int) -> int:
     return 32 if workers <= LOAD.responses // LOAD.group_size else 256
 
 
+def parts_table() -> str:
+    """Markdown: what the default score adds to the same step."""
+    lines = [
+        "| model | GPUs | FLOPs of the update | of a forward pass | FSDP sends per GPU | two passes send | "
+        "states per GPU | copy per GPU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for shape in SHAPES:
+        flops, forward = training_flops(shape, LOAD), forward_flops(shape, LOAD)
+        for workers in GPUS[shape.name]:
+            micro_batches = max(1, round(LOAD.tokens / workers / MICRO_BATCH_TOKENS))
+            lines.append(
+                f"| {shape.name} | {workers} | {flops:.2e} | {forward:.2e} | "
+                f"{gib(fsdp_bytes_per_rank(shape.parameters, workers, micro_batches))} | "
+                f"{gib(parts_bytes_per_rank(shape.parameters, workers, micro_batches))} | "
+                f"{gib(state_bytes_per_rank(shape.parameters, workers))} | "
+                f"{gib(copy_bytes_per_rank(shape.parameters, workers))} |"
+            )
+    return "\n".join(lines)
+
+
 def table() -> str:
     """Markdown: per model and number of GPUs, a step of 512 responses (64 prompts × 8) of 512 + 2,048 tokens."""
     lines = [
@@ -196,4 +238,4 @@ def gib(number: float) -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(f"{parts_table()}\n\n{table()}")

@@ -1,12 +1,12 @@
 """How a trace grows: what it adds to a pass, against tokens, responses, layers and width.
 
-The tracer of the default score (tail for every group, loss terms for four) on random responses. Work is counted, not
-timed: floating-point operations and the peak of allocated bytes of a traced pass less those of the same pass without a
-trace, so a busy machine changes nothing. One size varies at a time; the slope of the logarithms is 1 where the trace
-grows in proportion. Nothing is left to chance: what stands as its interval is the range of the slopes from each size to
-the next. `peak_memory` is the largest ratio of the peaks with and without, beside the range over all sizes. Width is
-shown against the number of weights in a layer: a slope of 2 would be a matrix of weights by weights. `--write-docs`
-rewrites the table and the picture of docs/scaling.md.
+The public call of the default score, which makes two forward passes, on random responses. Work is counted, not timed:
+floating-point operations and the peak of allocated bytes of a traced pass less those of the same pass without a trace,
+so a busy machine changes nothing. One size varies at a time; the slope of the logarithms is 1 where the trace grows in
+proportion. Nothing is left to chance: what stands as its interval is the range of the slopes from each size to the
+next. `peak_memory` is the largest ratio of the peaks with and without, beside the range over all sizes. Width is shown
+against the number of weights in a layer: a slope of 2 would be a matrix of weights by weights. `--write-docs` rewrites
+the table and the picture of docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks._growth_page import write_page
 from benchmarks.common import REPOSITORY, emit, parse_arguments
-from gradtrace.attribution import InfluenceConfig, InfluenceTracer
+from gradtrace.attribution import InfluenceTracer
 from gradtrace.intervals import Interval
 
 
@@ -74,42 +74,33 @@ class Pass:
         rows = size.groups * EACH
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(64, (rows, PROMPT + size.tokens), generator=generator)
-        self.mask = (torch.arange(PROMPT + size.tokens) >= PROMPT).expand(rows, -1)
-        self.accepted = torch.arange(rows) % 2 == 0
-        self.signs = torch.where(self.accepted, 1.0, -1.0)
-        self.group = torch.arange(size.groups).repeat_interleave(EACH)
+        self.signs = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)
 
-    def terms(self, responses: list[int]) -> Tensor:
-        rows = torch.tensor(responses)
+    def terms(self, rows: Tensor) -> Tensor:
         ids = self.ids[rows]
         logits = self.model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 : -1]
         found = logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None]).squeeze(-1)
-        return (found * self.signs[rows][:, None]).flatten()
+        return found * self.signs[rows][:, None]
+
+    def micro_batches(self) -> Iterator[Tensor]:
+        for start in range(0, len(self.ids), 8 * EACH):
+            yield torch.arange(start, min(start + 8 * EACH, len(self.ids)))
 
     def plain(self, optimizer: Any) -> None:
-        for start in range(0, len(self.ids), 8 * EACH):  # micro-batches of whole groups
-            self.terms(list(range(start, min(start + 8 * EACH, len(self.ids))))).sum().backward()
+        for rows in self.micro_batches():
+            self.terms(rows).sum().backward()
 
     def traced(self, optimizer: Any) -> None:
-        config = InfluenceConfig(projection_dim_factor=0, pairwise=False)
-        with InfluenceTracer(self.model, config=config, optimizer=optimizer) as tracer:
-            for start in range(0, len(self.ids), 8 * EACH):
-                rows = torch.arange(start, min(start + 8 * EACH, len(self.ids)))
-                with tracer.capture(
-                    response=rows,
-                    tokens=self.mask[rows],
-                    accepted=self.accepted,
-                    group=self.group,
-                    target_scale=1 / self.signs,
-                ):
-                    self.terms(rows.tolist()).sum().backward()
-            tracer.score(terms=self.terms, coming=True)
+        self.plain(optimizer)
+        InfluenceTracer(self.model, optimizer).parts(
+            lambda: [own for rows in self.micro_batches() for own in self.terms(rows)]
+        )
 
 
 def counted(size: Size, kind: str) -> tuple[int, int]:
     """(operations, peak bytes) of a pass."""
     whole = Pass(size)
-    optimizer = torch.optim.AdamW(whole.model.parameters())
+    optimizer = torch.optim.AdamW(whole.model.parameters(), lr=1e-6)
     work: Callable[[Any], None] = whole.traced if kind == "traced" else whole.plain
     with FlopCounterMode(display=False) as flops:
         work(optimizer)

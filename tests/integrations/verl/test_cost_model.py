@@ -38,6 +38,23 @@ def test_training_flops_are_counted_right() -> None:
     assert abs(cost_model.training_flops(SHAPE, LOAD) / measured - 1) < 0.1
 
 
+def test_parts_cost_two_forward_passes_and_a_copy_of_the_weights() -> None:
+    """In a loop of one's own: one at the weights, one at the moved weights."""
+    model = small.model(torch.float32, tie_word_embeddings=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    ids = torch.randint(3, 18, (LOAD.responses, LOAD.prompt_tokens + LOAD.response_tokens))
+
+    def terms() -> list[torch.Tensor]:
+        return list(model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[..., 0])
+
+    torch.cat(terms()).sum().backward()
+    with FlopCounterMode(display=False) as counter:
+        InfluenceTracer(model, optimizer).parts(terms)
+    assert abs(2 * cost_model.forward_flops(SHAPE, LOAD) / counter.get_total_flops() - 1) < 0.1
+    stored = sum(4 * p.numel() for p in model.parameters() if p.dim() == 2)
+    assert cost_model.copy_bytes_per_rank(SHAPE.parameters, 1) == stored
+
+
 def test_parameters_and_projections_are_those_of_the_model() -> None:
     model = small.model(torch.float32, tie_word_embeddings=False)
     counted = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
@@ -69,7 +86,7 @@ def test_stored_factors_have_the_size_that_the_formula_says() -> None:
     assert cost_model.stored_factor_bytes(SHAPE, LOAD, 4, workers=1) == 4 * stored
 
 
-def test_the_table_in_the_docs_is_what_the_formulas_give() -> None:
+def test_the_tables_in_the_docs_are_what_the_formulas_give() -> None:
     page = Path(__file__).parents[3] / "docs" / "scaling.md"
-    for line in cost_model.table().splitlines():
+    for line in (cost_model.parts_table() + "\n" + cost_model.table()).splitlines():
         assert line in page.read_text(), f"docs/scaling.md lacks {line!r}: python -m benchmarks._verl_cost_model"
