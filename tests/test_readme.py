@@ -44,8 +44,8 @@ def test_links_point_at_files_that_exist(page: Path) -> None:
 
 MEASURED = {
     "validity": {"single_token_default": ".2f", "single_token_default_smollm2": ".2f"},
-    "trace_overhead": {"overhead_update_default_smollm2": ".2f", "overhead_update_tail_smollm2": ".2f"},
-    "verl_overhead": {"overhead_update": ".2f", "overhead_update_tail": ".2f"},
+    "trace_overhead": {"overhead_update_default_smollm2": ".2f"},
+    "verl_overhead": {"overhead_update": ".2f"},
     "trainer": {"speedup_trl_smollm2": ".1f", "speedup_trl_smollm2_apart": ".1f"},
     "rollout": {"speedup_generate_smollm2": ".1f"},
     "peers.kronfluence_scores": {"speedup_kronfluence_smollm2": ".1f"},
