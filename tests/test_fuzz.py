@@ -58,21 +58,25 @@ def test_overrides(part: int) -> None:
         sentence_or_nothing(lambda word=word: load_config([word]), word)  # type: ignore[misc]
 
 
+FACTORS = "trainer.influence_trace.credit=position"
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["trainer.influence_trace.module_name_filter=[*mlp*]"], "looks like a glob: `mlp` alone"),
-        (["trainer.influence_trace.module_name_filter=['(']"], "is no regular expression"),
+        ([FACTORS, "trainer.influence_trace.module_name_filter=[*mlp*]"], "looks like a glob: `mlp` alone"),
+        ([FACTORS, "trainer.influence_trace.module_name_filter=['(']"], "is no regular expression"),
+        (["trainer.influence_trace.module_name_filter=[mlp]"], "belongs to scores from captured factors"),
         (["trainer.seed=${nothing}"], "trainer.seed: Interpolation key 'nothing' not found"),
         (["trainer.validation.pass_k=${oc.env:HOME}"], "pass_k"),
         (
-            ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus", "trainer.traces=true"],
-            "never have a row",
+            [FACTORS, "rollout.n=1", "algorithm.advantage=reinforce_plus_plus", "trainer.traces=true"],
+            "one response, and these scores compare accepted with rejected responses",
         ),
-        (["trainer.influence_trace.force_gpu_compute=true"], "grad_offload_to_cpu=true as well"),
+        ([FACTORS, "trainer.influence_trace.force_gpu_compute=true"], "grad_offload_to_cpu=true as well"),
         (
-            ["trainer.influence_trace.projection_dim_factor=0", "trainer.influence_trace.max_hessian_dim=64"],
-            "max_hessian_dim=64 caps a projection, and projection_dim_factor=0 has none",
+            [FACTORS, "trainer.influence_trace.projection_dim_factor=0", "trainer.influence_trace.max_hessian_dim=64"],
+            "max_hessian_dim=64 caps a projection, and without projection_dim_factor there is none",
         ),
         (["trainer.seed=1,2"], "one value is needed"),
     ],
@@ -84,9 +88,14 @@ def test_what_is_said(words: list[str], expected: str) -> None:
 
 
 def test_one_word_is_a_list_of_one() -> None:
-    config = load_config(["trainer.influence_trace.module_name_filter=mlp", "data.train=train.jsonl"])
+    config = load_config([FACTORS, "trainer.influence_trace.module_name_filter=mlp", "data.train=train.jsonl"])
     assert list(config.trainer.influence_trace.module_name_filter) == ["mlp"]
     assert config.data.train == ["train.jsonl"]
+
+
+def test_the_default_score_needs_no_sibling() -> None:
+    words = ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus", "trainer.traces=true"]
+    assert load_config(words).trainer.influence_trace.enable
 
 
 def test_one_trace_can_be_left_out_of_traces() -> None:

@@ -137,6 +137,7 @@ def test_what_cannot_be_carried_over_is_refused_with_the_reason(override: str, r
     apart = ["trainer.influence_trace.enable=false", "trainer.blame.enable=false"]
     more = apart if "share_prompts" in override else []
     more = more + (["trainer.tracin.enable=true"] if "tracin" in override else [])
+    more = more + (["trainer.influence_trace.credit=position"] if "scope_pass" in override else [])
     more = more + (["algorithm.advantage=gae"] if "advantage_options" in override else [])
     more = more + (["algorithm.advantage_options.kl_coef=0.1"] if "plus_plus" in override else [])
     with pytest.raises(GradtraceError, match=reason):
