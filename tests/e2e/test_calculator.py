@@ -19,6 +19,10 @@ from tests.viewer.serving import Watched, chromium, serving
 STEPS = 8
 
 
+UNITS = {"nats": 1.0, "m-nats": 1e-3, "µ-nats": 1e-6, "n-nats": 1e-9}
+"""As the viewer writes them."""
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calculator")
@@ -99,8 +103,8 @@ def test_the_viewer_shows_a_chat_with_tool_results_folded_and_a_strip_of_turns(r
         assert shown[:3] == ["turn", "1", "Σ"]
         scores = step.influence(r)
         total = np.nansum(scores[: step.segments(r)[1].start])
-        number = float(shown[3].replace("−", "-").replace(",", ""))
-        assert number == pytest.approx(total, abs=0.02 * float(np.nanmax(np.abs(scores))))
+        number, unit = shown[3].replace("−", "-").replace(",", ""), UNITS[shown[4]]
+        assert float(number) * unit == pytest.approx(total, abs=0.02 * float(np.nanmax(np.abs(scores))))
         assert not watched.errors
 
 
@@ -111,4 +115,4 @@ def test_a_line_for_every_turn(run_dir: Path, capsys: pytest.CaptureFixture[str]
     assert main(["trace", "show", str(run_dir), "--step", "8", "--group", group, "--by", "turn"]) == 0
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if "<result>" in line]
-    assert lines and all(line.split()[1] == "+nan" or line.split()[1] == "nan" for line in lines)
+    assert lines and all(line.split()[1] == "–" for line in lines), "tool results have no score"

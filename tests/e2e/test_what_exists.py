@@ -53,4 +53,6 @@ def test_missing_steps_and_runs_name_those_that_exist(run_dir: Path, capsys: pyt
 
 def test_a_run_stands_for_its_model(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(run_dir)]) == 0
+    assert "gradient reaches all" in capsys.readouterr().out
+    assert main(["doctor", "--model", str(run_dir), "credit=position"]) == 0
     assert "can be traced" in capsys.readouterr().out
