@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
         for step in (1, 2, 3):
             writer.write(step, {**influence_columns(step), "token_id": influence_columns(step)["token_id"] % 20})
     with TraceWriter(folder, "entropy_trace") as writer:
-        writer.write(1, entropy_columns(1))
+        writer.write(1, {**entropy_columns(1), "token_id": entropy_columns(1)["token_id"] % 20})
     TokenBytes.from_tokenizer(FAMILIES["characters"](tmp_path)).save(folder / "token_bytes.npz")
     return folder
 

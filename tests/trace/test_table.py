@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
+from gradtrace.cli import main
 from gradtrace.instruments.blame import BLAME
 from gradtrace.instruments.entropy_trace import ENTROPY_TRACE
 from gradtrace.instruments.tracin import TRACIN, TracinReason
@@ -122,6 +124,50 @@ def test_a_channel_is_a_column_that_a_file_has_or_that_others_give(tmp_path: Pat
     table = read_run(tmp_path).step_table(1)
     assert list(table.channels()) == ["mismatch"] and table.channels()["mismatch"].channel == "Ratio"
     np.testing.assert_allclose(table.need("mismatch"), np.ones(8), rtol=1e-6)
+
+
+def test_show_and_export_read_all_instruments_of_a_step_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = layout([0, 1, 2, 3], GROUP, ANSWERS, [5, 7])
+    numbers = {"ratio": np.full(8, np.e), "policy_version": np.arange(4), "last_policy_version": np.arange(4)}
+    write(tmp_path, ENTROPY_TRACE, columns | numbers | {"entropy": np.arange(8.0)})
+    write_blame(tmp_path, [3, 0, 2])
+    show = ["trace", "show", str(tmp_path), "--color", "never", "--group", "0", "--by"]
+    for column, values in (("token_grad_share", ["+1", "+2", "+nan"]), ("mismatch", ["+1", "+1", "+1"])):
+        assert main([*show, column]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert [line[1:3] for line in lines if line[0].isdigit()] == [[each, f"+{i}"] for i, each in enumerate(values)]
+    assert main([*show, "token_grad_share", "--kind", ENTROPY_TRACE]) == 2
+    assert "this step has entropy, ratio, mismatch" in " ".join(capsys.readouterr().err.split())
+
+    target = tmp_path / "tokens.parquet"
+    assert main(["trace", "export", str(tmp_path), str(target)]) == 0
+    frame = pyarrow.parquet.read_table(target).to_pandas()
+    assert list(frame.columns[:4]) == ["step", "group_id", "response", "position"] and "mismatch" not in frame
+    assert frame.row.tolist() == [0, 0, 1, 2, 2, 2, 3, 3] and frame.entropy.tolist() == list(range(8))
+    np.testing.assert_array_equal(frame.token_grad_share, [1, 2, np.nan, 4, 5, 6, 7, 8])
+    assert frame.optimizer_step.tolist() == [10, 10, -1, 12, 12, 12, 13, 13]
+    assert main(["trace", "export", str(tmp_path), str(target), "--kind", BLAME]) == 0
+    alone = pyarrow.parquet.read_table(target).to_pandas()
+    assert alone.row.tolist() == [3, 3, 0, 0, 2, 2, 2] and "entropy" not in alone
+
+
+def test_validation_prompts_are_shown_and_exported_with_the_file_that_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = layout([2, 3, -1], [1, 1, 0], [[4, 5, 6], [7, 8], [9, 9]], [7, 7])
+    reasons = np.array([0, 0, int(TracinReason.VALIDATION)])
+    write(
+        tmp_path, TRACIN, columns | {"score": np.array([0.2, 0.3, np.nan]), "kept": np.ones(3, bool), "reason": reasons}
+    )
+    write_rollout(tmp_path)
+    assert main(["trace", "show", str(tmp_path), "--kind", TRACIN, "--group", "0"]) == 0
+    assert "response 2 · reward -1 · accepted · score nan · kept True · reason validation" in capsys.readouterr().out
+    for words, rows in (([], 8), (["--kind", TRACIN], 7)):
+        assert main(["trace", "export", str(tmp_path), str(tmp_path / "t.parquet"), *words]) == 0
+        frame = pyarrow.parquet.read_table(tmp_path / "t.parquet").to_pandas()
+        assert len(frame) == rows and frame.reason.isna().sum() == (3 if not words else 0)
 
 
 def test_a_step_without_files_is_an_error(tmp_path: Path) -> None:

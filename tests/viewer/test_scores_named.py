@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from gradtrace import open_run
 from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.influence.books import Books, Nats, books_of, remarks
+from gradtrace.trace.table import StepTable
 from gradtrace.trace.writer import TraceWriter
 from gradtrace.viewer.group import group_payload, step_payload
 from gradtrace.viewer.scores import ScoredStep, load_step
@@ -125,9 +126,10 @@ def test_a_measured_group_says_what_came_from_where(books: Books, sentence: str)
 def test_parts_of_a_stored_group_are_told_and_the_token_that_is_most_of_it(runs: Path) -> None:
     view = view_of(runs / "clipped")
     part = view.parts[INFLUENCE_TRACE]
+    alone = StepTable(view.step, {INFLUENCE_TRACE: part}, whole=True)
     g, _ = groups_of(view)
     books = view.books(g)
-    assert books is not None and books == books_of(part, int(view.groups_in(INFLUENCE_TRACE)[g]))
+    assert books is not None and books == books_of(alone, int(view.groups_in(INFLUENCE_TRACE)[g]))
     tokens = view.tokens_of(view.members(g))
     assert books.by_batch == pytest.approx(float(view.need("influence")[tokens].sum()), rel=1e-5)
     assert books.by_own == pytest.approx(float(view.need("influence_own")[tokens].sum()), rel=1e-5)

@@ -21,8 +21,10 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,13 @@ from rich.table import Table
 
 from gradtrace.commands import add_run, opened_run
 from gradtrace.commands.rollouts.legacy import import_legacy
-from gradtrace.commands.trace_show import UNITS, best_column, score_columns, show_group
+from gradtrace.commands.trace_show import UNITS, first_scored, score_columns, show_group
 from gradtrace.errors import GradtraceError
 from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.terminal import command, progress_bar, say, titled_table
 from gradtrace.trace.columns import COLUMNS, KINDS
-from gradtrace.trace.reader import RunReader
-from gradtrace.trace.step import Step
+from gradtrace.trace.reader import RunReader, StepUnreadableError
+from gradtrace.trace.table import StepTable
 from gradtrace.trace.token_text import TokenBytes
 
 SHOW = """One group of a step in the terminal: its prompt, its responses, every token with its score.
@@ -53,7 +55,7 @@ The influence of a token is in nats, and positive where training on it raised th
 
 EXPORT = """All tokens of a run as one table, a row per token, for pandas, polars or a spreadsheet.
 
-  gradtrace trace export runs/demo tokens.parquet           of the influence trace, all steps
+  gradtrace trace export runs/demo tokens.parquet           the columns of all instruments, all steps
   gradtrace trace export runs/demo late.csv --kind entropy_trace --steps 100:
 """
 
@@ -85,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "show", help="one group, every token with its score", description=SHOW, formatter_class=raw
     )
     add_run(showing)
-    showing.add_argument("--kind", choices=list(KINDS), help="default: influence_trace if the run has one")
-    showing.add_argument("--step", type=int, help="default: the latest")
-    showing.add_argument("--group", type=int, help="index of the group in the file; default: the first scored one")
+    showing.add_argument("--kind", choices=list(KINDS), help="the file of this instrument alone; default: all")
+    showing.add_argument("--step", type=int, help="default: the latest, of the influence trace if there is one")
+    showing.add_argument("--group", type=int, help="index of the group; default: the first scored one")
     showing.add_argument(
         "--by",
         metavar="WHAT",
@@ -98,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exporting = actions.add_parser("export", help="all tokens as one table", description=EXPORT, formatter_class=raw)
     add_run(exporting)
     exporting.add_argument("target", metavar="FILE", help="its name ends in .parquet or .csv")
-    exporting.add_argument("--kind", choices=list(KINDS), help="default: influence_trace if the run has one")
+    exporting.add_argument("--kind", choices=list(KINDS), help="the columns of this instrument alone; default: all")
     exporting.add_argument("--steps", default=":", help="FIRST:LAST, both included, or one number; default: all")
 
     words = "make a run of rollouts of other programs, or of older traces"
@@ -178,48 +180,52 @@ def _step_table(run: RunReader, kind: str) -> Table:
 
 def _show(args: argparse.Namespace) -> int:
     run = opened_run(args)
-    kind = _choose_kind(run, args.kind)
-    steps = run.steps(kind)
+    steps = _steps(run, args.kind)
     if not steps:
-        raise GradtraceError(f"{kind} of {run.path} has no steps yet")
-    step = run.step(kind, steps[-1] if args.step is None else args.step)
-    columns = score_columns(step)
-    first = min(step["group"].tolist(), default=0)  # the first with responses; others were skipped
-    group = first if args.group is None else args.group
-    if not 0 <= group < step.n_groups:
-        raise GradtraceError(f"no group {group}; step {step.step} has groups 0 to {step.n_groups - 1}")
+        raise GradtraceError(f"{run.path} has no steps of {args.kind or 'any trace'} yet")
+    number = (run.steps(args.kind or INFLUENCE_TRACE) or steps)[-1] if args.step is None else args.step
+    if number not in steps:
+        raise GradtraceError(f"no step {number} in {run.path}: it has {len(steps)}, from {steps[0]} to {steps[-1]}")
+    table = _table_of(run, number, args.kind)
+    columns = score_columns(table)
     words = args.by.split(",") if args.by else []
     unit = next((word for word in words if word in UNITS), "token")
-    chosen = [word for word in words if word not in UNITS]
-    by = chosen[0] if chosen else (best_column(step) if columns else None)
+    by = next((word for word in words if word not in UNITS), columns[0] if columns else None)
     if by is not None and by not in columns:
-        has = f"this step has {', '.join(columns)}" if columns else f"{kind} has scores of responses alone"
+        has = f"this step has {', '.join(columns)}" if columns else f"{table.first.kind} has scores of responses alone"
         raise GradtraceError(f"cannot colour by {by!r}; {has}")
+    group = first_scored(table, dict.fromkeys((*columns[:1], by)) if by else ()) if args.group is None else args.group
+    if not 0 <= group < table.n_groups:
+        raise GradtraceError(f"no group {group}; step {table.step} has groups 0 to {table.n_groups - 1}")
     terminal = {"auto": None, "always": True, "never": False}[args.color]
     console = Console(force_terminal=terminal, highlight=False)
-    show_group(console, step, group, by, run.token_bytes, colour=console.is_terminal, unit=unit)
+    for problem in table.problems:
+        say(console, f"left out  {problem}")
+    show_group(console, table, group, by, run.token_bytes, colour=console.is_terminal, unit=unit)
     return 0
 
 
-def _choose_kind(run: RunReader, wanted: str | None) -> str:
-    kinds = [kind for kind in run.kinds() if run.steps(kind)]
-    if wanted is not None:
-        return wanted
-    if not kinds:
-        raise GradtraceError(f"{run.path} has no traces")
-    return INFLUENCE_TRACE if INFLUENCE_TRACE in kinds else kinds[0]
+def _steps(run: RunReader, kind: str | None) -> list[int]:
+    """The steps that an instrument, or any, has a file of."""
+    return sorted({step for each in ([kind] if kind else run.kinds()) for step in run.steps(each)})
+
+
+def _table_of(run: RunReader, step: int, kind: str | None) -> StepTable:
+    """All instruments' columns of a step; with `kind` those of its file, validation and evaluation prompts included."""
+    return StepTable(step, {kind: run.step(kind, step)}, whole=True) if kind else run.step_table(step)
 
 
 def _export(args: argparse.Namespace) -> int:
     run = opened_run(args)
-    kind = _choose_kind(run, args.kind)
-    steps = _between(run.steps(kind), args.steps)
-    rows = export_tokens(run, kind, steps, Path(args.target))
+    steps = _between(_steps(run, args.kind), args.steps)
+    rows, problems = export_tokens(run, args.kind, steps, Path(args.target))
     console = Console()
     console.print(f"{rows} tokens of {len(steps)} steps in {args.target}", markup=False)
-    for problem in run.problems:
+    damaged = [str(problem) for problem in run.problems]
+    damaged += [each for each in problems if not any(problem in each for problem in damaged)]
+    for problem in damaged:
         say(console, f"left out  {problem}")
-    return 1 if run.problems else 0
+    return 1 if damaged else 0
 
 
 def _between(steps: list[int], wanted: str) -> list[int]:
@@ -267,57 +273,66 @@ def _import_older(args: argparse.Namespace, console: Console) -> int:
     return 1 if report.refused else 0
 
 
-def export_tokens(run: RunReader, kind: str, steps: list[int], target: Path) -> int:
-    """Write the tokens of these steps, a row each; the number of rows. Steps that cannot be read are left out (see
-    `run.problems`). A column that some steps lack is null there."""
+def export_tokens(run: RunReader, kind: str | None, steps: list[int], target: Path) -> tuple[int, list[str]]:
+    """Write the tokens of these steps, a row each: the number of rows, and what the step tables left out. Steps that
+    cannot be read are left out, too (see `run.problems`). A column that some steps lack is null there."""
     import pyarrow
     from pyarrow import csv, parquet
 
     writers = {".parquet": parquet.ParquetWriter, ".csv": csv.CSVWriter}
     if target.suffix not in writers:
         raise GradtraceError(f"cannot export to {target.name}: its name must end in .parquet or .csv")
-    schemas = [_token_table(step).schema for step in run.readable_steps(kind, steps)]
+    schemas = [_token_table(table).schema for table in _readable(run, kind, steps)]
     if not schemas:
-        raise GradtraceError(f"none of these steps of {kind} can be read in {run.path}")
-    schema = pyarrow.unify_schemas(schemas)
+        raise GradtraceError(f"none of these steps of {kind or 'any instrument'} can be read in {run.path}")
+    # A column of whole numbers is wider in a step that has gaps in it.
+    schema = pyarrow.unify_schemas(schemas, promote_options="permissive")
     if (token_bytes := run.token_bytes) is not None:
         schema = schema.insert(PLACES, pyarrow.field("text", pyarrow.string()))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    rows = 0
+    rows, problems = 0, []
     try:
         with writers[target.suffix](str(temporary), schema) as writer:
-            for step in run.readable_steps(kind, steps):
+            for step in _readable(run, kind, steps):
                 table = _token_table(step)
                 if token_bytes is not None:
                     table = table.append_column("text", [_texts(step, token_bytes)])
-                whole = pyarrow.concat_tables([schema.empty_table(), table], promote_options="default")
+                whole = pyarrow.concat_tables([schema.empty_table(), table], promote_options="permissive")
                 writer.write_table(whole.combine_chunks())
                 rows += step.n_tokens
+                problems += step.problems
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    return rows
+    return rows, problems
+
+
+def _readable(run: RunReader, kind: str | None, steps: list[int]) -> Iterator[StepTable]:
+    for step in steps:
+        with contextlib.suppress(StepUnreadableError):
+            yield _table_of(run, step, kind)
 
 
 PLACES = 4
 """The first columns of the table say which token it is."""
 
 
-def _token_table(step: Step) -> Any:
+def _token_table(step: StepTable) -> Any:
     """The token table with names in place of the numbers of enums; columns per token come last."""
     import pyarrow
 
     table: dict[str, Any] = step.token_table()
     for name in table:
         if name in COLUMNS and (values := COLUMNS[name].values):
-            table[name] = np.array([value.name.lower() for value in values])[table[name]]
+            names = np.array([*(value.name.lower() for value in values), None])  # None: a gap, -1
+            table[name] = pyarrow.array(names[table[name]], "string")
     places, others = list(table)[:PLACES], list(table)[PLACES:]
     others.sort(key=lambda name: COLUMNS[name].level == "token")
     return pyarrow.table({name: table[name] for name in (*places, *others)})
 
 
-def _texts(step: Step, token_bytes: TokenBytes) -> Any:
+def _texts(step: StepTable, token_bytes: TokenBytes) -> Any:
     import pyarrow
 
-    ids = [step.tokens(r)["token_id"] for r in range(step.n_responses)]
+    ids = [step.ids(r) for r in range(step.n_responses)]
     return pyarrow.array([token.text for own in ids for token in token_bytes.texts(own, continues=True)], "string")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from gradtrace.instruments.influence.books import Nats, books_story, remarks, updates_of
-from gradtrace.trace.columns import COLUMNS, INFLUENCE_SCORES
-from gradtrace.trace.step import Response, Step
+from gradtrace.trace.columns import COLUMNS, INFLUENCE_SCORES, GroupStatus
+from gradtrace.trace.step import Response
+from gradtrace.trace.table import StepTable
 from gradtrace.trace.token_text import TokenBytes, pieces
 
 UNITS = ("token", "sentence", "line", "turn")
@@ -45,22 +47,27 @@ def aggregate(column: str, values: np.ndarray, units: np.ndarray) -> np.ndarray:
     return np.where(count > 0, total / (1 if COLUMNS[column].adds_up else np.maximum(count, 1)), np.nan)
 
 
-def score_columns(step: Step) -> list[str]:
-    """Token columns that can colour a text, the most telling first: those with a sign, then the others."""
-    columns = [column for name, column in COLUMNS.items() if name in step]
-    scores = [column for column in columns if column.level == "token" and column.dtype == "float32"]
-    return [column.name for column in sorted(scores, key=lambda column: not column.is_signed)]
+def score_columns(table: StepTable) -> list[str]:
+    """Token columns that can colour a text, the most telling first: influence, those with a sign, others, derived."""
+    numbers = [column for column in COLUMNS.values() if column.level == "token" and column.dtype == "float32"]
+    scores = [column for column in numbers if table.column(column.name) is not None]
+    scores.sort(key=lambda column: (column.name not in INFLUENCE_SCORES, bool(column.derived), not column.is_signed))
+    return [column.name for column in scores]
 
 
-def best_column(step: Step) -> str:
-    """The most telling column: influence where there is any."""
-    return next((name for name in INFLUENCE_SCORES if name in step), score_columns(step)[0])
+def first_scored(table: StepTable, columns: Iterable[str]) -> int:
+    """The first group with a token that has all of these numbers; without one, that has the last; without one, the
+    first with a response."""
+    owner = np.repeat(table.group, table.lengths)
+    known = [np.isfinite(table.need(name)) for name in columns]
+    candidates = [owner[np.all(known, axis=0)], owner[known[-1]]] if known else []
+    return int(next((groups.min() for groups in (*candidates, table.group) if len(groups)), 0))
 
 
 def show_group(
     console: Console,
-    step: Step,
-    group_index: int,
+    table: StepTable,
+    g: int,
     column: str | None,
     token_bytes: TokenBytes | None,
     colour: bool,
@@ -68,25 +75,24 @@ def show_group(
 ) -> None:
     """`column`: None where tokens have no scores, as in a TracIn trace; then a response's line has its own. `unit`:
     token, sentence, line or turn, that a number is shown for."""
-    group = step.group(group_index)
-    status = f" · {group.status.name.lower()}" if group.status is not None else ""
-    console.print(Text(f"step {step.step} · group {group_index} (id {group.group_id}){status}", style="bold"))
-    console.print(Text("prompt    ") + Text("".join(pieces(group.prompt_ids, token_bytes)), style="dim"))
-    if group.expected_ids is not None and len(group.expected_ids):
-        expected = "".join(pieces(group.expected_ids, token_bytes, continues=True))
-        console.print(Text(f"expected  {expected}"))
-    if not group.responses:
-        console.print("no response of this group is in the file", style="dim")
+    statuses, members = table.column("group_status"), table.members(g).tolist()
+    status = "" if statuses is None or statuses[g] < 0 else f" · {GroupStatus(statuses[g]).name.lower()}"
+    console.print(Text(f"step {table.step} · group {g} (id {table.need('group_id')[g]}){status}", style="bold"))
+    console.print(Text("prompt    ") + Text("".join(pieces(table.prompt(g), token_bytes)), style="dim"))
+    if len(expected := table.expected(g)):
+        console.print(Text(f"expected  {''.join(pieces(expected, token_bytes, continues=True))}"))
+    if not members:
+        console.print("no response of this group was stored", style="dim")
         return
-    for sentence in _about(step, group_index, token_bytes):
+    for sentence in _about(table, g, token_bytes):
         console.print(Text(sentence))
     if column is not None:
         console.print(Text(f"{column}: {COLUMNS[column].meaning}", style="dim"))
-    totals = _totals(step, group.responses, column)
-    shown_tokens = {r: _by_unit(step, r, column, token_bytes, unit) for r in group.responses}
+    totals = _totals(table, members, column)
+    shown_tokens = {r: _by_unit(table, r, column, token_bytes, unit) for r in members}
     scale = _scale([tokens for _, tokens in shown_tokens.values()], column) if column else 1.0
     for r, (shown, tokens) in shown_tokens.items():
-        console.print(Text(_headline(step.response(r)) + totals.get(r, ""), style="bold"), soft_wrap=True)
+        console.print(Text(_headline(table, r) + totals.get(r, ""), style="bold"), soft_wrap=True)
         if column is None:
             console.print(Text("".join(shown)))
         elif colour:
@@ -95,12 +101,10 @@ def show_group(
             _print_lines(console, shown, tokens, column, scale)
 
 
-def _about(step: Step, g: int, token_bytes: TokenBytes | None) -> list[str]:
+def _about(table: StepTable, g: int, token_bytes: TokenBytes | None) -> list[str]:
     """What the optimizer step did to a group, and what a reader of its scores must know."""
-    if "influence" not in step:
-        return []
-    told = books_story(step, g, lambda r: f"response {r}", lambda i: repr("".join(pieces(np.array([i]), token_bytes))))
-    return [*([] if told is None else [told.sentence]), *remarks(updates_of(step, g))]
+    told = books_story(table, g, lambda r: f"response {r}", lambda i: repr("".join(pieces(np.array([i]), token_bytes))))
+    return [] if told is None else [told.sentence, *remarks(updates_of(table, g))]
 
 
 def _is_change(column: str) -> bool:
@@ -108,27 +112,30 @@ def _is_change(column: str) -> bool:
     return COLUMNS[column].unit == "nats" and COLUMNS[column].adds_up
 
 
-def _totals(step: Step, responses: list[int], column: str | None) -> dict[int, str]:
+def _totals(table: StepTable, responses: list[int], column: str | None) -> dict[int, str]:
     """What each response adds up to, in the same unit; nothing for columns that do not add up."""
     if column is None or not _is_change(column):
         return {}
-    sums = {r: float(np.nansum(v)) for r in responses if np.isfinite(v := step.ragged(column, r)).any()}
+    parts = {r: table.need(column)[table.tokens(r)] for r in responses}
+    sums = {r: float(np.nansum(values)) for r, values in parts.items() if np.isfinite(values).any()}
     nats = Nats(sums.values())
     return {r: f" · Σ {nats.signed(total)} {nats.unit}" for r, total in sums.items()}
 
 
-def _headline(response: Response) -> str:
-    parts = [f"response {response.index}", f"reward {response.reward:g}"]
-    if response.accepted is not None:
-        parts.append("accepted" if response.accepted else "rejected")
-    if response.advantage is not None:
-        parts.append(f"advantage {response.advantage:+.3f}")
-    if response.prompt_influence is not None:
-        parts.append(f"prompt {response.prompt_influence:+.3g}")
-    if response.first_wrong is not None and response.first_wrong >= 0:
-        parts.append(f"first wrong token {response.first_wrong}")
-    for name, value in response.more.items():
-        parts.append(f"{name} {_short(value)}")
+def _headline(table: StepTable, r: int) -> str:
+    columns = [COLUMNS[name] for name in table.columns if COLUMNS[name].level == "response" and table.has(name, r)]
+    values = {column.name: table.value(column.name, r) for column in columns if not column.is_offsets}
+    parts = [f"response {r}", f"reward {values['reward']:g}"]
+    if "accepted" in values:
+        parts.append("accepted" if values["accepted"] else "rejected")
+    shown = {"advantage": "advantage {:+.3f}", "prompt_influence": "prompt {:+.3g}"}
+    parts += [text.format(values[name]) for name, text in shown.items() if name in values]
+    if values.get("first_wrong", -1) >= 0:
+        parts.append(f"first wrong token {values['first_wrong']}")
+    for name, value in values.items():
+        named = COLUMNS[name].values
+        if name not in Response.__dataclass_fields__:  # of one instrument alone, such as a TracIn score
+            parts.append(f"{name} {_short(named(value) if named else value)}")
     return " · ".join(parts)
 
 
@@ -139,18 +146,21 @@ def _short(value: Any) -> str:
 
 
 def _by_unit(
-    step: Step, r: int, column: str | None, token_bytes: TokenBytes | None, unit: str
+    table: StepTable, r: int, column: str | None, token_bytes: TokenBytes | None, unit: str
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     """The pieces of a response and their numbers: its tokens, or its sentences, lines or turns with sums or means."""
-    tokens = step.tokens(r)
-    shown = pieces(tokens["token_id"], token_bytes, continues=True)
+    names = [name for name in ("captured", "entropy", "log_prob") if table.has(name, r)]
+    names += [] if column is None else [column]
+    tokens = {name: table.need(name)[table.tokens(r)] for name in names}
+    shown = pieces(table.ids(r), token_bytes, continues=True)
     if unit == "token" or column is None or token_bytes is None:
         return shown, tokens
     if unit == "turn":
-        starts = [part.start for part in step.segments(r)]  # of what the policy wrote in a turn, or was told
+        segments = table.first.segments(int(table.place[r]))  # what the policy wrote in a turn, or was told
+        starts = [part.start for part in segments]
         units = np.searchsorted(starts, np.arange(len(shown)), side="right") - 1
     else:
-        texts = [token.text for token in token_bytes.texts(tokens["token_id"], continues=True)]
+        texts = [token.text for token in token_bytes.texts(table.ids(r), continues=True)]
         units = units_of(texts, unit)
     names = [name for name in (column, "entropy", "log_prob") if name in tokens]
     joined = ["".join(np.array(shown, object)[units == each]) for each in range(int(units.max(initial=-1)) + 1)]
@@ -166,10 +176,9 @@ def _scale(responses: list[dict[str, np.ndarray]], column: str) -> float:
 
 def _coloured(shown: list[str], tokens: dict[str, Any], column: str, scale: float) -> Text:
     line = Text()
-    captured = tokens.get("captured")
     for i, piece in enumerate(shown):
         value = float(tokens[column][i])
-        if (captured is not None and not captured[i]) or not np.isfinite(value):
+        if not np.isfinite(value):
             line.append(piece, style="dim strike")
             continue
         background = _background(value / scale, signed=COLUMNS[column].is_signed)

@@ -174,35 +174,20 @@ class Step:
             return None
         return Pairwise(self.ragged("pairwise", r).reshape(-1, len(members)), members)
 
-    def token_table(self) -> dict[str, np.ndarray]:
-        """A row per token: step, group, response, position, the columns of tokens, responses and groups."""
-        lengths = np.diff(self["token_offsets"])
-        response = np.repeat(np.arange(self.n_responses), lengths)
-        table = {
-            "step": np.full(self.n_tokens, self.step),
-            "group_id": self["group_id"][self["group"]][response],
-            "response": response,
-            "position": np.arange(self.n_tokens) - np.repeat(self["token_offsets"][:-1], lengths),
-        }
-        for name in self.columns:
-            column = COLUMNS[name]
-            if column.level == "token":
-                table[name] = self[name]
-            elif column.level == "response" and not column.is_offsets and name != "group":
-                table[name] = self[name][response]
-            elif column.level == "group" and column.ragged_by is None and not column.is_offsets and name != "group_id":
-                table[name] = self[name][self["group"]][response]
-        return table
-
     def to_pandas(self) -> pandas.DataFrame:
         import pandas
 
-        return pandas.DataFrame(self.token_table())
+        return pandas.DataFrame(self._token_table())
 
     def to_arrow(self) -> pyarrow.Table:
         import pyarrow
 
-        return pyarrow.table(self.token_table())
+        return pyarrow.table(self._token_table())
+
+    def _token_table(self) -> dict[str, np.ndarray]:
+        from gradtrace.trace.table import StepTable
+
+        return StepTable(self.step, {self.kind: self}, whole=True).token_table()
 
     def ragged(self, name: str, index: int) -> np.ndarray:
         """The part of a flat column that belongs to one group or response, such as its prompt."""

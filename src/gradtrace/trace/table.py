@@ -17,16 +17,18 @@ from gradtrace.trace.step import Pairwise, Step
 
 
 class StepTable:
-    def __init__(self, step: int, parts: Mapping[str, Step], problems: Sequence[str] = ()) -> None:
-        """`parts`: at least one file of the step, by instrument. `problems`: why others cannot be read."""
+    def __init__(self, step: int, parts: Mapping[str, Step], problems: Sequence[str] = (), whole: bool = False) -> None:
+        """`parts`: at least one file of the step, by instrument. `problems`: why others cannot be read. `whole`: of a
+        single file, its rows of -1 as well."""
+        assert len(parts) == 1 or not whole
         self.step = step
         self.parts = parts
         self.problems = list(problems)
         self.first = max(parts.values(), key=lambda part: np.count_nonzero(part["row"] >= 0))
         """The file that gives the order."""
-        self.place = np.flatnonzero(self.first["row"] >= 0)
+        self.place = np.flatnonzero((self.first["row"] >= 0) | whole)
         """[R]: where each response stands in that file."""
-        self.group_place = _rollout_groups(self.first)
+        self.group_place = np.arange(self.first.n_groups) if whole else _rollout_groups(self.first)
         """[G]: where each group stands in it."""
         number = np.full(self.first.n_groups, -1)
         number[self.group_place] = np.arange(len(self.group_place))
@@ -59,6 +61,11 @@ class StepTable:
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that its files have."""
+        return list(dict.fromkeys(name for _, part in self._by_precedence() for name in part.columns))
 
     def members(self, g: int) -> np.ndarray:
         """The responses of group g."""
@@ -104,6 +111,8 @@ class StepTable:
         if instrument not in self.parts:
             return np.full(self.n_groups, -1)
         part = self.parts[instrument]
+        if part is self.first:
+            return self.group_place
         own = _rollout_groups(part)
         there = dict(zip(part["group_id"][own].tolist(), own.tolist(), strict=True))
         return np.array([there.get(g, -1) for g in self.first["group_id"][self.group_place].tolist()], np.int64)
@@ -121,17 +130,37 @@ class StepTable:
         assert values is not None, name
         return values
 
+    def has(self, name: str, r: int) -> bool:
+        """Whether the file that a column comes from has response r."""
+        kind = self._source(name)
+        return kind is not None and bool(self.responses_in(kind)[r] >= 0)
+
     def value(self, name: str, r: int) -> Any:
         """One number of response r; None where the file with this column lacks it."""
-        values, kind = self.column(name), self._source(name)
-        if values is None or kind is None or self.responses_in(kind)[r] < 0:
-            return None
-        return values[r].item()
+        return self.need(name)[r].item() if self.has(name, r) else None
+
+    def token_table(self) -> dict[str, np.ndarray]:
+        """A row per token: step, group_id, response, position, the columns of tokens, responses and groups."""
+        response = np.repeat(np.arange(self.n_responses), self.lengths)
+        group = self.group[response]
+        table = {
+            "step": np.full(self.n_tokens, self.step),
+            "group_id": self.need("group_id")[group],
+            "response": response,
+            "position": np.arange(self.n_tokens) - self.offsets[response],
+        }
+        places: dict[str, Any] = {"token": slice(None), "response": response, "group": group}
+        for name in self.columns:
+            column = COLUMNS[name]
+            is_flat = column.level == "token" or column.ragged_by is None
+            if column.level in places and is_flat and not column.is_offsets and name not in ("group", "group_id"):
+                table[name] = self.need(name)[places[column.level]]
+        return table
 
     def channels(self) -> dict[str, Column]:
         """The token columns of this step that are colours of the group page."""
         shown = {name: column for name, column in COLUMNS.items() if column.channel}
-        stored = {name for part in self.parts.values() for name in part.columns}
+        stored = set(self.columns)
         return {
             name: column
             for name, column in shown.items()

@@ -12,7 +12,6 @@ from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.influence.books import Books, books_of, remarks, updates_of
 from gradtrace.trace.columns import INFLUENCE_SCORES, KINDS, GroupStatus
 from gradtrace.trace.reader import RunReader, StepUnreadableError
-from gradtrace.trace.step import Step
 from gradtrace.trace.table import StepTable
 
 TOP_QUANTILE = 0.99
@@ -73,15 +72,9 @@ class ScoredStep(StepTable):
         """[N]: the scores that pages show first."""
         return self.need(self.score) if self.score else None
 
-    def of_influence(self, g: int) -> tuple[Step, int] | None:
-        """The file with the scores of a group, and the group's number there; None where none has it."""
-        there = int(self.groups_in(INFLUENCE_TRACE)[g])
-        return (self.parts[INFLUENCE_TRACE], there) if there >= 0 else None
-
     def books(self, g: int) -> Books | None:
         """What the optimizer step did to the objective of a group; None where scores are not in nats."""
-        found = self.of_influence(g)
-        return None if found is None else books_of(*found)
+        return books_of(self, g)
 
     def alternatives(self, g: int) -> list[Alternatives]:
         """Those that the trace holds of a group; entries that it cannot mean are left out."""
@@ -99,9 +92,7 @@ class ScoredStep(StepTable):
 
     def remarks(self, g: int | None = None) -> list[str]:
         """What a reader of the scores of the step, or of a group alone, must know."""
-        part = self.parts.get(INFLUENCE_TRACE)
-        there = None if g is None else int(self.groups_in(INFLUENCE_TRACE)[g])
-        return [] if part is None else remarks(updates_of(part, there))
+        return remarks(updates_of(self, g))
 
     @cached_property
     def accepted(self) -> np.ndarray:

@@ -16,7 +16,6 @@ import numpy as np
 
 from gradtrace.instruments.counterfactual.columns import MeasuredGroup
 from gradtrace.instruments.counterfactual.measure import Counterfactual, results
-from gradtrace.instruments.influence import INFLUENCE_TRACE
 from gradtrace.instruments.influence.books import Nats, books_story
 from gradtrace.viewer.scores import ScoredStep
 from gradtrace.viewer.vocabulary import Vocabulary
@@ -209,14 +208,11 @@ def quoted(vocabulary: Vocabulary, token_id: int) -> str:
 
 def group_books(table: ScoredStep, g: int, vocabulary: Vocabulary) -> Story | None:
     """What the step did to the group's objective and by whom; None where no scores are in nats."""
-    found = table.of_influence(g)
-    if found is None:
-        return None
-    places = table.responses_in(INFLUENCE_TRACE)[table.members(g)].tolist()
-    told = books_story(*found, lambda r: f"r{places.index(r)}", partial(quoted, vocabulary))
+    members = table.members(g).tolist()
+    told = books_story(table, g, lambda r: f"r{members.index(r)}", partial(quoted, vocabulary))
     if told is None:
         return None
-    at = None if told.at is None else KeyToken(places.index(told.at[0]), told.at[1], "score")
+    at = None if told.at is None else KeyToken(members.index(told.at[0]), told.at[1], "score")
     return Story(told.sentence, at)
 
 

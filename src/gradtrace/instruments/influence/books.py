@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtrace.instruments.influence import INFLUENCE_TRACE
+
 if TYPE_CHECKING:
-    from gradtrace.trace.step import Step
+    from gradtrace.trace.table import StepTable
 
 PREFIXES = ((1.0, ""), (1e-3, "m-"), (1e-6, "µ-"), (1e-9, "n-"))
 MINUS = "\u2212"
@@ -85,66 +87,76 @@ class Books:
         return f"This step {does} the group's objective by {shown}{': ' if split else ''}{', '.join(split)}."
 
 
-def books_of(step: Step, g: int) -> Books | None:
-    """Those of a group of an influence trace; None where its scores are not in nats, or where it has none."""
-    members = np.flatnonzero(step["group"] == g).tolist()
-    if "influence" not in step or not members:
+def _traced(table: StepTable, g: int) -> list[int]:
+    """The responses of group g that the influence trace has."""
+    members = table.members(g)
+    return members[table.responses_in(INFLUENCE_TRACE)[members] >= 0].tolist()
+
+
+def books_of(table: StepTable, g: int) -> Books | None:
+    """Those of a group; None where its scores are not in nats, or where it has none."""
+    values, members = table.column("influence", INFLUENCE_TRACE), _traced(table, g)
+    if values is None or not members:
         return None
-    stored = [float(step[name][g]) if name in step else np.nan for name in BOOKS]
+    columns = (table.column(name, INFLUENCE_TRACE) for name in BOOKS)
+    stored = [np.nan if each is None else float(each[g]) for each in columns]
     if np.isfinite(stored).all():
         return Books(*stored)
-    return Books(np.nan, float(sum(np.nansum(step.ragged("influence", r)) for r in members)))
+    return Books(np.nan, float(sum(np.nansum(values[table.tokens(r)]) for r in members)))
 
 
 @dataclass(frozen=True)
 class BooksStory:
     sentence: str
     at: tuple[int, int] | None = None
-    """The token that it names: its response in the file, its index there."""
+    """The token that it names: its response, its index there."""
 
 
-def books_story(step: Step, g: int, name: Callable[[int], str], text: Callable[[int], str]) -> BooksStory | None:
-    """What the optimizer step did to a group, and which token made most of it. `name` of a response of the file, `text`
-    of a token id."""
-    books = books_of(step, g)
+def books_story(table: StepTable, g: int, name: Callable[[int], str], text: Callable[[int], str]) -> BooksStory | None:
+    """What the optimizer step did to a group, and which token made most of it. `name` of a response, `text` of a token
+    id."""
+    books = books_of(table, g)
     if books is None:
         return None
-    members = np.flatnonzero(step["group"] == g).tolist()
     parts, at = [books.sentence()], None
-    if books.is_measured and "influence_own" in step and (at := _more_than_half(step, members, books.by_own)):
+    if books.is_measured and (at := _more_than_half(table, _traced(table, g), books.by_own)):
         r, position = at
-        token = text(int(step.ragged("token_id", r)[position]))
+        token = text(int(table.ids(r)[position]))
         parts.append(f"More than half of the first is token {position} of {name(r)}, {token}.")
-    return BooksStory(" ".join([*parts, *_less_likely(step, members)]), at)
+    return BooksStory(" ".join([*parts, *_less_likely(table, _traced(table, g))]), at)
 
 
-def _more_than_half(step: Step, members: list[int], total: float) -> tuple[int, int] | None:
+def _more_than_half(table: StepTable, members: list[int], total: float) -> tuple[int, int] | None:
     """The token that makes more than half of a sum over these responses; None where no single one does."""
     best, at = 0.5, None
-    for r in members if total else []:
-        shares = np.nan_to_num(step.ragged("influence_own", r)) / total
+    values = table.column("influence_own", INFLUENCE_TRACE)
+    if values is None or not total:
+        return None
+    for r in members:
+        shares = np.nan_to_num(values[table.tokens(r)]) / total
         if len(shares) and shares.max() > best:
             best, at = float(shares.max()), (r, int(shares.argmax()))
     return at if best <= 1.0 else None
 
 
-def _less_likely(step: Step, members: list[int]) -> list[str]:
+def _less_likely(table: StepTable, members: list[int]) -> list[str]:
     """A sentence where accepted responses lost probability by the step (likelihood displacement)."""
-    if "log_prob_after" not in step:
+    change = table.column("log_prob_change")
+    if change is None:
         return []
-    good = [r for r in members if step["accepted"][r]]
-    sums = [np.nansum(step.ragged("log_prob_after", r) - step.ragged("log_prob_before", r)) for r in good]
-    fallen = sum(bool(each < 0) for each in sums)
+    good = [r for r in members if table.need("accepted", INFLUENCE_TRACE)[r]]
+    fallen = sum(bool(np.nansum(change[table.tokens(r)]) < 0) for r in good)
     which = "the accepted answer" if len(good) == 1 else f"{fallen} of {len(good)} accepted answers"
     return [f"It made {which} less likely."] if fallen else []
 
 
-def updates_of(step: Step, g: int | None = None) -> list[dict[str, Any]]:
-    """The optimizer steps that an influence trace describes; those that trained on a group alone."""
-    known = [each for each in step.meta.get("updates") or [] if isinstance(each, dict)]
-    if g is None:
+def updates_of(table: StepTable, g: int | None = None) -> list[dict[str, Any]]:
+    """The optimizer steps that the influence trace describes; those that trained on a group alone."""
+    meta = table.parts[INFLUENCE_TRACE].meta if INFLUENCE_TRACE in table.parts else {}
+    known = [each for each in meta.get("updates") or [] if isinstance(each, dict)]
+    if g is None or not known:
         return known
-    own = set(step["optimizer_step"][step["group"] == g].tolist())
+    own = set(table.need("optimizer_step", INFLUENCE_TRACE)[_traced(table, g)].tolist())
     return [each for each in known if each.get("optimizer_step") in own]
 
 
