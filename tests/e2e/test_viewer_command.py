@@ -54,7 +54,8 @@ def test_the_demo_needs_no_training(tmp_path: Path) -> None:
         expect(page.locator("h1")).to_have_text("arithmetic")
         page.get_by_role("link", name="Step 24").click()
         expect(page.locator("h1")).to_have_text("Step 24")
-        page.locator("tr.opens:not(.skipped)").first.click()
+        measured = page.locator(".c-change", has_text=re.compile(r"\d"))
+        page.locator("tr.opens:not(.skipped)", has=measured).first.click()
         page.locator(".row .slot-1 .t.fw, .row .slot-1 .t").first.click()
         expect(page.locator(".bar-column").first).to_be_visible()
         for tab, heading in (("TracIn", "TracIn, step 24"), ("Entropy probe", "Entropy probe, step 24")):

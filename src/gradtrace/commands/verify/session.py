@@ -229,6 +229,10 @@ def mini_batch_of(step: Step, run: Config) -> Material:
     return Material(batch.select(first), weights, given, f"{origin}, its first mini-batch")
 
 
+TRIES = 8
+"""Mini-batches that are sampled at most, until one has a response with an advantage."""
+
+
 def sampled(loaded: NextStep, settings: Settings, store: ResultStore, progress: StageProgress) -> Material:
     """A mini-batch of responses to the next prompts of the run, sampled and judged as training does."""
     run = loaded.components.config
@@ -237,8 +241,11 @@ def sampled(loaded: NextStep, settings: Settings, store: ResultStore, progress: 
         progress("sampling", 0, 1)
         experience = Experience.of(loaded.components, run.actor.mini_batch_size or run.data.train_batch_size)
         generator = torch.Generator().manual_seed(1_000_003 * settings.seed + 3)
-        batch, _ = experience.collect(generator, Timer())
-        batch = completed(loaded.components, loaded.policy, batch, TOKEN_BUDGET)
+        for _ in range(TRIES):
+            batch, _ = experience.collect(generator, Timer())
+            batch = completed(loaded.components, loaded.policy, batch, TOKEN_BUDGET)
+            if bool(batch.need("advantages").any()):
+                break
         return batch, {"temperature": run.rollout.temperature}
 
     return Material(store.get_batch("rollout", sample), None, {}, "fresh")
