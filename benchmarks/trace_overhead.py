@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads or 1)
     ratios: dict[str, float | Timing] = {}
     detail: dict[str, Any] = {"threads": torch.get_num_threads()}
-    rounds = (2, 1) if args.quick else (9, 5)
+    rounds = (2, 1) if args.quick else (9, 3)
     with tempfile.TemporaryDirectory() as folder:
         cases = {"tiny": DEMO, "smollm2": smollm2_overrides(Path(folder), args.quick)}
         for (label, overrides), count in zip(cases.items(), rounds, strict=True):
