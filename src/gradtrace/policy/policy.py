@@ -142,3 +142,9 @@ def logits_only_at(model: Any, flat_positions: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def has_dropout(model: Any) -> bool:
+    """Whether passes of training leave out units at random."""
+    own = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    return own or getattr(model.config, "attention_dropout", 0) > 0

@@ -40,7 +40,7 @@ from gradtrace.instruments.whole_model import WholeModel
 from gradtrace.policy.loss import PolicyLoss
 from gradtrace.policy.microbatch import MicroBatch, MicroBatches
 from gradtrace.policy.optimizer import Optimizer
-from gradtrace.policy.policy import Policy
+from gradtrace.policy.policy import Policy, has_dropout
 from gradtrace.policy.rollouts import judge, rollout
 from gradtrace.rollout.settings import EVERY_TOKEN, SamplingParams
 from gradtrace.tasks.base import Prompt
@@ -223,27 +223,19 @@ class PolicyHost(WholeModel):
             return
         config: Any = self.model.config
         found = torch.zeros(len(places), config.get_text_config().vocab_size)
-        counts = rows.mask.sum(1).tolist()
-        wanted = {}
-        for index, place in enumerate(places):
-            row = 0
-            while place >= counts[row]:
-                place, row = place - counts[row], row + 1
-            wanted[int(rows.ids[row]), place] = index
+        row_of, place_of = (part.tolist() for part in (rows.ids[rows.mask.nonzero()[:, 0]], _places(rows.mask)))
+        wanted = {(row_of[place], place_of[place]): index for index, place in enumerate(places)}
 
         def note(micro: MicroBatch, logits: Tensor) -> None:
-            first = 0
-            for row, count in zip(micro.rows.tolist(), micro.mask.sum(1).tolist(), strict=True):
-                for place in range(count):
-                    if (row, place) in wanted:
-                        found[wanted[row, place]] = self._probabilities(logits[first + place])
-                first += count
+            counts = micro.mask.sum(1)
+            begins = dict(zip(micro.rows.tolist(), (counts.cumsum(0) - counts).tolist(), strict=True))
+            for (row, place), index in wanted.items():
+                if row in begins:
+                    own = logits[begins[row] + place].double() / self.temperature
+                    found[index] = own.softmax(-1).float().cpu()
 
         with self._seeing_logits(note):
             yield found
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        return (logits.double() / self.temperature).softmax(-1).float().cpu()
 
     @contextmanager
     def _seeing_logits(self, see: Callable[[MicroBatch, Tensor], None]) -> Iterator[None]:
@@ -369,10 +361,9 @@ class EmbeddedHost(PolicyHost):
         )
 
 
-def has_dropout(model: Any) -> bool:
-    """Whether passes of training leave out units at random."""
-    own = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
-    return own or getattr(model.config, "attention_dropout", 0) > 0
+def _places(mask: Tensor) -> Tensor:
+    """The index of every True in its row, one row after the other."""
+    return (mask.cumsum(1) - 1)[mask]
 
 
 def loss_traits(algorithm: AlgorithmConfig) -> TrainingPass:
