@@ -318,8 +318,7 @@ class EmbeddedHost(PolicyHost):
         self.own_optimizer = optimizer
 
     def _trains_as_values(self) -> bool:
-        in_bf16 = self.policy.device.type == "cuda"
-        return not (in_bf16 or has_dropout(self.policy.model))
+        return self.policy.device.type != "cuda" and not has_dropout(self.policy.model)  # in bf16 there
 
     @staticmethod
     def of(components: Components, report: Callable[[str], None]) -> EmbeddedHost:
