@@ -41,6 +41,15 @@ def weight_gradient_error(engine: Any, weights: dict[int, float]) -> dict[str, f
     return errors
 
 
+def kept_log_probs(steps: Any) -> list[bool]:
+    """Whether training's passes were kept, and whether passes of one's own have the same bits."""
+    host = steps.host
+    rows = host.own(steps.update)
+    with host.aside():
+        found, own = (take(rows, lambda one: one.log_probs) for take in (host.kept_values, host.values))
+    return [bool(host._kept), torch.equal(found, own)]
+
+
 def run_case(name: str, folder: Path) -> Any:
     from gradtrace.integrations.verl.rank.losses import GradtraceLoss
     from gradtrace.integrations.verl.tables import StepMessage
@@ -65,6 +74,7 @@ def run_case(name: str, folder: Path) -> Any:
         folder=str(parts_dir),
     )
     errors: dict[str, float] = {}
+    kept: list[bool] = []
     count = harness.PassCount(engine)
     metrics: list[Any] = []
     for number in range(2):
@@ -77,10 +87,13 @@ def run_case(name: str, folder: Path) -> Any:
                 tokens = int(batch.response_lengths[plan == 0].sum())
                 weights = dict.fromkeys(range(len(batch)), world / tokens)
                 errors = weight_gradient_error(engine, weights)
+            if name in cases.PARTS and number == 0:
+                kept = kept_log_probs(engine.steps)
             metrics.append(engine.optimizer_step())
         del outputs
     parameters = {key: full(value.detach()).clone() for key, value in engine.module.named_parameters()}
     made = {"errors": errors, "grad_norms": metrics, "parameters": parameters}
+    made["kept"] = kept
     made |= {"passes": count.passes, "micro_batches": count.micro_batches}
     torch.save(made, parts_dir / f"rank{rank}.pt")
     return engine

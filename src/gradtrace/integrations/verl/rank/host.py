@@ -36,6 +36,7 @@ from gradtrace.integrations.verl.rank.sequences import (
     OWN,
     PASS_SETTINGS,
     SharedSequences,
+    by_row,
     dealt_sequences,
     dense,
     layout_of,
@@ -46,6 +47,7 @@ from gradtrace.integrations.verl.rank.sequences import (
 )
 from gradtrace.integrations.verl.tables import CORRECTION, SAMPLED
 from gradtrace.policy.padding_row import padded_embeddings, padding_row_stays
+from gradtrace.policy.policy import has_dropout
 from gradtrace.rollout.sampler import evaluation_mode
 
 FIELDS = {
@@ -85,11 +87,13 @@ class RankHost(WholeModel):
         self.report: Callable[[str], None] = partial(print, "gradtrace:", flush=True)
         self._data: Any = None
         self._update: OptimizerStep | None = None
+        self._kept: list[tuple[dict[str, Tensor], Any]] = []
+        """What training's passes of the coming step have computed: the model's output, and the micro-batch."""
 
     def train_on(self, data: Any, update: OptimizerStep | None) -> None:
         """The passes of this optimizer step, over verl's `data` of its mini-batch, come next; None: no update is under
         way."""
-        self._data, self._update = data, update
+        self._data, self._update, self._kept = data, update, []
 
     # ------------------------------------------------------------ rows
 
@@ -156,6 +160,32 @@ class RankHost(WholeModel):
             return rows.native.run(rows.ids.tolist(), lambda output, data: of(self._pass(output, data, rows)))
         given: Given = rows.native
         found = token_values(self.engine, given.data, lambda output, data: of(self._pass(output, data, rows)))
+        nothing = next(iter(found.values()))[..., :0]
+        return torch.cat([nothing, *(found[row] for row in rows.ids.tolist())], dim=-1)
+
+    @contextmanager
+    def keep(self, backward: Backward) -> Iterator[None]:
+        if self.engine._autocast_dtype != torch.float32 or has_dropout(self.model):
+            yield
+            return
+        self.loss.see = self._keep
+        try:
+            yield
+        finally:
+            self.loss.see = None
+
+    def _keep(self, model_output: Any, data: Any) -> None:
+        known = {name: model_output.get(name, None) for name in ("log_probs", "entropy")}
+        self._kept.append(({name: values.detach() for name, values in known.items() if values is not None}, data))
+
+    @torch.no_grad()
+    def kept_values(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Tensor:
+        kept = {row for _, data in self._kept for row in rows_of(data).tolist()}
+        if not self._kept or not kept >= set(rows.ids.tolist()):
+            return self.values(rows, of)
+        found: dict[int, Tensor] = {}
+        for output, data in self._kept:
+            found.update(by_row(of(self._pass(output, data, rows)), data))
         nothing = next(iter(found.values()))[..., :0]
         return torch.cat([nothing, *(found[row] for row in rows.ids.tolist())], dim=-1)
 

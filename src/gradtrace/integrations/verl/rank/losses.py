@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,8 @@ class GradtraceLoss:
     """Responses are left out of updates: mini-batches are filled up, and a mean over responses counts those that are
     real."""
     engine_attached: bool = field(default=False, init=False)
+    see: Callable[[Any, Any], None] | None = field(default=None, init=False)
+    """Called with the model's output and the micro-batch of every pass of training."""
 
     @property
     def training_pass(self) -> TrainingPass:
@@ -93,6 +95,8 @@ class GradtraceLoss:
             )
         entropies = model_output.get("entropy", None)
         entropies = None if entropies is None else no_padding_2_padding(entropies, data)
+        if self.see is not None:
+            self.see(model_output, data)
         token = _extras.set((extras_of(entropies, data), self.options))
         try:
             return ppo_loss(self.actor, model_output, data, dp_group)

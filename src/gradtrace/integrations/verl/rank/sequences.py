@@ -185,6 +185,14 @@ class SharedSequences:
         return data
 
 
+def by_row(values: Tensor, data: Any) -> dict[int, Tensor]:
+    """Row → float64[..., t]: values [..., b, T] of the sequences of a micro-batch."""
+    masks = enumerate(zip(rows_of(data).tolist(), data["response_mask"].unbind(), strict=True))
+    return {
+        row: values[..., place, : len(mask)][..., mask.bool()].detach().double().cpu() for place, (row, mask) in masks
+    }
+
+
 def token_values(engine: Any, data: Any, values_of: Values) -> dict[int, Tensor]:
     """Row → float64[..., t]: a forward pass of this rank over `data`; every rank runs one. What only fills up stands
     under PADDING."""
@@ -192,9 +200,7 @@ def token_values(engine: Any, data: Any, values_of: Values) -> dict[int, Tensor]
 
     def keep(model_output: Any, data: Any, **ignored: Any) -> tuple[Tensor, dict[str, Any]]:
         values = values_of(model_output, data)
-        for place, (row, mask) in enumerate(zip(rows_of(data).tolist(), data["response_mask"].unbind(), strict=True)):
-            own = values[..., place, : len(mask)][..., mask.bool()]
-            found[row] = own.detach().double().cpu()
+        found.update(by_row(values, data))
         return values.sum(), {}
 
     engine.plain_passes(data, keep, forward_only=True)
