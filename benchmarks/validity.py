@@ -8,7 +8,7 @@ group; the scores are computed in float32, as training has them. Beside them sta
 gradient. The books: the sum of a group's influence against the measured change of its objective by the real step, less
 what momentum and weight decay do alone.
 
-The demo: 40 mini-batches of 8 groups before steps 21, 41 and 61, seeds that were used for nothing else. SmolLM2-135M on
+The demo: 40 mini-batches of 8 groups before steps 21, 41 and 61, seeds that no setting was tuned on. SmolLM2-135M on
 countdown: five mini-batches of 4 groups after some steps, tokens of two groups each, and the books of more.
 
 States and results stay in --folder: what is there is not made again, so a run that was interrupted goes on.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradtrace import open_run
 from gradtrace.instruments.contract import Observer, OptimizerStep
+from gradtrace.instruments.influence.plan import cost_of_group, groups_to_measure
 from gradtrace.policy.microbatch import MicroBatches
 from gradtrace.training.host import open_instruments
 from gradtrace.training.run import train
@@ -232,6 +233,41 @@ def test_training_is_bit_identical_with_and_without(tmp_path: Path) -> None:
         found.append(load_file(run(tmp_path / name, *more).path / "policy" / "model.safetensors"))
     first, second = found
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_clipped_tokens_take_no_step_and_have_no_influence(tmp_path: Path) -> None:
+    """The second mini-batch is off policy; with a narrow clip range many of its ratios lie outside."""
+    clip = ("algorithm.policy_loss_options.clip_low=1e-4", "algorithm.policy_loss_options.clip_high=1e-4")
+    step = run(tmp_path, *clip, "trainer.influence_trace.measure=0").step("influence_trace", 1)
+    late = np.repeat(step["optimizer_step"], step["length"]) > 0
+    clipped = step["no_step"]
+    assert not clipped[~late].any() and clipped[late].any() and not clipped[late].all()
+    assert not step["influence"][clipped].any() and step["influence"][~clipped].all()
+
+
+def test_metrics_of_measured_groups_are_those_of_the_file(measured: Any) -> None:
+    for line in measured.metrics()[0]:
+        step = measured.step("influence_trace", line["step"])
+        change = np.nansum(step["objective_change"] - step["change_by_momentum"])
+        expected = np.nansum(step["change_by_batch"]) / change
+        assert line["influence_trace/predicted_over_measured"] == pytest.approx(expected, rel=1e-4)
+        owner = np.repeat(np.arange(len(step["row"])), step["length"])
+        moved = np.bincount(owner, step["log_prob_after"].astype(np.float64) - step["log_prob_before"])
+        fell = (moved < 0)[step["advantage"] > 0]
+        assert line["influence_trace/accepted_less_likely"] == pytest.approx(fell.mean())
+        assert line["timing_s/influence_score"] > 0
+
+
+@pytest.mark.parametrize("groups", [4, 400])
+def test_measuring_by_default_costs_little_and_happens_in_every_tenth_step_at_least(groups: int) -> None:
+    batch = small.random_batch(groups=groups, n=4)
+    status = torch.zeros(groups, dtype=torch.long)
+    chosen = [groups_to_measure(batch, status, turn, "auto", pairwise=True).tolist() for turn in range(20)]
+    cost = cost_of_group(batch, torch.arange(groups), pairwise=True)
+    per_step = sum(map(len, chosen)) / len(chosen)
+    assert per_step >= 1 / 10 and (per_step * cost <= 0.03 or per_step == pytest.approx(1 / 10))
+    seen = [group for some in chosen for group in some]
+    assert len(set(seen)) == len(seen), "groups take turns"
 
 
 def test_per_prompt_scores_every_group_on_its_own_prompt(tmp_path: Path) -> None:

@@ -176,6 +176,24 @@ def test_every_file_shows_the_tokens_of_others_and_has_no_number_for_them(traced
     assert seen and (~step["loss_mask"][of_batch]).any()
 
 
+def test_alternatives_stand_where_their_token_stands_among_those_of_others(traced) -> None:
+    """Own tokens among the alternatives have the probability that the token columns have at this place."""
+    trainer, _ = traced
+    compared = 0
+    for number in (1, 2):
+        step = open_run(trainer.files.path).step("influence_trace", number)
+        place = {row: r for r, row in enumerate(step["row"].tolist())}
+        for one in step.meta["alternatives"]:
+            tokens, index = step.tokens(place[one["row"]]), one["token"]
+            assert step.written(place[one["row"]])[index]
+            for token, before, after in one["gained"]:
+                if token == tokens["token_id"][index]:
+                    compared += 1
+                    assert before == pytest.approx(np.exp(tokens["log_prob_before"][index]), rel=1e-3)
+                    assert after == pytest.approx(np.exp(tokens["log_prob_after"][index]), rel=1e-3)
+    assert compared
+
+
 def test_scores_of_the_contrast_are_what_one_optimizer_step_does(tmp_path: Path) -> None:
     trainer, batch = second_step(tmp_path, *CONTRAST, "trainer.validation.every=0", change=with_holes)
     step = columns(trainer.files.path, step=2)

@@ -118,7 +118,7 @@ def test_what_training_stored_is_what_is_computed_now(made: tuple[Path, Path], t
 
 
 def test_the_function_has_the_results_of_the_command(made: tuple[Path, Path], tmp_path: Path) -> None:
-    """`gradtrace.verify` with the model and the optimizer of a loop of one's own, on the same mini-batch."""
+    """`gradtrace.verify` with the model and the optimizer of a custom loop, on the same mini-batch."""
     checkpoint = made[0] / "checkpoints" / "step_000001"
     expected = verify(checkpoint, output=tmp_path / "v").verification
     config = load_config([f"resume={made[0]}", trusted(made[0])])

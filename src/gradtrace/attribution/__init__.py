@@ -3,7 +3,7 @@
 `InfluenceTracer(model, optimizer).parts(terms)` scores every token by what the coming optimizer step does to its own
 term of the loss (`parts.py`: the step's direction, moved weights, one forward pass). Definitions that need the
 gradients of layers, and `GhostProduct`, which scores whole responses against a given gradient, are in `factors/`, which
-is imported when one of them is asked for. `directional_derivative` gives forward-mode derivatives of anything.
+is imported on first use. `directional_derivative` gives forward-mode derivatives of anything.
 """
 
 from typing import TYPE_CHECKING, Any

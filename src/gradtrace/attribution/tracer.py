@@ -1,4 +1,4 @@
-"""`InfluenceTracer`: what training on each token does. The entrance to the package for a loop of one's own."""
+"""`InfluenceTracer`: scores of tokens in a custom training loop. Start here when you use the package alone."""
 
 from __future__ import annotations
 

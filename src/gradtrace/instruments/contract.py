@@ -155,7 +155,7 @@ class Observer:
 
     def answer(self, question: Any) -> Table:
         """Collective. Asked outside of an update (`TrainingRun.ask`); every process is given the same question."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} answers no questions: its reporter may not call `ask`")
 
     def close(self) -> None:
         """The run ends."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradtrace.attribution import directional_derivative
 from gradtrace.attribution.collectives import Ranks
 from gradtrace.attribution.tangent import moved
-from gradtrace.instruments.contract import Backward, Gradient, Pass, Rows
+from gradtrace.instruments.contract import Gradient
 from gradtrace.policy.padding_row import padding_row_is_constant
 from gradtrace.rollout.sampler import evaluation_mode
 
@@ -30,18 +30,6 @@ class WholeModel:
     ) -> Tensor:
         with self.ranks.together():
             return directional_derivative(self.model, run, direction)
-
-    def values(self, rows: Rows, of: Callable[[Pass], Tensor], as_kept: bool = False) -> Tensor:
-        raise NotImplementedError
-
-    def keep(self, backward: Backward) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def kept_values(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Tensor:
-        return self.values(rows, of)
-
-    def noted_probabilities(self, rows: Rows, places: Sequence[int]) -> AbstractContextManager[Tensor | None]:
-        return nullcontext()
 
     def padding_held(self) -> AbstractContextManager[Any]:
         return padding_row_is_constant(self.model)

@@ -42,7 +42,7 @@ def weight_gradient_error(engine: Any, weights: dict[int, float]) -> dict[str, f
 
 
 def kept_log_probs(steps: Any) -> list[bool]:
-    """Whether training's passes were kept, and whether passes of one's own have the same bits."""
+    """Whether training's passes were kept, and whether extra passes at the same weights give the same bits."""
     host = steps.host
     rows = host.own(steps.update)
     with host.aside():

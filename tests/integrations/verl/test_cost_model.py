@@ -39,7 +39,7 @@ def test_training_flops_are_counted_right() -> None:
 
 
 def test_parts_cost_two_forward_passes_and_a_copy_of_the_weights() -> None:
-    """In a loop of one's own: one at the weights, one at the moved weights."""
+    """In a custom loop: one at the weights, one at the moved weights."""
     model = small.model(torch.float32, tie_word_embeddings=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     ids = torch.randint(3, 18, (LOAD.responses, LOAD.prompt_tokens + LOAD.response_tokens))

@@ -103,8 +103,7 @@ class Layout:
 
     @staticmethod
     def without_ignored_rows(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:
-        """As `of`, but rows of a padded batch with response −1 are not even looked at: factors of theirs would be
-        computed for nothing."""
+        """As `of`, but without the rows of a padded batch that have response −1: nobody uses their factors."""
         full = Layout.of(response, tokens, scale)  # checks all of it
         if full.row_response is None or bool((full.row_response >= 0).all()):
             return full

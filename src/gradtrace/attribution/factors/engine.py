@@ -273,7 +273,7 @@ class FactorScores:
             self._store.tokens[block].clear()
         self._batches += whole + divided
 
-    # ---------------------------------------------------------------- what there is to say
+    # ---------------------------------------------------------------- warnings and metrics
 
     def _check(self, owners: Mapping[int, int]) -> None:
         """Nothing captured is an error; what is merely odd is a warning that names the likely cause."""
@@ -304,7 +304,7 @@ class FactorScores:
             )
 
     def _assembled(self, labels: Labels, loss_terms: dict[int, Tensor]) -> InfluenceTrace:
-        """The trace, with what there is to say about it."""
+        """Return the trace with its warnings, meta and metrics."""
         self._drop_non_finite(loss_terms)
         trace = assemble(self._batches, self._captured.counts, self._captured.factors, labels, loss_terms, self.config)
         here = {group for batch in self._batches for scope in batch.scopes for group in scope.groups}

@@ -104,7 +104,7 @@ def page(record: dict[str, Any]) -> str:
         f"{record['learning_rate']:.3g}) were taken from the same state, in {record['precision']}: with the gradient "
         "of the whole mini-batch, in which a token, a response or half of a group's tokens weighs half as much again, "
         "and half as much. The difference of the objective between the two, in nats, is compared with the sum of the "
-        "scores: Spearman's rank correlation (Pearson's where it says so) over all steps of the mini-batch, 95 % "
+        "scores: Spearman's rank correlation (Pearson's where named) over all steps of the mini-batch, 95 % "
         "interval by the jackknife over groups. In their own prompt: with the change of the own prompt's part of the "
         "objective, mean over groups. What the step did to it: with the change of the token's own term."
     )

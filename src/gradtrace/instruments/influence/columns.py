@@ -86,7 +86,7 @@ def place_in_response(batch: RolloutBatch, row: int, token: int, **others: Any) 
 
 
 def table_of_parts(found: TokenParts) -> Table:
-    """What observers would have found, from the public call of a loop of one's own."""
+    """Turn the result of `InfluenceTracer.parts` into the table that an observer makes."""
     table, rows = Table(), range(len(found.tokens))
     table.put("influence", {row: found.tokens[row].float() for row in rows})
     table.put("optimizer_step", dict.fromkeys(rows, torch.tensor(0)))
@@ -124,7 +124,7 @@ def pairwise_columns(table: Table, rows: list[int], max_mb: float, batch: Rollou
         budget -= 4 * int(batch.response_lengths[row]) * len(known)
         if known and budget >= 0 and min(known) >= 0:
             full = torch.zeros(int(batch.written_counts[row]), len(known))
-            full[: len(pairs[row])] = pairs[row]  # tokens past a cap have zeros, and `captured` says so
+            full[: len(pairs[row])] = pairs[row]  # tokens past a cap have zeros and `captured` False
             members[-1] = np.array(known, np.int32)
             blocks[-1] = with_gaps(full, batch, torch.tensor([row])).ravel()
             stored += 1

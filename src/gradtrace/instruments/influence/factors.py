@@ -182,7 +182,7 @@ class FactorsObserver(Observer):
         return SharedTerms(run) if shared.is_shared else run
 
     def _step_terms(self, one: Pass) -> Tensor:
-        """[b, T]"""
+        """Return [b, T]: every token's own term of the step, to be raised."""
         return -one.terms() if self.config.output_function == "training_loss" else self._objective("step", one)
 
     def after_step(self, update: OptimizerStep, moved: bool) -> None:

@@ -63,7 +63,7 @@ class ObservedGroup:
 
 
 def influence_observer(host: Host, settings: InfluenceTraceConfig) -> Observer:
-    """The observer of the score that is asked for."""
+    """Return the observer of the configured score: parts of the step, or captured factors."""
     if settings.is_parts:
         return PartsObserver(host, settings)
     from gradtrace.instruments.influence.factors import FactorsObserver

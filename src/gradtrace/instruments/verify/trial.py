@@ -157,7 +157,7 @@ class Trial:
 
     @property
     def clip_factor(self) -> float:
-        """What clipping multiplies the gradient by."""
+        """Return the factor by which clipping scales the gradient."""
         return self._gradient_and_factor[1]
 
     @property

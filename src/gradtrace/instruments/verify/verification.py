@@ -59,7 +59,7 @@ GOOD = 0.7
 
 
 def factor_scores() -> dict[str, InfluenceConfig]:
-    """Scores from captured factors, exact: what there is beside influence."""
+    """Return settings of the other scores: from captured factors, without projection."""
     return {
         "identity, loss term": InfluenceConfig(hessian_mode="identity", pairwise=False),
         "identity, position": InfluenceConfig(hessian_mode="identity", credit="position", pairwise=False),

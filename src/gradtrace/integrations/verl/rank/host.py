@@ -8,8 +8,8 @@ traffic only scalars travel, and the sequences of `Host.shared`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -188,6 +188,10 @@ class RankHost(WholeModel):
             found.update(by_row(of(self._pass(output, data, rows)), data))
         nothing = next(iter(found.values()))[..., :0]
         return torch.cat([nothing, *(found[row] for row in rows.ids.tolist())], dim=-1)
+
+    def noted_probabilities(self, rows: Rows, places: Sequence[int]) -> AbstractContextManager[None]:
+        """verl's engine returns log-probs, and no logits."""
+        return nullcontext()
 
     def gradient(self, rows: Rows, of: Callable[[Pass], Tensor]) -> Gradient:
         size = self.ranks.size  # FSDP takes the mean over ranks
