@@ -172,9 +172,15 @@ def test_effects_by_responses_add_up_to_the_score_on_the_own_prompt(measured: An
         np.testing.assert_allclose(pairs.scores.sum(1), own[row], rtol=2e-3, atol=1e-8)
 
 
-def test_directions_of_groups_add_up_to_that_of_the_mini_batch(tmp_path: Path) -> None:
-    """With one group in a mini-batch, its own prompt is all that it is about."""
-    more = ("actor.mini_batch_size=1", "actor.optim.lr=1e-4", "trainer.influence_trace.measure=all")
+@pytest.mark.parametrize("clip", [1e9, 1e-2])
+def test_directions_of_groups_add_up_to_that_of_the_mini_batch(tmp_path: Path, clip: float) -> None:
+    """With one group in a mini-batch, its own prompt is all that it is about; its gradient is clipped like all."""
+    more = (
+        f"actor.optim.grad_clip={clip}",
+        "actor.mini_batch_size=1",
+        "actor.optim.lr=1e-4",
+        "trainer.influence_trace.measure=all",
+    )
     step = run(tmp_path, *more).step("influence_trace", 2)
     np.testing.assert_allclose(step["influence_own"], step["influence"], rtol=5e-3, atol=1e-8)
 
@@ -286,7 +292,8 @@ def test_a_group_with_a_pass_of_its_own_yields_its_gradient(tmp_path: Path, monk
         (tmp_path / name).mkdir()
         if name == "recomputed":
             monkeypatch.setattr("gradtrace.instruments.influence.observer.available_memory", lambda device: 0)
-        step = run(tmp_path / name, *own, "actor.token_budget=28").step("influence_trace", 2)
+        more = ("actor.token_budget=28", "actor.optim.grad_clip=1e-2")
+        step = run(tmp_path / name, *own, *more).step("influence_trace", 2)
         assert step.meta["own_gradients"][name] >= (2 if name == "kept" else 4)
         found.append(step["influence_own"])
     kept, recomputed = found
