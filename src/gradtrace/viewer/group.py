@@ -155,7 +155,7 @@ def group_payload(table: ScoredStep, g: int, vocabulary: Vocabulary) -> dict[str
 
 
 def _channels(table: ScoredStep, g: int) -> list[str]:
-    """What the group page gets for every token: those of its colours that the group has any number of, and others."""
+    """Return the token columns that the group page gets: colours and others in which the group has any number."""
     rows = _group_tokens(table, g)
     names = [*table.channels(), *(name for name in FURTHER_CHANNELS if table.column(name) is not None)]
     return [name for name in names if np.isfinite(table.need(name)[rows]).any()]

@@ -54,7 +54,7 @@ class Layout:
     kept_rows: Tensor | None = None
     """long[B]: the rows of the model's batch that this layout describes, where others were left out."""
     full_shape: tuple[int, int] | None = None
-    """Of the model's batch, then."""
+    """Shape [B, S] of the whole batch, where rows were left out."""
 
     @staticmethod
     def of(response: Tensor, tokens: Tensor, scale: float | Tensor = 1.0) -> Layout:

@@ -33,7 +33,7 @@ def parts_columns(
     counts = batch.written_counts[rows].tolist()
 
     def of_tokens(name: str, dtype: torch.dtype = torch.float32) -> np.ndarray:
-        """Flat over all tokens of the scored rows; NaN, or False, where the table has nothing of a row."""
+        """Return a column of all tokens of the scored rows, NaN or False where the table lacks a row."""
         gap: Any = torch.nan if dtype.is_floating_point else False
         own = table.columns.get(name, {})
         parts = [
